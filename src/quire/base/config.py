@@ -397,6 +397,10 @@ class ServerConfig:
     hook_timeout: float = setting(
         5.0, "how long one call of a hook may take; then its request ends", unit="seconds"
     )
+    files_dir: str | None = setting(
+        None, "directory for /v1/files and /v1/batches, which there are none of without it"
+    )
+    files_gb: float = setting(10.0, "how much files_dir may hold", unit="GB")
     ssl_keyfile: str | None = setting(None, "private key for HTTPS")
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 
@@ -423,6 +427,7 @@ class ServerConfig:
         limit = self.hook_timeout
         _check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
         _check_installed(HOOKS, self.hooks)
+        _check(0 < self.files_gb < 1 << 20, "files_gb", self.files_gb, "above 0, and in GB")
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
         _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
 

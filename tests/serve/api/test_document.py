@@ -17,9 +17,10 @@ WITH_BODY, WITHOUT = 450, 60  # examples of an operation, of what is allowed and
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Answers are short, whatever length is asked for."""
-    server = Server("--max-num-seqs", "16", "--max-model-len", "64")
+    kept = tmp_path_factory.mktemp("kept")
+    server = Server("--max-num-seqs", "16", "--max-model-len", "64", "--files-dir", str(kept))
     yield server
     assert server.stop() == 0
 

@@ -16,7 +16,7 @@ from quire.serve.api.batches.app_caller import AppCaller, Reply, batch_urls
 from quire.serve.api.batches.journal import Journal
 from quire.serve.api.batches.line_runner import LineOptions, LineRunner
 from quire.serve.api.batches.slots import Slots
-from tests.serve.api.conftest import MakeContext, engine, make_context  # noqa: F401
+from tests.serve.api.conftest import MakeContext
 from tests.serve.batches.inputs import index_of, read, request, write
 
 
@@ -50,7 +50,7 @@ def make_runner(tmp_path: Path, lines: list[Any], **options: Any) -> LineRunner:
     return LineRunner(index, Journal(tmp_path / "out"), LineOptions(**options))
 
 
-def test_answers_are_those_of_the_server(tmp_path: Path, make_context: MakeContext) -> None:  # noqa: F811
+def test_answers_are_those_of_the_server(tmp_path: Path, make_context: MakeContext) -> None:
     lines = [request(str(i), f"Fox {i % 2}") for i in range(5)]
     lines[3]["body"]["max_tokens"] = -1
     app = create_app(make_context())
@@ -73,13 +73,13 @@ def test_answers_are_those_of_the_server(tmp_path: Path, make_context: MakeConte
             assert response["body"]["choices"] == answer.json()["choices"]
 
 
-def test_all_that_takes_json_may_be_asked_for(make_context: MakeContext) -> None:  # noqa: F811
+def test_all_that_takes_json_may_be_asked_for(make_context: MakeContext) -> None:
     app = create_app(make_context())
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize"} <= batch_urls(app)
     assert not {"/v1/batches", "/v1/files", "/health", "/v1/models"} & batch_urls(app)
 
 
-def test_requests_bring_a_key(tmp_path: Path, make_context: MakeContext) -> None:  # noqa: F811
+def test_requests_bring_a_key(tmp_path: Path, make_context: MakeContext) -> None:
     app: FastAPI = create_app(make_context(api_key=("secret",)))
     body = json.dumps({"prompt": "Hello"}).encode()
 

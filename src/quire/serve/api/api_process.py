@@ -15,9 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import uvicorn
+from fastapi import FastAPI
 
 from quire.base.config import ModelConfig, ServerConfig
 from quire.base.errors import EngineDead, QuireError
@@ -26,6 +28,7 @@ from quire.engine.fleet import CoreClient, client_of
 from quire.engine.text import build_text_side
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
+from quire.serve.api.batches.batches import Batches, open_batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.api.listener import Listener, report
@@ -86,7 +89,8 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     )
     if config.server.hooks:
         context.hooks = Hooks(config.server.hooks, config.server.hook_timeout)
-    server = ApiServer(uvicorn_config(context, options.log_level))
+    batches = open_batches(config.server)
+    server = ApiServer(uvicorn_config(context, options.log_level, batches))
     ready = asyncio.create_task(client.wait_until_ready())
     ending = asyncio.create_task(asked.wait())
     await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -96,7 +100,7 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
         return 0
     await ready  # EngineDead, if the core will never come
     with collecting_rarely():
-        await _serve_until(server, options, ending, context, client)
+        await _serve_until(server, options, ending, context, client, batches)
     return 0
 
 
@@ -106,13 +110,18 @@ async def _serve_until(
     ending: "asyncio.Task[bool]",
     context: ApiContext,
     client: CoreClient,
+    batches: Batches | None,
 ) -> None:
-    """Answer requests; then let open ones finish."""
+    """Answer requests, and run batches; then let open requests finish."""
+    if batches is not None:
+        batches.start(cast(FastAPI, server.config.app))
     serving = asyncio.create_task(server.serve([Listener(fileno=options.socket)]))
     await _until(lambda: server.started or serving.done())
     if not serving.done():
         os.write(options.ready, READY.pack(options.index))
     await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+    if batches is not None:
+        await batches.stop()
     if not serving.done():
         await _drain(context, client)
         server.should_exit = True
@@ -141,11 +150,13 @@ async def _until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
+def uvicorn_config(
+    context: ApiContext, log_level: str, batches: Batches | None = None
+) -> uvicorn.Config:
     """Configure uvicorn: h11, because it limits the size of headers."""
     server = context.config
     return uvicorn.Config(
-        create_app(context),
+        create_app(context, batches),
         http=TimedProtocol,
         ws=TextProtocol,
         ws_max_size=min(server.max_body_bytes, MAX_WIDE_BYTES),

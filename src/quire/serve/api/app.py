@@ -6,6 +6,8 @@ from fastapi.middleware.cors import CORSMiddleware
 from quire.base.version import QUIRE_VERSION
 from quire.serve.api import admin, chat_completions, completions, prefixes, stream, utility
 from quire.serve.api.auth import authorised
+from quire.serve.api.batches import batches_routes, files_routes
+from quire.serve.api.batches.batches import Batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
 from quire.serve.api.limits import BodyLimit, generating
@@ -14,8 +16,10 @@ from quire.serve.api.open_body import IGNORED_HEADER
 from quire.serve.api.request_ids import HEADER, RequestIds
 
 
-def create_app(context: ApiContext) -> FastAPI:
+def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
     """Make an ASGI app over this context. Every route needs a key except those of `utility.public`.
+
+    batches: of a server that keeps files. Whoever serves the app starts them, and stops them.
 
     The one of `stream` looks for it by itself: a dependency could not refuse a WebSocket.
     """
@@ -27,14 +31,14 @@ def create_app(context: ApiContext) -> FastAPI:
         redirect_slashes=False,  # it would redirect to what the Host header says
         openapi_url=None,  # a route of our own shows it, to key holders
     )
-    app.state.context = context
+    app.state.context, app.state.batches = context, batches
     protected = Depends(authorised)
     app.include_router(utility.public)
     app.include_router(utility.router, dependencies=[protected])
     if not context.config.disable_fastapi_docs:
         app.include_router(utility.page)
         app.include_router(utility.description, dependencies=[protected])
-    for router in (prefixes.router, admin.router):
+    for router in (prefixes.router, admin.router, files_routes.router, batches_routes.router):
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])

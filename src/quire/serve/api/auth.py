@@ -53,6 +53,13 @@ def _given(scope: Scope) -> bytes:
     return hashlib.sha256(given[0][len(SCHEME) :].strip()).digest()
 
 
+def key_of(scope: Scope, keys: Sequence[str]) -> str | None:
+    """Return which of the keys a request brings; None on a server without keys."""
+    given = _given(scope)
+    pairs = zip(keys, _digests(keys), strict=True)
+    return next((key for key, digest in pairs if hmac.compare_digest(given, digest)), None)
+
+
 def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
     """Return whom a request is for: tenants share the engine evenly.
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 
 from quire.serve.api.context import ApiContext
-from quire.serve.api.open_body import OpenBody, body_class
+from quire.serve.api.open_body import OpenBody
 
 Json = dict[str, Any]
 
@@ -23,6 +22,13 @@ ERROR = {"$ref": "#/components/schemas/Error"}
 ALWAYS = {"500": "an error inside the server", "503": "the engine is gone, busy or shutting down"}
 WITH_KEY = {"401": "no valid API key"}
 WITH_NAME = {"404": "there is nothing of this name"}
+OF_FILES = {
+    "400": "the form, the body or a field is wrong: `param` says which",
+    "404": "there is no such file or batch, or the server keeps none (--files-dir)",
+    "409": "a batch needs this file, or is done already",
+    "413": "there is no room for more",
+    "429": "too many batches wait",
+}
 WITH_BODY = {
     "400": "the body, or a field of it, is wrong: `param` says which",
     "404": "there is no such model",
@@ -45,8 +51,8 @@ def document(app: FastAPI) -> Json:
                 schema["properties"]["model"] = {"enum": [*context.model_names, None]}
         schemas["CompletionRequest"]["required"] = ["prompt"]
         if not context.config.strict_fields:
-            for kind in _open_bodies(app):
-                schemas[kind.__name__]["additionalProperties"] = True
+            for name in _open_bodies() & schemas.keys():
+                schemas[name]["additionalProperties"] = True
         for name in ("PrefixBody", "TokenizeBody"):
             schemas[name]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
         schemas["Error"] = ERROR_SCHEMA
@@ -60,10 +66,12 @@ def document(app: FastAPI) -> Json:
     return app.openapi_schema
 
 
-def _open_bodies(app: FastAPI) -> list[type[OpenBody]]:
-    """Return the bodies whose unknown fields are left out."""
-    kinds = [body_class(route.endpoint) for route in app.routes if isinstance(route, APIRoute)]
-    return [kind for kind in kinds if kind is not None and issubclass(kind, OpenBody)]
+def _open_bodies() -> set[str]:
+    """Return the names of the bodies whose unknown fields are left out."""
+    kinds = OpenBody.__subclasses__()
+    for kind in kinds:  # also of those that are found here
+        kinds += kind.__subclasses__()
+    return {kind.__name__ for kind in kinds}
 
 
 def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
@@ -76,6 +84,8 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
         errors |= WITH_NAME
     if "requestBody" in operation:
         errors |= WITH_BODY
+    if path.startswith(("/v1/files", "/v1/batches")):
+        errors |= OF_FILES
     responses = operation["responses"]
     responses.pop(NOT_SENT, None)
     if path in PUBLIC:
@@ -137,6 +147,17 @@ _PREFIX = _object(
     id="string", object="prefix", status="ready or computing", num_tokens="integer",
     num_blocks="integer", num_hits="integer", age_s="number", expires_in_s="number or null",
 )  # fmt: skip
+_FILE = _object(
+    id="string", object="file", bytes="integer", created_at="integer",
+    expires_at="integer or null", filename="string", purpose="string", status="processed",
+)  # fmt: skip
+_BATCH = _object(
+    id="string", object="batch", endpoint="string", errors="object or null",
+    input_file_id="string", completion_window="string", status="string",
+    output_file_id="string or null", error_file_id="string or null", created_at="integer",
+    request_counts=_object(total="integer", completed="integer", failed="integer"),
+    metadata="object or null",
+)  # fmt: skip
 _EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
 ERROR_SCHEMA = _object(
@@ -157,6 +178,17 @@ ANSWERS: dict[tuple[str, str], Json] = {
     ("delete", "/v1/prefixes/{prefix_id}"): _json(
         _object(id="string", object="prefix", deleted="boolean")
     ),
+    ("post", "/v1/files"): _json(_FILE),
+    ("get", "/v1/files"): _json(_object(object="list", data=[_FILE], has_more="boolean")),
+    ("get", "/v1/files/{file_id}"): _json(_FILE),
+    ("get", "/v1/files/{file_id}/content"): {"application/jsonl": {"schema": {"type": "string"}}},
+    ("delete", "/v1/files/{file_id}"): _json(
+        _object(id="string", object="file", deleted="boolean")
+    ),
+    ("post", "/v1/batches"): _json(_BATCH),
+    ("get", "/v1/batches"): _json(_object(object="list", data=[_BATCH], has_more="boolean")),
+    ("get", "/v1/batches/{batch_id}"): _json(_BATCH),
+    ("post", "/v1/batches/{batch_id}/cancel"): _json(_BATCH),
     ("get", "/v1/requests/{request_id}"): _json(_object(object="request.timeline or list")),
     ("post", "/tokenize"): _json(
         _object(

@@ -19,6 +19,8 @@ from quire.serve.api.errors import ApiError, ApiHttpError, error_response
 RETRY_AFTER_S = 5
 BODY_S = 60.0  # for the next piece of a body
 WHOLE_BODY_S = 600.0
+UPLOADS = ("POST", "/v1/files")
+FORM_BYTES = 1 << 16  # around a file
 
 
 class BodyLimit:
@@ -37,7 +39,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        most = self._config.max_body_bytes
+        most = self._most(scope)
         declared = _header(scope, b"content-length")
         if not has_key(scope, self._config.api_key):
             body = _Body(receive, 0, wrong_key())
@@ -47,6 +49,13 @@ class BodyLimit:
         else:
             body = _decoded(scope, receive, most)
         await self._app(scope, body.receive, send)
+
+    def _most(self, scope: Scope) -> int:
+        """Return how many bytes a body may have. An upload goes to disk, where it is counted."""
+        config, path = self._config, scope["path"].removeprefix(scope.get("root_path", ""))
+        if config.files_dir is not None and (scope["method"], path) == UPLOADS:
+            return max(config.max_body_bytes, int(config.files_gb * 1e9) + FORM_BYTES)
+        return config.max_body_bytes
 
 
 def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":

@@ -1,0 +1,122 @@
+"""The batches of a server: one of its API processes runs them, a few at a time; all tell of them.
+
+Who holds the lock of the directory runs batches. When that process ends, however that is, another
+one gets the lock, or the next server's.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from quire.base.config import ServerConfig
+from quire.serve.api.batches.batch_job import BatchJob, Workplace
+from quire.serve.api.batches.batch_store import BatchRecord, BatchStore
+from quire.serve.api.batches.directory import FilesDirectory
+from quire.serve.api.batches.file_store import FileStore
+from quire.serve.api.batches.slots import Slots
+from quire.serve.api.context import ApiContext
+
+logger = logging.getLogger("quire")
+
+POLL_S = 1.0  # between two looks for what other processes have made
+AGAIN_S = 30.0  # after a batch whose end could not be written
+MAX_RUNNING = 4  # batches at the same time, which take turns
+
+
+class Batches:
+    """Files and batches of a directory, and the task that runs them."""
+
+    def __init__(self, directory: FilesDirectory) -> None:
+        self.files, self.records = FileStore(directory), BatchStore(directory)
+        self._lock: int | None = None  # of the directory, once this process runs batches
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self._news = asyncio.Event()
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}
+
+    def start(self, app: FastAPI) -> None:
+        """Run batches from now on, if no other process does; once."""
+        if self._task is None and not self._is_stopped:
+            self._task = asyncio.create_task(self._run(app))
+
+    def wake(self) -> None:
+        """Look for batches at once."""
+        self._news.set()
+
+    async def stop(self) -> None:
+        """Leave all batches as they are, for the next process; for good."""
+        self._is_stopped = True
+        tasks = [task for task in (self._task, *self._jobs.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _run(self, app: FastAPI) -> None:
+        await asyncio.to_thread(self.records.directory.sweep)
+        api: ApiContext = app.state.context
+        place = Workplace(app, self.files, self.records, Slots(num_slots(api)))
+        while True:
+            try:
+                if self._lock is not None or self._take_lock():
+                    await self._begin_due(place)
+            except OSError as error:
+                logger.error("batches cannot be read (%s); it is tried again", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), POLL_S)
+            self._news.clear()
+
+    def _take_lock(self) -> bool:
+        path = self.records.directory.path("runner", ".lock")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            return False
+        self._lock = fd
+        return True
+
+    async def _begin_due(self, place: Workplace) -> None:
+        """Begin batches in the order in which they came; those that are to be cancelled at once."""
+        for record in await asyncio.to_thread(self.records.unfinished):
+            if record.id in self._jobs or self._not_before.get(record.id, 0.0) > time.monotonic():
+                continue
+            is_due = len(self._jobs) < MAX_RUNNING
+            if is_due or self.records.cancelled_at(record.id) is not None:
+                self._jobs[record.id] = asyncio.create_task(self._run_one(record, place))
+
+    async def _run_one(self, record: BatchRecord, place: Workplace) -> None:
+        try:
+            await BatchJob(record, place).run()
+            self._not_before.pop(record.id, None)
+        except OSError as error:
+            logger.error("batch %s: its end cannot be written (%s)", record.id, error)
+            self._not_before[record.id] = time.monotonic() + AGAIN_S
+        finally:
+            self._jobs.pop(record.id, None)
+            self.wake()
+
+
+def num_slots(api: ApiContext) -> int:
+    """Return how many sequences of batches run at once: half of the rows, so that live requests
+    find some free."""
+    ready = api.client.ready
+    num_cores = int(ready.settings.get("data_parallel_size") or 1)
+    return max(1, ready.max_num_seqs * num_cores // 2)
+
+
+def open_batches(config: ServerConfig) -> Batches | None:
+    """Return the batches of a server that keeps files. Raise ConfigError if it cannot."""
+    if config.files_dir is None:
+        return None
+    return Batches(FilesDirectory(Path(config.files_dir), config.files_gb))

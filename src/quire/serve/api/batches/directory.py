@@ -1,0 +1,135 @@
+"""The directory of files and batches: names, room, and writes that are there wholly or not at all.
+
+    file-ID.json   what a file is        batch_ID.json    what a batch is, and how far
+    file-ID.data   its contents          batch_ID.output  answers so far; a file in the end
+    file-ID.part   an upload under way   batch_ID.failed  lines that failed so far, likewise
+    room.lock      who counts bytes      batch_ID.cancel  the batch is asked to end
+    runner.lock    who runs batches
+
+All API processes of a server work on it, and see what the others do. An id begins with the time at
+which it was made, so that names are sorted by age.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.base.errors import ConfigError, RequestError
+
+GB = 10**9
+ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
+TMP, PART = ".tmp", ".part"
+ABANDONED_S = 60.0  # younger ones may just be being made
+NO_ROOM = "no_room"
+
+
+class FilesDirectory:
+    """limit_bytes: of all that is in it."""
+
+    def __init__(self, root: Path, limit_gb: float) -> None:
+        """Make the directory, for this user alone. Raise ConfigError if that is not possible."""
+        self.root, self.limit_bytes, self._limit_gb = root, int(limit_gb * GB), limit_gb
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path("room", ".lock").touch(0o600)
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError(
+                f"files_dir={str(root)!r} cannot be used ({reason}); give a directory that the"
+                " server may write."
+            ) from error
+
+    def path(self, name: str, suffix: str) -> Path:
+        return self.root / (name + suffix)
+
+    def names(self, prefix: str, suffix: str) -> list[str]:
+        """Return the ids that have a file of this suffix, oldest first."""
+        with os.scandir(self.root) as entries:
+            found = (entry.name for entry in entries if entry.name.endswith(suffix))
+            ids = (name.removesuffix(suffix) for name in found if name.startswith(prefix))
+            return sorted(name for name in ids if ID.fullmatch(name))
+
+    def write(self, path: Path, value: Any) -> None:
+        """Put a value there as JSON, so that it survives whatever happens."""
+        data = msgspec.json.encode(value)
+        temporary = self.path(uuid.uuid4().hex, TMP)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, data)
+            os.fsync(fd)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    # ---- room --------------------------------------------------------------------------------
+
+    def used_bytes(self) -> int:
+        """Return how many bytes there are, with those that uploads have reserved."""
+        used = 0
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    used += entry.stat(follow_symlinks=False).st_size
+        return used
+
+    @property
+    def is_full(self) -> bool:
+        """Whether batches have written more than there is room for; uploads never do."""
+        return self.used_bytes() > self.limit_bytes
+
+    def reserve(self, fd: int, least: int, most: int) -> int:
+        """Make a file as long as there is room for, between `least` and `most` bytes; how long it
+        is. Raise RequestError without room for the least."""
+        with self._counting():
+            free = self.limit_bytes - self.used_bytes() + os.fstat(fd).st_size
+            if free < least:
+                raise self.no_room()
+            size = min(most, free)
+            os.ftruncate(fd, size)
+            return size
+
+    def no_room(self) -> RequestError:
+        return RequestError(
+            f"files and batches may have {self._limit_gb:g} GB together (files_gb), and no more is"
+            " free; delete files, or ask the operator for more.",
+            "file",
+            NO_ROOM,
+        )
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """One at a time, of all processes; held for a moment."""
+        with self.path("room", ".lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def sweep(self) -> None:
+        """Remove what processes that were killed had begun."""
+        with os.scandir(self.root) as entries:
+            paths = [Path(e.path) for e in entries if e.name.endswith((TMP, PART))]
+        for path in paths:
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if time.time() - path.stat().st_mtime > ABANDONED_S:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its maker holds it
+                    path.unlink()
+
+
+def make_id(prefix: str) -> str:
+    """Return an id that sorts behind all that were made before."""
+    return f"{prefix}{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
+
+
+def is_id(text: str, prefix: str) -> bool:
+    """Tell whether a text may be an id, and so be made part of a path."""
+    return text.startswith(prefix) and ID.fullmatch(text) is not None

@@ -1,0 +1,12 @@
+"""The API's engine and contexts, for batches too; what waits for others' news looks often."""
+
+import pytest
+
+from quire.serve.api.batches import batch_job, batches
+from tests.serve.api.conftest import engine, make_context  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "POLL_S", 0.02)
+    monkeypatch.setattr(batch_job, "TICK_S", 0.02)

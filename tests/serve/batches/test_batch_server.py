@@ -1,0 +1,124 @@
+"""Batches of a real server of two API processes, as openai's own client asks for them."""
+
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.api.direct import text_of, wait_until
+from tests.serve.batches.inputs import request, write
+from tests.serve.processes import Server, is_running, kill
+
+FLAGS = ("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M")
+
+
+def start(folder: Path) -> Server:
+    return Server("--api-server-count", "2", "--files-dir", str(folder / "kept"), *FLAGS)
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def begin(client: openai.OpenAI, folder: Path, number: int) -> Any:
+    lines = [request(f"r{place}", f"{place} foxes") for place in range(number)]
+    for line in lines:
+        line["body"] |= {"max_tokens": 32, "ignore_eos": True}
+    with write(folder / "in.jsonl", lines).open("rb") as file:
+        uploaded = client.files.create(file=file, purpose="batch")
+    assert uploaded.filename == "in.jsonl"
+    return client.batches.create(
+        input_file_id=uploaded.id, endpoint="/v1/completions", completion_window="24h"
+    )
+
+
+def runner_of(folder: Path) -> int:
+    """The process that runs batches: it holds the lock."""
+    inode = (folder / "kept" / "runner.lock").stat().st_ino
+    for line in Path("/proc/locks").read_text().splitlines():
+        if line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}"):
+            return int(line.split()[4])
+    raise AssertionError("nobody runs batches")
+
+
+def check(client: openai.OpenAI, batch: Any, number: int) -> None:
+    """Each line was answered once, with what the engine says."""
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (number, 0)
+    content = client.files.content(batch.output_file_id).text
+    answers = {}
+    for line in map(json.loads, content.splitlines()):
+        assert line["custom_id"] not in answers
+        answers[line["custom_id"]] = line["response"]["body"]["choices"][0]["text"]
+    assert len(answers) == number
+    for place in range(0, number, number // 3):
+        wanted = text_of(f"{place} foxes", max_tokens=32, ignore_eos=True)
+        assert answers[f"r{place}"] == wanted
+
+
+def test_a_batch_survives_the_process_that_runs_it(tmp_path: Path) -> None:
+    server = start(tmp_path)
+    try:
+        client = client_of(server)
+        batch = begin(client, tmp_path, 80)
+        seen = []
+
+        def is_under_way() -> bool:
+            """Whichever process is asked."""
+            seen.append(client.batches.retrieve(batch.id))
+            return seen[-1].status == "in_progress" and seen[-1].request_counts.completed > 0
+
+        wait_until(is_under_way)
+        assert seen[-1].request_counts.total == 80
+        pid = runner_of(tmp_path)
+        assert pid in server.api
+        kill(pid)
+        live = client.with_options(max_retries=9)
+        answer = live.completions.create(model="demo", prompt="The sea", max_tokens=4)
+        assert answer.usage is not None and answer.usage.completion_tokens == 4
+        wait_until(lambda: live.batches.retrieve(batch.id).status == "completed")
+        assert runner_of(tmp_path) != pid
+        batch = live.batches.retrieve(batch.id)
+        check(live, batch, 80)
+        assert [each.id for each in live.batches.list(limit=1)] == [batch.id]
+        assert len(list(live.files.list())) == 2
+        second = begin(live, tmp_path, 2000)
+        assert live.batches.cancel(second.id).status == "cancelling"
+        wait_until(lambda: live.batches.retrieve(second.id).status == "cancelled")
+        assert live.files.delete(batch.output_file_id).deleted
+    finally:
+        status = server.stop()
+    assert status == 0
+
+
+@pytest.mark.slow
+def test_a_batch_survives_the_server(tmp_path: Path) -> None:
+    """Killed three times with all its processes, and told to end once."""
+    number, batch = 600, None
+    for sent in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        server = start(tmp_path)
+        client = client_of(server)
+        if batch is None:
+            batch = begin(client, tmp_path, number)
+        before = client.batches.retrieve(batch.id).request_counts.completed
+        wait_until(functools.partial(has_more, client, batch, before))
+        os.kill(server.process.pid, sent)
+        server.process.wait(60)
+        wait_until(lambda pids=tuple(server.children): not any(map(is_running, pids)))
+    server = start(tmp_path)
+    try:
+        client = client_of(server)
+        assert batch is not None
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 120)
+        check(client, client.batches.retrieve(batch.id), number)
+    finally:
+        server.stop()
+
+
+def has_more(client: openai.OpenAI, batch: Any, before: int) -> bool:
+    counts = client.batches.retrieve(batch.id).request_counts
+    return counts is not None and counts.completed > before

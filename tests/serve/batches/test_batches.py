@@ -1,0 +1,280 @@
+"""/v1/batches: from a file to its outputs, and every way to end before
+(`serve/api/batches/batch_job.py`, `serve/api/batches/batches_routes.py`)."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.serve.api.batches import batch_store
+from quire.serve.api.batches.batch_job import LOW_PRIORITY
+from quire.serve.api.batches.batch_store import BatchRecord, BatchStore, new_batch_id
+from quire.serve.api.batches.directory import FilesDirectory
+from tests.serve.api.conftest import MakeContext
+from tests.serve.api.direct import text_of, wait_until
+from tests.serve.batches.inputs import request
+from tests.serve.batches.kept import KeptServer, serving
+
+
+def requests(number: int) -> list[dict[str, Any]]:
+    return [request(f"r{place}", f"{place} foxes") for place in range(number)]
+
+
+def test_a_batch_becomes_two_files(make_context: MakeContext, tmp_path: Path) -> None:
+    lines = requests(6)
+    lines[4]["body"]["temperature"] = -1
+    with serving(make_context, tmp_path) as server:
+        made = server.begin(lines, metadata={"for": "a test"}, completion_window="48h")
+        assert made["object"] == "batch" and made["metadata"] == {"for": "a test"}
+        assert made["expires_at"] - made["created_at"] == 48 * 3600
+        done = server.wait_for(made["id"], "completed", "failed")
+        assert done["status"] == "completed" and done["errors"] is None
+        assert done["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+        assert done["created_at"] <= done["in_progress_at"] <= done["finalizing_at"]
+        assert done["completed_at"] and done["failed_at"] is done["cancelled_at"] is None
+        answers = {line["custom_id"]: line for line in server.lines(done["output_file_id"])}
+        [failed] = server.lines(done["error_file_id"])
+        assert answers.keys() == {"r0", "r1", "r2", "r3", "r5"} and failed["custom_id"] == "r4"
+        assert failed["response"]["status_code"] == 400 and failed["error"] is None
+        for number in (0, 5):
+            body = answers[f"r{number}"]["response"]["body"]
+            assert body["choices"][0]["text"] == text_of(f"{number} foxes", max_tokens=4)
+        bodies = [line["response"]["body"]["usage"] for line in answers.values()]
+        assert done["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in bodies)
+        assert done["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in bodies)
+        output = server.get(f"/v1/files/{done['output_file_id']}")
+        assert output["purpose"] == "batch_output" and output["filename"].endswith(".jsonl")
+        assert server.get("/v1/batches")["data"] == [done]
+        server.delete(f"/v1/files/{done['input_file_id']}")
+        conflict = server.post(f"/v1/batches/{made['id']}/cancel", status=409)
+        assert conflict["error"]["code"] == "batch_is_done"
+    assert {r.priority for r in server.context.client.requests} == {LOW_PRIORITY}
+    assert not list(tmp_path.glob("batch_*.[ofc]*"))  # nothing but what it is
+
+
+@pytest.mark.parametrize(
+    ("lines", "faults"),
+    [
+        ("", [("empty_file", None)]),
+        ("no json\n{}\n", [("invalid_json_line", 1), ("missing_required_parameter", 2)]),
+        (json.dumps(request("a", url="/tokenize")) + "\n", [("invalid_url", 1)]),
+        ((json.dumps(request("a")) + "\n") * 2, [("duplicate_custom_id", 2)]),
+    ],
+)
+def test_a_file_with_wrong_lines_fails_as_a_whole(
+    make_context: MakeContext, tmp_path: Path, lines: str, faults: list[tuple[str, int]]
+) -> None:
+    with serving(make_context, tmp_path) as server:
+        file_id = server.upload(lines.encode() or b"\n")["id"]
+        made = server.post(
+            "/v1/batches",
+            input_file_id=file_id,
+            endpoint="/v1/completions",
+            completion_window="24h",
+        )
+        done = server.wait_for(made["id"], "failed", "completed")
+        assert [(f["code"], f["line"]) for f in done["errors"]["data"]] == faults
+        assert done["failed_at"] and done["output_file_id"] is done["error_file_id"] is None
+        assert server.context.client.requests == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"endpoint": "/v1/batches"}, "endpoint"),
+        ({"endpoint": "/v1/models"}, "endpoint"),
+        ({"completion_window": "soon"}, "completion_window"),
+        ({"completion_window": "0h"}, "completion_window"),
+        ({"input_file_id": "file-1"}, "input_file_id"),
+        ({"input_file_id": None}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, None),
+    ],
+)
+def test_a_wrong_batch_is_refused(
+    make_context: MakeContext, tmp_path: Path, changes: dict[str, Any], param: str | None
+) -> None:
+    with serving(make_context, tmp_path) as server:
+        file_id = server.upload(b"{}")["id"]
+        body = {"input_file_id": file_id, "endpoint": "/v1/completions"} | changes
+        error = server.post("/v1/batches", status=400, **body)["error"]
+        assert param in (None, error["param"]), error
+        assert server.get("/v1/batches")["data"] == []
+        server.get("/v1/batches/batch_1", status=404)
+        assert server.get("/v1/batches?limit=0", status=400)["error"]["param"] == "limit"
+
+
+def begun(server: KeptServer, number: int, num_done: int) -> Any:
+    """A batch that stands still when so many lines are done, or some more."""
+    server.context.client.hold(4 * num_done)
+    made = server.begin(requests(number), output_expires_after=None)
+    output = server.kept.records.directory.path(made["id"], batch_store.OUTPUT)
+    wait_until(lambda: output.exists() and output.read_bytes().count(b"\n") >= num_done)
+    return made
+
+
+def test_a_batch_can_be_cancelled(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path) as server:
+        made = begun(server, 30, num_done=2)
+        server.delete(f"/v1/files/{made['input_file_id']}", status=409)
+        asked = server.post(f"/v1/batches/{made['id']}/cancel")
+        assert asked["status"] == "cancelling" and asked["cancelling_at"]
+        assert server.get(f"/v1/batches/{made['id']}")["status"] == "cancelling"
+        server.context.client.release()
+        done = server.wait_for(made["id"], "cancelled", "completed")
+        assert done["status"] == "cancelled" and done["cancelled_at"] >= done["cancelling_at"]
+        answers, left = (server.lines(done[f"{n}_file_id"]) for n in ("output", "error"))
+        assert len(answers) >= 2 and len(left) > 2 and len(answers) + len(left) == 30
+        assert {line["error"]["code"] for line in left} == {"batch_cancelled"}
+        assert done["request_counts"] == {
+            "total": 30, "completed": len(answers), "failed": len(left),
+        }  # fmt: skip
+
+
+def test_a_batch_expires(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path) as server:
+        file_id = server.upload(b"".join(json.dumps(r).encode() + b"\n" for r in requests(3)))["id"]
+        record = record_of(file_id, expires_at=1)
+        server.kept.records.create(record)
+        server.client.portal.call(server.kept.start, server.client.app)
+        done = server.wait_for(record.id, "expired", "completed")
+        assert done["status"] == "expired" and done["expired_at"]
+        codes = [line["error"]["code"] for line in server.lines(done["error_file_id"])]
+        assert codes == ["batch_expired"] * 3 and server.context.client.requests == []
+
+
+def record_of(file_id: str, **changes: Any) -> BatchRecord:
+    known: dict[str, Any] = {
+        "id": new_batch_id(),
+        "endpoint": "/v1/completions",
+        "input_file_id": file_id,
+        "completion_window": "24h",
+        "created_at": int(time.time()),
+        "expires_at": int(time.time()) + 3600,
+    }
+    return BatchRecord(**known | changes)
+
+
+def test_the_next_server_goes_on(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path) as server:
+        made = begun(server, 24, num_done=3)
+    num_first = len(server.context.client.requests)
+    left = server.kept.records.directory.path(made["id"], batch_store.OUTPUT).read_bytes()
+    with serving(make_context, tmp_path) as second:
+        second.client.portal.call(second.kept.start, second.client.app)
+        done = second.wait_for(made["id"], "completed", "failed")
+        assert done["request_counts"] == {"total": 24, "completed": 24, "failed": 0}
+        answers = second.lines(done["output_file_id"])
+        assert sorted(line["custom_id"] for line in answers) == sorted(f"r{i}" for i in range(24))
+        content = second.client.get(f"/v1/files/{done['output_file_id']}/content").content
+        assert content.startswith(left) and left.count(b"\n") >= 3
+    assert num_first < 24 and len(second.context.client.requests) == 24 - left.count(b"\n")
+
+
+def test_one_process_of_several_runs_batches(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path) as second:
+        with serving(make_context, tmp_path) as first:
+            made = begun(first, 20, num_done=1)
+            second.client.portal.call(second.kept.start, second.client.app)
+            assert second.get(f"/v1/batches/{made['id']}")["status"] == "in_progress"
+            assert second.get("/v1/batches")["data"][0]["request_counts"]["total"] == 20
+            other = second.begin(requests(2))  # the first one will run it
+            in_second = len(second.context.client.requests)
+            second.post(f"/v1/batches/{other['id']}/cancel")
+            first.context.client.release()
+            first.wait_for(other["id"], "cancelled", "completed")
+            assert in_second == len(second.context.client.requests) == 0
+        third = second.begin(requests(2))
+        assert second.wait_for(third["id"], "completed")["request_counts"]["completed"] == 2
+
+
+def test_a_batch_is_its_keys(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path, api_key=("one", "two")) as server:
+        server.key = "two"
+        made = server.begin(requests(2))
+        server.wait_for(made["id"], "completed")
+        assert {r.tenant for r in server.context.client.requests} == {"key 2"}
+        server.key = "one"
+        assert server.get("/v1/batches")["data"] == []
+        server.get(f"/v1/batches/{made['id']}", status=404)
+        server.post(f"/v1/batches/{made['id']}/cancel", status=404)
+        server.key = "two"
+        waiting = record_of(made["input_file_id"], owner="of another key")
+        server.kept.records.create(waiting)
+        store = server.kept.records
+        wait_until(lambda: not [r for r in store.unfinished() if r.id == waiting.id])
+        found = store.get(waiting.id, None)
+        assert found is not None and found.faults[0].code == "key_removed"
+
+
+def test_live_requests_find_rows(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path) as server:
+        rows = server.context.client.ready.max_num_seqs
+        server.context.client.hold()
+        made = server.begin(requests(3 * rows))
+        client = server.context.client
+        wait_until(lambda: client.num_unfinished == rows // 2)
+        wait_until(lambda: server.get(f"/v1/batches/{made['id']}")["status"] == "in_progress")
+        assert client.num_unfinished == rows // 2
+        client.release()
+        server.wait_for(made["id"], "completed")
+
+
+def test_batches_take_turns(make_context: MakeContext, tmp_path: Path) -> None:
+    """A short one that comes later does not wait for the end of a long one."""
+    with serving(make_context, tmp_path) as server:
+        client = server.context.client
+        client.hold(2)
+        batches = [server.begin(requests(60)), server.begin([request(n, "Owl") for n in "abc"])]
+        wait_until(lambda: server.get(f"/v1/batches/{batches[1]['id']}")["status"] == "in_progress")
+        client.release()
+        for batch in batches:
+            server.wait_for(batch["id"], "completed")
+    owl = server.context.renderer.render("Owl").token_ids
+    places = [n for n, r in enumerate(client.requests) if r.prompt_token_ids == owl]
+    assert len(places) == 3 and max(places) < 25 and len(client.requests) == 63
+
+
+def test_without_room_what_is_done_is_kept(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path, files_gb=1e-4) as server:
+        made = begun(server, 30, num_done=2)
+        (tmp_path / "large").write_bytes(b"x" * 100_000)
+        server.context.client.release()
+        done = server.wait_for(made["id"], "failed", "completed")
+        assert done["errors"]["data"][0]["code"] == "no_room"
+        assert 2 <= len(server.lines(done["output_file_id"])) < 30
+
+
+def test_an_end_that_was_interrupted_is_made_again(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    directory = FilesDirectory(tmp_path, 1)
+    records, found = BatchStore(directory), []
+    for is_moved in (False, True):
+        record = record_of("file-" + "0" * 32, status="finalizing", total=1)
+        record.output_file_id = "file-" + f"{is_moved:032x}"
+        name, suffix = (record.output_file_id, ".data") if is_moved else (record.id, ".output")
+        directory.path(name, suffix).write_bytes(b'{"a": 1}\n')
+        records.save(record)
+        found.append(record)
+    with serving(make_context, tmp_path) as server:
+        server.client.portal.call(server.kept.start, server.client.app)
+        for record in found:
+            done = server.wait_for(record.id, "completed")
+            assert done["output_file_id"] == record.output_file_id
+            assert server.lines(done["output_file_id"]) == [{"a": 1}]
+
+
+def test_the_oldest_batch_makes_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_store, "MAX_BATCHES", 3)
+    records = BatchStore(FilesDirectory(tmp_path, 1))
+    made = [record_of("file", status=s) for s in ("in_progress", "completed", "failed")]
+    for record in made:
+        assert records.create(record)
+    assert records.create(record_of("file")) and records.get(made[1].id, None) is None
+    assert records.create(record_of("file")) and records.get(made[2].id, None) is None
+    assert not records.create(record_of("file"))
+    assert len(records.unfinished()) == 3 and records.unfinished()[0].id == made[0].id

@@ -1,0 +1,228 @@
+"""/v1/files: what comes in, whose it is, how much there may be; also the form it comes in
+(`serve/api/batches/upload_form.py`, `serve/api/batches/files_routes.py`)."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.base.errors import ConfigError, RequestError
+from quire.serve.api.app import create_app
+from quire.serve.api.batches import directory, files_routes
+from quire.serve.api.batches.directory import FilesDirectory
+from quire.serve.api.batches.file_store import FileRecord, FileStore, Upload
+from tests.serve.api.conftest import MakeContext
+from tests.serve.batches.kept import serving
+
+BOUNDARY = "quire-boundary"
+
+
+def form(*parts: tuple[str, bytes], end: bytes = b"--\r\n") -> bytes:
+    """A form as a client writes it: (head, content) of each part."""
+    begin = f"--{BOUNDARY}\r\nContent-Disposition: form-data; ".encode()
+    body = b"".join(begin + head.encode() + b"\r\n\r\n" + data + b"\r\n" for head, data in parts)
+    return body + f"--{BOUNDARY}".encode() + end
+
+
+PURPOSE = ('name="purpose"', b"batch")
+FILE = ('name="file"; filename="in.jsonl"', b"{}\n")
+
+
+def test_a_file_is_kept_as_it_came(make_context: MakeContext, tmp_path: Path) -> None:
+    content = os.urandom(3 << 20) + b"\r\n--quire-boundar\r\n--\r\n" * 9 + b"\r"
+    with serving(make_context, tmp_path / "kept") as server:
+        made = server.upload(content)
+        assert made["id"].startswith("file-") and made["object"] == "file"
+        assert (made["bytes"], made["purpose"]) == (len(content), "batch")
+        assert made["filename"] == "in.jsonl" and made["expires_at"] is None
+        assert server.get(f"/v1/files/{made['id']}") == made
+        found = server.client.get(f"/v1/files/{made['id']}/content")
+        assert found.content == content
+        second = server.upload(b"{}")
+        assert server.get("/v1/files")["data"] == [second, made]
+        assert server.get("/v1/files?purpose=batch&order=asc&limit=1")["has_more"]
+        assert server.get(f"/v1/files?after={second['id']}")["data"] == [made]
+        assert server.get("/v1/files?purpose=other")["data"] == []
+        assert server.delete(f"/v1/files/{made['id']}")["deleted"]
+        server.delete(f"/v1/files/{made['id']}", status=404)
+        assert server.get("/v1/files")["data"] == [second]
+    left = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert left == {f"{second['id']}.json", f"{second['id']}.data", "room.lock"}
+    assert (tmp_path / "kept").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("parts", "param"),
+    [
+        ((FILE,), "purpose"),
+        ((('name="purpose"', b"fine-tune"), FILE), "purpose"),
+        ((PURPOSE,), "file"),
+        ((PURPOSE, (FILE[0], b"")), "file"),
+        ((PURPOSE, FILE, FILE), "file"),
+        ((PURPOSE, PURPOSE, FILE), None),
+        ((PURPOSE, ('name="more"', b"x" * 1025), FILE), "more"),
+        ((PURPOSE, ('name="expires_after[seconds]"', b"7200"), FILE), "expires_after"),
+        (
+            (
+                PURPOSE,
+                ('name="expires_after[anchor]"', b"created_at"),
+                ('name="expires_after[seconds]"', b"59"),
+                FILE,
+            ),
+            "expires_after",
+        ),
+    ],
+)
+def test_a_wrong_form_is_told_what_is_wrong(
+    make_context: MakeContext, tmp_path: Path, parts: tuple[tuple[str, bytes], ...], param: str
+) -> None:
+    with serving(make_context, tmp_path) as server:
+        head = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+        found = server.client.post("/v1/files", content=form(*parts), headers=head)
+        assert found.status_code == 400, found.text
+        assert found.json()["error"]["param"] == param
+    assert [path.name for path in tmp_path.iterdir()] == ["room.lock"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status"),
+    [
+        (b"{}", "application/json", 415),
+        (b"{}", "multipart/form-data", 415),
+        (b"nothing of a form", f"multipart/form-data; boundary={BOUNDARY}", 400),
+        (form(PURPOSE, FILE, end=b""), f"multipart/form-data; boundary={BOUNDARY}", 400),
+        (form(PURPOSE, FILE)[:-30], f"multipart/form-data; boundary={BOUNDARY}", 400),
+        (b"", f"multipart/form-data; boundary={BOUNDARY}", 400),
+    ],
+)
+def test_what_is_no_form_is_refused(
+    make_context: MakeContext, tmp_path: Path, body: bytes, kind: str, status: int
+) -> None:
+    with serving(make_context, tmp_path) as server:
+        found = server.client.post("/v1/files", content=body, headers={"Content-Type": kind})
+        assert found.status_code == status, found.text
+    assert [path.name for path in tmp_path.iterdir()] == ["room.lock"]
+
+
+def test_files_may_be_larger_than_bodies_and_only_they(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    with serving(make_context, tmp_path, max_body_bytes=1024, files_gb=1e-4) as server:
+        made = server.upload(b"x" * 60_000)
+        refused = server.upload(b"y" * 60_000, status=413)
+        assert refused["error"]["code"] == "no_room" and "files_gb" in refused["error"]["message"]
+        server.upload(b"y" * 200_000, status=413)
+        assert server.get("/v1/files")["data"] == [made]
+        server.post("/v1/batches", status=413, input_file_id="x" * 2000, endpoint="/tokenize")
+        server.delete(f"/v1/files/{made['id']}")
+        server.upload(b"y" * 60_000)
+
+
+def test_without_a_directory_the_flag_is_named(make_context: MakeContext) -> None:
+    with TestClient(create_app(make_context())) as client:
+        for method, path in (
+            ("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/files/file-1"),
+            ("DELETE", "/v1/files/file-1"), ("GET", "/v1/files/file-1/content"),
+            ("GET", "/v1/batches"), ("GET", "/v1/batches/batch_1"),
+            ("POST", "/v1/batches/batch_1/cancel"),
+        ):  # fmt: skip
+            found = client.request(method, path)
+            assert found.status_code == 404 and "--files-dir" in found.json()["error"]["message"]
+        body = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
+        assert client.post("/v1/batches", json=body).json()["error"]["code"] == "no_files_dir"
+
+
+def test_a_key_sees_its_own_files(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path, api_key=("one", "two")) as server:
+        mine = server.upload(b"{}")
+        server.key = "two"
+        path = f"/v1/files/{mine['id']}"
+        assert server.get("/v1/files")["data"] == []
+        for ask in (server.get, server.delete):
+            assert ask(path, status=404)["error"]["code"] == "not_found"
+        server.get(f"{path}/content", status=404)
+        server.post("/v1/batches", status=400, input_file_id=mine["id"], endpoint="/v1/completions")
+        server.key = "none of them"
+        server.get("/v1/files", status=401)
+        server.upload(b"{}", status=401)
+        server.key = "one"
+        assert server.get(path) == mine
+    assert b"one" not in b"".join(p.read_bytes() for p in tmp_path.glob("*.json"))
+
+
+def test_names_are_no_paths(make_context: MakeContext, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text("{}")
+    with serving(make_context, tmp_path / "kept") as server:
+        for name in ("..%2Fsecret", "%2e%2e", "file-..", "file-" + "g" * 32, "room.lock"):
+            server.get(f"/v1/files/{name}", status=404)
+            server.get(f"/v1/files/{name}/content", status=404)
+
+
+def test_a_file_expires(
+    make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expires = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    with serving(make_context, tmp_path) as server:
+        made = server.upload(b"{}", **expires)
+        assert made["expires_at"] == made["created_at"] + 3600
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3601)
+        assert server.get("/v1/files")["data"] == []
+        server.get(f"/v1/files/{made['id']}", status=404)
+    assert not list(tmp_path.glob("file-*"))
+
+
+def test_there_is_an_end_to_the_number_of_files(
+    make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.serve.api.batches import file_store
+
+    monkeypatch.setattr(file_store, "MAX_FILES", 2)
+    assert files_routes.MAX_FILES == 10_000
+    with serving(make_context, tmp_path) as server:
+        first = server.upload(b"{}")
+        server.upload(b"{}")
+        assert server.upload(b"{}", status=413)["error"]["code"] == "too_many_files"
+        server.delete(f"/v1/files/{first['id']}")
+        server.upload(b"{}")
+
+
+def test_uploads_under_way_hold_their_room(tmp_path: Path) -> None:
+    kept = FilesDirectory(tmp_path, 10e6 / 1e9)
+    one, two = Upload(kept), Upload(kept)
+    one.write(b"x" * 3_000_000)
+    two.write(b"y" * 100)
+    assert 6_900_000 < kept.used_bytes() <= kept.limit_bytes
+    with pytest.raises(RequestError, match="0.01 GB"):
+        two.write(b"y" * 6_000_000)
+    two.close()
+    one.write(b"x" * 6_000_000)
+    record = FileRecord(one.id, one.num_bytes, 0, "in", "batch")
+    one.finish(record)
+    one.close()
+    assert FileStore(kept).get(one.id, None) == record
+    assert kept.path(one.id, ".data").stat().st_size == 9_000_000
+    assert kept.used_bytes() < 9_001_000
+
+
+def test_what_killed_processes_left_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = FilesDirectory(tmp_path, 1)
+    alive = Upload(kept)
+    (tmp_path / "file-old.part").write_bytes(b"x")
+    (tmp_path / "young.tmp").write_bytes(b"x")
+    kept.sweep()
+    assert len(list(tmp_path.iterdir())) == 4  # all are young
+    monkeypatch.setattr(directory, "ABANDONED_S", -1.0)
+    kept.sweep()
+    assert {path.name for path in tmp_path.iterdir()} == {"room.lock", f"{alive.id}.part"}
+    alive.close()
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="files_dir="):
+        FilesDirectory(tmp_path / "file", 1)
