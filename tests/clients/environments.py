@@ -20,7 +20,10 @@ QUIET = {
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
 }
-OTHERS_KEYS = ("OPENAI_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "VLLM_", "PYTEST_", "PYTHONPATH")
+OTHERS_KEYS = (
+    "ANTHROPIC_", "OPENAI_", "LITELLM_", "LANGCHAIN_", "LANGSMITH_", "VLLM_", "PYTEST_",
+    "PYTHONPATH",
+)  # fmt: skip
 
 
 def python_of(client: str) -> Path:

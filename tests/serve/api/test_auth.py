@@ -126,9 +126,29 @@ def test_anything_else_does_not(locked: TestClient, value: str | bytes | None) -
     assert "first" not in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("x-api-key", "second-key")], 200),
+        ([("x-api-key", "third-key")], 401),
+        ([("x-api-key", "Bearer first-key")], 401),
+        ([("x-api-key", "")], 401),
+        ([("x-api-key", "first-key"), ("x-api-key", "second-key")], 401),
+        # Authorization alone decides where it is there.
+        ([("x-api-key", "third-key"), ("Authorization", "Bearer first-key")], 200),
+        ([("x-api-key", "first-key"), ("Authorization", "Bearer third-key")], 401),
+        ([("x-api-key", "first-key"), ("Authorization", "Basic first-key")], 401),
+    ],
+)
+def test_a_key_in_the_header_of_anthropics_clients(
+    locked: TestClient, headers: list[tuple[str, str]], status: int
+) -> None:
+    assert locked.get("/v1/models", headers=headers).status_code == status
+
+
 @pytest.mark.parametrize("place", ["?api_key=first-key", "?key=first-key"])
 def test_a_key_elsewhere_does_not_count(locked: TestClient, place: str) -> None:
-    headers = {"X-Api-Key": "first-key", "Cookie": "api_key=first-key"}
+    headers = {"Api-Key": "first-key", "Cookie": "api_key=first-key"}
     assert locked.get(f"/v1/models{place}", headers=headers).status_code == 401
 
 

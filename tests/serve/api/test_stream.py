@@ -284,7 +284,7 @@ def test_busy_while_a_request_is_open(api_context: ApiContext, line: WebSocketTe
 def test_keys(make_context: MakeContext) -> None:
     context = make_context(api_key=("one", "two"))
     with TestClient(create_app(context)) as client:
-        for headers in ({}, {"Authorization": "Bearer three"}, {"X-Api-Key": "one"}):
+        for headers in ({}, {"Authorization": "Bearer three"}, {"X-Key": "one"}):
             with (
                 pytest.raises(WebSocketDenialResponse) as refused,
                 client.websocket_connect(PATH, headers=headers),

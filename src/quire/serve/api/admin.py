@@ -23,7 +23,7 @@ router = fastapi.APIRouter(route_class=BoundedRoute)
 
 
 class CancelBody(BaseModel):
-    """request_ids: ids of answers (cmpl-..., chatcmpl-...); all requests if absent."""
+    """request_ids: ids of answers (cmpl-..., chatcmpl-..., msg-...); all requests if absent."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -11,6 +11,7 @@ from quire.serve.api.batches.batches import Batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
 from quire.serve.api.limits import BodyLimit, generating
+from quire.serve.api.messages import routes as messages
 from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.open_body import IGNORED_HEADER
 from quire.serve.api.request_ids import HEADER, RequestIds
@@ -42,6 +43,8 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])
+    app.include_router(messages.counting_router, dependencies=[protected])
+    app.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])
     app.include_router(stream.router)
     install_error_handlers(app)
     _add_middleware(app, context)

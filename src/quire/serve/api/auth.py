@@ -18,6 +18,7 @@ from quire.serve.api.errors import ApiError
 from quire.serve.api.protocol import GenerationRequest
 
 SCHEME = b"bearer "
+KEY_HEADER = b"x-api-key"  # where Anthropic's clients put it
 
 
 async def authorised(request: fastapi.Request, api: Api) -> None:
@@ -27,8 +28,8 @@ async def authorised(request: fastapi.Request, api: Api) -> None:
 
 
 def has_key(scope: Scope, keys: Iterable[str]) -> bool:
-    """Return whether a request brings one of the keys in its one Authorization header, or none is
-    needed.
+    """Return whether a request brings one of the keys in its one Authorization header, or without
+    such a header in its one x-api-key, or none is needed.
 
     Takes as long for a wrong key as for a right one: digests are compared, with all of the keys.
     """
@@ -47,10 +48,14 @@ def _digests(keys: Iterable[str]) -> list[bytes]:
 
 def _given(scope: Scope) -> bytes:
     """Return the digest of the key that a request brings; empty if it brings none."""
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1 or given[0][: len(SCHEME)].lower() != SCHEME:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    given = [value for name, value in headers if name == b"authorization"]
+    keys = [value[len(SCHEME) :] for value in given if value[: len(SCHEME)].lower() == SCHEME]
+    if not given:
+        given = keys = [value for name, value in headers if name == KEY_HEADER]
+    if len(given) != 1 or len(keys) != 1:
         return b""
-    return hashlib.sha256(given[0][len(SCHEME) :].strip()).digest()
+    return hashlib.sha256(keys[0].strip()).digest()
 
 
 def key_of(scope: Scope, keys: Sequence[str]) -> str | None:
@@ -104,7 +109,8 @@ def wrong_key() -> ApiError:
     """Refuse a missing or a wrong key with the same text, which never shows what was sent."""
     return ApiError(
         401,
-        "this server needs an API key; send one of its keys as Authorization: Bearer <key>.",
+        "this server needs an API key; send one of its keys as Authorization: Bearer <key>, or as"
+        " x-api-key: <key>.",
         "authentication_error",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},

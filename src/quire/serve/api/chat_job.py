@@ -73,8 +73,11 @@ async def make_chat_job(
     return ChatJob(model, body, job, asked, grammar, hooks)
 
 
-async def render_chat(api: ApiContext, body: ChatCompletionRequest) -> RenderedPrompt:
-    """Return the conversation as tokens. tool_choice `none` leaves the tools out of it."""
+async def render_chat(
+    api: ApiContext, body: ChatCompletionRequest, is_counted: bool = False
+) -> RenderedPrompt:
+    """Return the conversation as tokens. tool_choice `none` leaves the tools out of it. is_counted:
+    it may be longer than what can be answered."""
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
@@ -88,7 +91,7 @@ async def render_chat(api: ApiContext, body: ChatCompletionRequest) -> RenderedP
         template_kwargs=variables,
     )
     try:
-        is_cut = body.truncate_prompt_tokens is not None
+        is_cut = is_counted or body.truncate_prompt_tokens is not None
         prompt = await render_prompt(api, body.messages, options, body.chat_template, is_cut=is_cut)
         if body.add_special_tokens and prompt.text is not None:
             prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
@@ -132,8 +135,9 @@ async def _checked_grammar(
     return await api.renderer.grammars.check_async(grammar, field)
 
 
-def chat_choices(api: ApiContext, chat: ChatJob) -> list[ChatChoice]:
-    """Return the n choices, which have one usage."""
+def chat_choices(api: ApiContext, chat: ChatJob, named_call_stops: bool = True) -> list[ChatChoice]:
+    """Return the n choices, which have one usage. named_call_stops: an answer that calls the tool
+    which its request names ends with `stop`, as OpenAI's does."""
     body, job, asked = chat.body, chat.job, chat.asked
     params, tokenizer = job.request.params, api.renderer.tokenizer
     names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
@@ -147,7 +151,7 @@ def chat_choices(api: ApiContext, chat: ChatJob) -> list[ChatChoice]:
         counts = None
         if has_reasoning and tokenizer is not None:
             counts = ReasoningCount(IncrementalDetokenizer(tokenizer, params, job.token_ids))
-        is_named = isinstance(asked.choice, NamedTool)
+        is_named = named_call_stops and isinstance(asked.choice, NamedTool)
         made = ChatChoice(index, body, job, names, usage, parser, counts, is_named)
         made.role = api.config.response_role
         return made

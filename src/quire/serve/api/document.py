@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from quire.serve.api.context import ApiContext
+from quire.serve.api.messages import errors as messages
 from quire.serve.api.open_body import OpenBody
 
 Json = dict[str, Any]
@@ -18,6 +19,7 @@ Json = dict[str, Any]
 PUBLIC = ("/health", "/ready", "/ping")
 NOT_SENT = "422"
 ERROR = {"$ref": "#/components/schemas/Error"}
+MESSAGE_ERROR = {"$ref": "#/components/schemas/MessageError"}
 
 ALWAYS = {"500": "an error inside the server", "503": "the engine is gone, busy or shutting down"}
 WITH_KEY = {"401": "no valid API key"}
@@ -55,10 +57,13 @@ def document(app: FastAPI) -> Json:
                 schemas[name]["additionalProperties"] = True
         for name in ("PrefixBody", "TokenizeBody"):
             schemas[name]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
-        schemas["Error"] = ERROR_SCHEMA
+        schemas["Error"], schemas["MessageError"] = ERROR_SCHEMA, MESSAGE_ERROR_SCHEMA
         needs_key = bool(context.config.api_key)
         if needs_key:
-            found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            found["components"]["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
         for path, operations in found["paths"].items():
             for method, operation in operations.items():
                 _describe(method, path, operation, needs_key and path not in PUBLIC)
@@ -79,7 +84,7 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
     errors = dict(ALWAYS)
     if needs_key:
         errors |= WITH_KEY
-        operation["security"] = [{"key": []}]
+        operation["security"] = [{"key": []}, {"x-api-key": []}]
     if operation.get("parameters"):
         errors |= WITH_NAME
     if "requestBody" in operation:
@@ -95,8 +100,9 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
     found = ANSWERS.get((method, path))
     if found is not None:
         responses["200"] = {"description": "the answer", "content": found}
+    error = MESSAGE_ERROR if path.startswith(messages.PATH) else ERROR
     for status, description in sorted(errors.items()):
-        content = {"application/json": {"schema": ERROR}}
+        content = {"application/json": {"schema": error}}
         responses[status] = {"description": description, "content": content}
 
 
@@ -165,7 +171,21 @@ ERROR_SCHEMA = _object(
         message="string", type="string", param="string or null", code="string or integer or null"
     )
 )
+MESSAGE_ERROR_SCHEMA = _object(
+    type="error", error=_object(type="string", message="string"), request_id="string or null"
+)
+_MESSAGE_USAGE = _object(
+    input_tokens="integer", cache_creation_input_tokens="integer",
+    cache_read_input_tokens="integer", output_tokens="integer",
+)  # fmt: skip
+_ANTHROPIC_MESSAGE = _object(
+    id="string", type="message", role="assistant", model="string",
+    content=[_object(type="text or thinking or tool_use")], stop_reason="string",
+    stop_sequence="string or null", usage=_MESSAGE_USAGE,
+)  # fmt: skip
 ANSWERS: dict[tuple[str, str], Json] = {
+    ("post", "/v1/messages"): _EVENTS | _json(_ANTHROPIC_MESSAGE),
+    ("post", "/v1/messages/count_tokens"): _json(_object(input_tokens="integer")),
     ("post", "/v1/completions"): _EVENTS
     | _json(_object(**_HEAD, object="text_completion", choices=[_TEXT_CHOICE], usage=_USAGE)),
     ("post", "/v1/chat/completions"): _EVENTS

@@ -6,13 +6,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from quire.base.errors import QuireError
-from quire.serve.api.errors import (
-    ApiError,
-    ApiHttpError,
-    bad_request,
-    error_response,
-    request_id_of,
-)
+from quire.serve.api.error_shapes import error_answer
+from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
 from quire.serve.api.methods import allowed_methods
 from quire.serve.api.open_body import add_guess, ignored_fields, naming_ignored
 from quire.serve.api.validation_errors import invalid_request
@@ -29,7 +24,7 @@ async def answer(request: fastapi.Request, error: Exception) -> Response:
     ignored = ignored_fields(request.scope)
     if isinstance(error, ApiError):
         add_guess(error, ignored)
-    return naming_ignored(error_response(error, request_id_of(request)), ignored)
+    return naming_ignored(error_answer(error, request.scope), ignored)
 
 
 def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:

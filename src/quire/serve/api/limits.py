@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.serve.api.auth import has_key, wrong_key
 from quire.serve.api.codings import Decoder, decoder_of
 from quire.serve.api.context import Api, ApiContext
-from quire.serve.api.errors import ApiError, ApiHttpError, error_response
+from quire.serve.api.error_shapes import error_answer
+from quire.serve.api.errors import ApiError, ApiHttpError
 
 RETRY_AFTER_S = 5
 BODY_S = 60.0  # for the next piece of a body
@@ -44,7 +45,7 @@ class BodyLimit:
         if not has_key(scope, self._config.api_key):
             body = _Body(receive, 0, wrong_key())
         elif declared.isdigit() and (len(declared) > 18 or int(declared) > most):
-            await error_response(too_large(most))(scope, receive, send)
+            await error_answer(too_large(most), scope)(scope, receive, send)
             return
         else:
             body = _decoded(scope, receive, most)

@@ -6,7 +6,7 @@ A client's own id is echoed, so that it finds its request again; inside, ids are
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.api.context import new_id
-from quire.serve.api.errors import as_api_error, error_response
+from quire.serve.api.error_shapes import error_answer
 
 HEADER = b"x-request-id"
 MAX_CHARS = 128
@@ -36,10 +36,10 @@ class RequestIds:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            told = as_api_error(error, shown.decode("ascii"))  # also writes the log
+            answer = error_answer(error, scope)  # also writes the log
             if started:
                 raise  # the connection is closed in the middle of the answer
-            await error_response(told)(scope, receive, send_with_id)
+            await answer(scope, receive, send_with_id)
 
 
 def _client_id(scope: Scope) -> bytes | None:

@@ -1,0 +1,94 @@
+"""POST /v1/messages and /v1/messages/count_tokens: a conversation in Anthropic's form, answered or
+counted."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import fastapi
+from starlette.responses import Response
+
+from quire.serve.api.answers import Answer
+from quire.serve.api.chat_job import ChatJob, chat_choices, make_chat_job, render_chat
+from quire.serve.api.context import Api, new_id
+from quire.serve.api.disconnect import unless_disconnected
+from quire.serve.api.errors import request_id_of
+from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
+from quire.serve.api.messages.errors import REQUEST_ID, message_error_event
+from quire.serve.api.messages.events import MessageEvents, message_of
+from quire.serve.api.messages.protocol import CountTokensRequest, MessagesRequest
+from quire.serve.api.reading import BoundedRoute
+from quire.serve.api.rendering import check_model
+from quire.serve.api.sse import encode, start_stream
+from quire.serve.api.structured import with_warnings
+from quire.serve.api.unsupported_fields import check_neutral
+
+Json = dict[str, Any]
+
+generating_router = fastapi.APIRouter(route_class=BoundedRoute)
+counting_router = fastapi.APIRouter(route_class=BoundedRoute)
+
+
+@generating_router.post("/v1/messages")
+async def create_message(body: MessagesRequest, request: fastapi.Request, api: Api) -> Response:
+    """The next message of a conversation, made of blocks."""
+    check_neutral(body)
+    message_id = new_id("msg")
+    chat_body = answered_chat_of(body, api.renderer.answer_format(None, bool(body.tools)))
+    chat = await make_chat_job(api, chat_body, request.scope, message_id, cuts_length=True)
+    [choice] = chat_choices(api, chat, named_call_stops=False)
+    answer = Answer(api.client, chat.body, {}, [chat.job], [[choice]], chat.hooks)
+    events = MessageEvents(
+        {"id": message_id, "model": chat.model},
+        choice.usage,
+        body.stop_sequences or (),
+        shows_thinking=body.thinking is None or body.thinking.display != "omitted",
+        is_cut=_is_cut(body, chat),
+        is_dropped=body.max_tokens == 0,
+    )
+    if body.stream:
+        response = await start_stream(request, _stream(answer, events), message_error_event)
+    else:
+        whole = await unless_disconnected(request.receive, _whole(answer, events))
+        response = Response(encode(whole), media_type="application/json")
+    response.headers[REQUEST_ID] = request_id_of(request)
+    return with_warnings(response, chat.grammar)
+
+
+@counting_router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: Api) -> Response:
+    """How many tokens the prompt of a message with the same fields has."""
+    check_neutral(body)
+    check_model(api, body.model)
+    prompt = await render_chat(api, chat_of(body), is_counted=True)
+    content = encode({"input_tokens": len(prompt.token_ids)})
+    headers = {REQUEST_ID: request_id_of(request)}
+    return Response(content, media_type="application/json", headers=headers)
+
+
+def _is_cut(body: MessagesRequest, chat: ChatJob) -> bool:
+    most = chat.job.request.params.max_tokens
+    return most is not None and most < body.max_tokens
+
+
+async def _whole(answer: Answer, events: MessageEvents) -> Json:
+    found: list[Json] = []
+    async with aclosing(answer.chunks()) as pieces:
+        async for chunks in pieces:
+            for chunk in chunks:
+                found += events.of_chunk(chunk)
+    return message_of(found)
+
+
+async def _stream(answer: Answer, events: MessageEvents) -> AsyncGenerator[bytes, None]:
+    """Yield one piece per output that has something to show."""
+    async with aclosing(answer.chunks()) as pieces:
+        async for chunks in pieces:
+            found = [event for chunk in chunks for event in events.of_chunk(chunk)]
+            if found:
+                yield b"".join(map(_event, found))
+
+
+def _event(event: Json) -> bytes:
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"

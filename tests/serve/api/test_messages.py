@@ -1,0 +1,468 @@
+"""/v1/messages and /v1/messages/count_tokens over HTTP, against the engine itself and against chat
+completions. What Anthropic's own client makes of them, `make test-clients` asks."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from httpx2 import Response
+from starlette.testclient import TestClient
+
+from quire.base.config import ServerConfig
+from quire.render.chat_template import ChatOptions
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MakeContext
+from tests.serve.api.direct import direct
+from tests.serve.api.fake_client import FakeClient
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+HELLO: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+TOOLS: list[Any] = [
+    {"name": "get_weather", "description": "Weather of a city", "input_schema": SCHEMA}
+]
+CHAT_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather", "description": "Weather of a city", "parameters": SCHEMA,
+        },
+    }
+]  # fmt: skip
+MOOD = {
+    "type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared(make_context: MakeContext) -> Iterator[TestClient]:
+    """One app for the tests that change nothing about it."""
+    with TestClient(create_app(make_context()), raise_server_exceptions=False) as client:
+        yield client
+
+
+def ask(api: TestClient, path: str = PATH, **fields: Any) -> Response:
+    body = {"model": "demo", "max_tokens": 60, "temperature": 0} if path == PATH else {}
+    return api.post(path, json=body | fields)
+
+
+def answered(api: TestClient, **fields: Any) -> dict[str, Any]:
+    response = ask(api, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events_of(response: Response) -> list[dict[str, Any]]:
+    """The events of a stream, whose names are those of their types."""
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        name, _, data = block.partition("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream; checks the order of its events."""
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+    message = events[0]["message"]
+    assert message["content"] == [] and message["stop_reason"] is None
+    open_block: dict[str, Any] | None = None
+    for event in events[1:-1]:
+        if event["type"] == "ping":
+            continue
+        if event["type"] == "message_delta":
+            assert open_block is None
+            message |= event["delta"] | {"usage": event["usage"]}
+            continue
+        assert message["stop_reason"] is None
+        if event["type"] == "content_block_start":
+            assert open_block is None and event["index"] == len(message["content"])
+            open_block = event["content_block"] | {"json": ""}
+            message["content"].append(open_block)
+            continue
+        assert open_block is not None and event["index"] == len(message["content"]) - 1
+        if event["type"] == "content_block_stop":
+            text = open_block.pop("json")
+            if open_block["type"] == "tool_use":
+                open_block["input"] = json.loads(text)
+            open_block = None
+            continue
+        delta = event["delta"]
+        match delta["type"]:
+            case "text_delta":
+                open_block["text"] += delta["text"]
+            case "thinking_delta":
+                open_block["thinking"] += delta["thinking"]
+            case "signature_delta":
+                open_block["signature"] = delta["signature"]
+            case "input_json_delta":
+                open_block["json"] += delta["partial_json"]
+    return message
+
+
+def without_chance(message: dict[str, Any]) -> dict[str, Any]:
+    """A message but for its ids and for what happened to be cached."""
+    kept = {name: value for name, value in message.items() if name not in ("id", "usage")}
+    blocks = [{n: v for n, v in block.items() if n != "id"} for block in message["content"]]
+    return kept | {"content": blocks, "output": message["usage"]["output_tokens"]}
+
+
+def test_a_text(shared: TestClient) -> None:
+    expected = direct(HELLO, max_tokens=60)
+    response = ask(shared, messages=HELLO)
+    message = response.json()
+    assert message["content"] == [{"type": "text", "text": expected.outputs[0].text}]
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "demo")
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    assert message["id"].startswith("msg")
+    usage = message["usage"]
+    prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert prompt == len(expected.prompt_token_ids or ())
+    assert usage["output_tokens"] == len(expected.outputs[0].token_ids)
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+
+
+def test_the_system_prompt_and_blocks_are_the_conversation_of_a_chat(shared: TestClient) -> None:
+    chat = [
+        {"role": "system", "content": "You are a fox.\nBe brief."},
+        {"role": "user", "content": "Who are you?\nTell me."},
+    ]
+    expected = direct(chat, max_tokens=20)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    message = answered(
+        shared,
+        max_tokens=20,
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=5e0;"},
+            {"type": "text", "text": "You are a fox."},
+            {"type": "text", "text": "Be brief."} | mark,
+        ],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "Who are you?"} | mark]},
+            {"role": "user", "content": "Tell me."},
+        ],
+        metadata={"user_id": "u"},
+        cache_control={"type": "ephemeral"},
+    )
+    assert message["content"][0]["text"] == expected.outputs[0].text
+    usage = message["usage"]
+    prompt = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert prompt == len(expected.prompt_token_ids or ())
+
+
+CASES: list[dict[str, Any]] = [
+    {"messages": HELLO},
+    {"messages": QUESTION, "tools": TOOLS},
+    {"messages": QUESTION, "tools": TOOLS, "tool_choice": {"type": "none"}},
+    {"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "any"}},
+    {"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": "tool", "name": "get_weather"}},
+    {"messages": HELLO, "output_config": {"format": {"type": "json_schema", "schema": MOOD}}},
+    {"messages": HELLO, "stop_sequences": ["thank", " you"]},
+    {"messages": HELLO, "max_tokens": 3},
+    {"messages": HELLO, "max_tokens": 0},
+    {"messages": [*HELLO, {"role": "assistant", "content": "I am"}], "max_tokens": 4},
+]
+REASONS = [
+    "end_turn", "tool_use", "end_turn", "tool_use", "tool_use", "end_turn", "stop_sequence",
+    "max_tokens", "max_tokens", "max_tokens",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "reason"), list(zip(CASES, REASONS, strict=True)))
+def test_a_stream_is_the_message_in_pieces(
+    shared: TestClient, fields: dict[str, Any], reason: str
+) -> None:
+    whole = answered(shared, **fields)
+    events = events_of(ask(shared, **fields, stream=True))
+    assert without_chance(put_together(events)) == without_chance(whole)
+    assert whole["stop_reason"] == reason
+    assert [event["type"] for event in events].count("ping") == 1
+    counted = ask(shared, COUNT, **{n: v for n, v in fields.items() if n not in ("max_tokens",)})
+    usage = whole["usage"]
+    both = usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted.json() == {"input_tokens": both}
+
+
+def test_a_call_and_its_result(shared: TestClient) -> None:
+    message = answered(shared, messages=QUESTION, tools=TOOLS)
+    [call] = message["content"]
+    assert (call["type"], call["name"], call["input"]) == (
+        "tool_use", "get_weather", {"city": "Paris"},
+    )  # fmt: skip
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": '{"sky": "sunny"}'}
+    follow_up = [
+        *QUESTION,
+        {"role": "assistant", "content": message["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    chat = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": call["id"], "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call["id"], "content": '{"sky": "sunny"}'},
+    ]  # fmt: skip
+    expected = direct(chat, ChatOptions(tools=CHAT_TOOLS), max_tokens=60).outputs[0].text
+    assert "sunny" in expected
+    answer = answered(shared, messages=follow_up, tools=TOOLS)
+    assert answer["content"] == [{"type": "text", "text": expected}]
+
+
+def test_calls_of_a_forced_tool_alone(shared: TestClient) -> None:
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    message = answered(shared, messages=HELLO, tools=TOOLS, tool_choice=choice, max_tokens=90)
+    [call] = message["content"]
+    assert isinstance(call["input"]["city"], str)
+
+
+def test_a_form(shared: TestClient) -> None:
+    form = {"format": {"type": "json_schema", "schema": MOOD}, "effort": "max"}
+    message = answered(shared, messages=HELLO, output_config=form)
+    assert json.loads(message["content"][0]["text"])["mood"] in ("good", "bad")
+
+
+def test_the_stop_sequence_is_named(shared: TestClient) -> None:
+    text = direct(HELLO, max_tokens=60).outputs[0].text
+    before, stop, _ = text.partition("thank")
+    assert stop
+    message = answered(shared, messages=HELLO, stop_sequences=["nowhere", "thank"])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "thank")
+    assert message["content"] == [{"type": "text", "text": before}]
+
+
+def test_max_tokens_may_be_more_than_there_is_room_for(make_context: MakeContext) -> None:
+    """Clients ask for as much as their own models can write."""
+    long = [{"role": "user", "content": "one two three four five six seven eight nine ten " * 9}]
+    context = make_context()
+    with TestClient(create_app(context)) as api:
+        fields = {"messages": long, "max_tokens": 64_000, "temperature": 0}
+        num_prompt = api.post(COUNT, json={"messages": long}).json()["input_tokens"]
+        message = api.post(PATH, json=fields | {"stop_sequences": []}).json()
+        assert context.client.requests[-1].params.max_tokens == 512 - num_prompt
+    assert message["stop_reason"] in ("end_turn", "model_context_window_exceeded")
+    reached = message["usage"]["output_tokens"] == 512 - num_prompt
+    assert (message["stop_reason"] == "model_context_window_exceeded") == reached
+
+
+def test_cached_tokens_count_apart(shared: TestClient) -> None:
+    fields: dict[str, Any] = {"system": "Count the cached tokens of this one. " * 3}
+    first = answered(shared, messages=HELLO, max_tokens=0, **fields)["usage"]
+    assert first["output_tokens"] == 0
+    again = answered(shared, messages=HELLO, max_tokens=2, **fields)["usage"]
+    total = ask(shared, COUNT, messages=HELLO, **fields).json()["input_tokens"]
+    assert first["input_tokens"] + first["cache_read_input_tokens"] == total
+    assert again["cache_read_input_tokens"] == (total - 1) // 16 * 16
+    assert again["input_tokens"] == total - again["cache_read_input_tokens"]
+
+
+def test_a_prompt_that_is_too_long_can_be_counted(shared: TestClient) -> None:
+    long = [{"role": "user", "content": "fox " * 600}]
+    assert ask(shared, COUNT, messages=long).json()["input_tokens"] > 512
+    error = error_of(ask(shared, messages=long), 400, "invalid_request_error")
+    assert error.startswith("prompt is too long: ") and "truncate" not in error
+
+
+# ---- reasoning -------------------------------------------------------------------------------
+
+THINKING = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}\n{% endfor %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[TestClient]:
+    """An app whose model reasons, if it is not told otherwise."""
+    from quire import LLM
+
+    with LLM(
+        "demo", chat_template=THINKING, max_model_len=512, kv_cache_memory_bytes=16 << 20,
+        max_num_seqs=8, disable_log_stats=True,
+    ) as llm:  # fmt: skip
+        engine = llm.engine
+        context = ApiContext(
+            FakeClient(engine), engine.renderer, engine.requests, ("demo",), ServerConfig(), 0
+        )
+        with TestClient(create_app(context), raise_server_exceptions=False) as client:
+            yield client
+
+
+THINK_BRIEFLY = {"type": "enabled", "budget_tokens": 12}
+STORY: list[Any] = [{"role": "user", "content": "Once upon a time"}]
+
+
+def test_reasoning_is_a_block_of_its_own(thinker: TestClient) -> None:
+    fields = {"messages": HELLO, "thinking": THINK_BRIEFLY, "max_tokens": 40}
+    whole = answered(thinker, **fields)
+    thought, text = whole["content"]
+    assert thought["type"] == "thinking" and thought["thinking"] and thought["signature"]
+    assert text["type"] == "text" and text["text"]
+    usage = whole["usage"]
+    assert 0 < usage["output_tokens_details"]["thinking_tokens"] <= 13 < usage["output_tokens"]
+    streamed = put_together(events_of(ask(thinker, **fields, stream=True)))
+    assert without_chance(streamed) == without_chance(whole)
+    hidden = answered(thinker, **fields | {"thinking": THINK_BRIEFLY | {"display": "omitted"}})
+    assert hidden["content"] == [thought | {"thinking": ""}, text]
+
+
+def test_reasoning_is_switched_off(thinker: TestClient) -> None:
+    fields = {"messages": STORY, "max_tokens": 20}
+    off = answered(thinker, **fields, thinking={"type": "disabled"})
+    assert [block["type"] for block in off["content"]] == ["text"]
+    on = answered(thinker, **fields, thinking={"type": "adaptive"})
+    assert on["content"][0]["type"] == "thinking"
+
+
+def test_a_budget_beyond_max_tokens_bounds_nothing(thinker: TestClient) -> None:
+    fields = {"messages": HELLO, "max_tokens": 8}
+    large = answered(thinker, **fields, thinking={"type": "enabled", "budget_tokens": 1024})
+    free = answered(thinker, **fields, thinking={"type": "adaptive"})
+    assert large["content"] == free["content"]
+
+
+def test_reasoning_goes_back_to_the_template(thinker: TestClient) -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "A greeting.", "signature": "s"},
+        {"type": "redacted_thinking", "data": "xyz"},
+        {"type": "text", "text": "Hi."},
+    ]
+    messages = [*HELLO, {"role": "assistant", "content": blocks}, *HELLO]
+    counted = ask(thinker, COUNT, messages=messages).json()["input_tokens"]
+    seen = [*HELLO, {"role": "assistant", "content": "Hi.(A greeting.)"}, *HELLO]
+    assert counted == ask(thinker, COUNT, messages=seen).json()["input_tokens"]
+
+
+def test_a_model_that_does_not_reason_takes_a_budget(shared: TestClient) -> None:
+    plain = answered(shared, messages=HELLO)
+    asked = answered(shared, messages=HELLO, thinking={"type": "enabled", "budget_tokens": 10})
+    assert asked["content"] == plain["content"]
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def error_of(response: Response, status: int, kind: str) -> str:
+    """The message of an error, in the one shape that there is."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"type", "error", "request_id"} and set(body["error"]) == {
+        "type", "message",
+    }  # fmt: skip
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert body["request_id"] == response.headers["request-id"]
+    return body["error"]["message"]
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "messages must be of at least 1 items"),
+        ({"max_tokens": None}, "max_tokens must be an integer, got null"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0, got -1"),
+        ({"system": 5}, "system must be a string or a list, got 5"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is required"),
+        ({"thinking": {"type": "often"}}, "thinking.type must be 'enabled', 'disabled' or"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type=any needs tools"),
+        ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice.name must name the tool"),
+        (
+            {"tool_choice": {"type": "tool", "name": "f"}, "tools": TOOLS},
+            'tool_choice names "f", which is not among the tools',
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be a JSON schema, got null"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1]: another tool is called 'get_weather'"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            'output_config.format: Unimplemented keys: ["not"]',
+        ),
+        ({"output_format": {"type": "json_schema"}}, "use output_config.format"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'tool_result, got "image"'),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_what_is_wrong_is_named(shared: TestClient, fields: dict[str, Any], words: str) -> None:
+    response = ask(shared, **{"messages": HELLO} | fields)
+    assert words in error_of(response, 400, "invalid_request_error")
+
+
+def test_other_errors_have_the_same_shape(make_context: MakeContext) -> None:
+    context = make_context(api_key=("k",), max_body_bytes=1024)
+    key = {"x-api-key": "k", "anthropic-version": "2023-06-01"}
+    body = {"messages": HELLO, "max_tokens": 1}
+    with TestClient(create_app(context), raise_server_exceptions=False) as api:
+        for path in (PATH, COUNT):
+            assert api.post(path, json=body, headers=key).status_code == 200
+            bearer = {"Authorization": "Bearer k"}
+            assert api.post(path, json=body, headers=bearer).status_code == 200
+            for wrong in ({}, {"x-api-key": "j"}, key | {"Authorization": "Bearer j"}):
+                error_of(api.post(path, json=body, headers=wrong), 401, "authentication_error")
+        large = body | {"system": "x" * 1024}
+        error_of(api.post(PATH, json=large, headers=key), 413, "request_too_large")
+        other = api.post(PATH, json=body | {"model": "other"}, headers=key)
+        assert "demo" in error_of(other, 404, "not_found_error")
+        error_of(api.post(f"{PATH}/batches", json={}, headers=key), 404, "not_found_error")
+        error_of(api.get(PATH, headers=key), 405, "invalid_request_error")
+        no_json = api.post(PATH, content=b"{", headers=key | {"Content-Type": "application/json"})
+        error_of(no_json, 400, "invalid_request_error")
+        urgent = api.post(PATH, json=body | {"priority": -1}, headers=key)
+        error_of(urgent, 403, "permission_error")
+        context.draining = True
+        error_of(api.post(PATH, json=body, headers=key), 503, "overloaded_error")
+        for path in ("/v1/messagesx", "/v1/nothing"):  # another's
+            assert set(api.get(path, headers=key).json()) == {"error"}
+
+
+def test_a_stream_that_fails_ends_with_an_error(
+    api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = api_context.client
+    generate, outputs = client.generate, []
+
+    async def fail_later(*arguments: Any) -> Any:
+        async for output in generate(*arguments):
+            outputs.append(output)
+            yield output
+            if len(outputs) == 2:
+                raise RuntimeError("at 0x7f")
+
+    monkeypatch.setattr(client, "generate", fail_later)
+    events = events_of(ask(api, messages=HELLO, stream=True))
+    assert events[0]["type"] == "message_start"
+    assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
+    assert "0x7f" not in events[-1]["error"]["message"] and events[-1]["request_id"]
+
+
+def test_unknown_fields_are_left_out_and_named(api: TestClient, strict: TestClient) -> None:
+    fields = {"messages": HELLO, "max_tokens": 1, "context_management": {"edits": []}}
+    for path in (PATH, COUNT):
+        answer = api.post(path, json=fields)
+        assert answer.status_code == 200
+        assert "context_management" in answer.headers["X-Quire-Ignored-Fields"]
+        refused = error_of(strict.post(path, json=fields), 400, "invalid_request_error")
+        assert "no field 'context_management'" in refused
+
+
+def test_the_document_describes_both(api: TestClient) -> None:
+    document = api.get("/openapi.json").json()
+    for path in (PATH, COUNT):
+        responses = document["paths"][path]["post"]["responses"]
+        shape = responses["400"]["content"]["application/json"]["schema"]
+        assert shape == {"$ref": "#/components/schemas/MessageError"}
+    required = document["components"]["schemas"]["MessagesRequest"]["required"]
+    assert set(required) == {"messages", "max_tokens"}

@@ -1,0 +1,94 @@
+"""A chat's chunks as the events of a message, and put together (`serve/api/messages/events.py`)."""
+
+from typing import Any
+
+import pytest
+
+from quire.serve.api.answers import UsageCounter
+from quire.serve.api.messages.events import MessageEvents, input_of, message_of
+
+
+def chunk(reason: str | None = None, stop: Any = None, **delta: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": reason}
+    return {"choices": [choice | ({"stop_reason": stop} if reason else {})]}
+
+
+def call(index: int, arguments: str, **head: Any) -> dict[str, Any]:
+    name = {"name": head.pop("name")} if head else {}
+    return {"index": index, **head, "function": {**name, "arguments": arguments}}
+
+
+def message(*chunks: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    events = MessageEvents({"id": "m", "model": "d"}, UsageCounter(9, 5, 4), **settings)
+    return message_of([event for each in chunks for event in events.of_chunk(each)])
+
+
+def test_blocks_are_in_the_order_of_the_answer() -> None:
+    found = message(
+        chunk(role="assistant", content=""),
+        chunk(reasoning="Hm", reasoning_content="Hm"),
+        chunk(reasoning="m.", reasoning_content="m.", content="One"),
+        chunk(content=".", tool_calls=[call(0, "", id="a", name="f"), call(0, '{"x": ')]),
+        chunk(tool_calls=[call(0, "1}"), call(1, "{}", id="b", name="g")]),
+        chunk(content="Two."),
+        chunk(reasoning="Hmm.", reasoning_content="Hmm."),
+        chunk("tool_calls"),
+    )
+    kinds = [block["type"] for block in found["content"]]
+    assert kinds == ["thinking", "text", "tool_use", "tool_use", "text", "thinking"]
+    first, text, one, two, rest, last = found["content"]
+    assert (first["thinking"], text["text"], rest["text"]) == ("Hmm.", "One.", "Two.")
+    assert one == {"type": "tool_use", "id": "a", "name": "f", "input": {"x": 1}}
+    assert two == {"type": "tool_use", "id": "b", "name": "g", "input": {}}
+    assert first["signature"] == last["signature"] != ""
+    assert found["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "settings", "expected"),
+    [
+        ("stop", None, {}, ("end_turn", None)),
+        ("stop", 7, {"stops": ["7"]}, ("end_turn", None)),
+        ("stop", "x", {"stops": ["y", "x"]}, ("stop_sequence", "x")),
+        ("stop", "x", {}, ("end_turn", None)),  # of the model's own defaults
+        ("length", None, {}, ("max_tokens", None)),
+        ("length", None, {"is_cut": True}, ("model_context_window_exceeded", None)),
+        ("tool_calls", None, {}, ("tool_use", None)),
+        ("stop", None, {"is_dropped": True}, ("max_tokens", None)),
+        ("content_filter", "rude", {"stops": ["rude"]}, ("refusal", None)),
+        ("abort", None, {}, ("end_turn", None)),
+    ],
+)
+def test_why_it_ended(reason: str, stop: Any, settings: Any, expected: Any) -> None:
+    found = message(chunk(content="a"), chunk(reason, stop), **settings)
+    assert (found["stop_reason"], found["stop_sequence"]) == expected
+    details = found["stop_details"]
+    assert (details["explanation"] if details else None) == (
+        "rude" if reason == "content_filter" else None
+    )
+
+
+def test_what_nobody_wants_is_not_told() -> None:
+    found = message(chunk(content="a"), chunk("stop"), is_dropped=True)
+    assert found["content"] == [] and found["usage"]["output_tokens"] == 0
+    assert found["usage"]["input_tokens"] == 5 and found["usage"]["cache_read_input_tokens"] == 4
+
+
+def test_an_empty_answer_has_no_blocks() -> None:
+    assert message(chunk(role="assistant", content=""), chunk("stop"))["content"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        (" ", {}),
+        ('{"a": {"b": [1, 2]}}', {"a": {"b": [1, 2]}}),
+        ('{"a": 1, "b": "cut of', {"a": 1, "b": "cut of"}),
+        ('{"a": 1, "b', {"a": 1}),
+        ("{a: 1}", {"INVALID_JSON": "{a: 1}"}),
+        ("[1]", {"INVALID_JSON": "[1]"}),
+    ],
+)
+def test_the_input_of_a_call(arguments: str, expected: Any) -> None:
+    assert input_of(arguments) == expected
