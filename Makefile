@@ -92,7 +92,7 @@ bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environ
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
 	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/guesses.json $(ARGS)
 
-paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evaluation.md; half an hour, or ARGS="--only fig_12"
+paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evaluation.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 migrating: $(VENV)/.installed ## write the flags of vLLM, and what becomes of them, into docs/migrating.md

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
@@ -16,7 +15,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort
-from quire.base.plan import Int32, Plan, StepResult
+from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.engine.executor import failed_step
@@ -278,16 +277,11 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
 
 def test_pacing_expects_no_more_than_the_last_step_took() -> None:
     pacing = Pacing()
-    steps = [Plan(i, num_tokens=tokens) for i, tokens in enumerate(map(_tokens, (8, 4, 100)))]
-    assert pacing.due_s(steps[:1]) == 0.0
+    assert pacing.due_s([8]) == 0.0
     pacing.begin(10.0)
-    pacing.end(steps[0], 12.0)
-    assert pacing.due_s(steps[1:2]) == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
-    assert pacing.due_s(steps[2:3]) == pytest.approx(12.0 + SHARE * 2.0 - LEAD_S)
-    assert pacing.due_s(steps[1:]) == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
-    pacing.end(steps[1], 12.001)  # so short that there is no time to wait
-    assert pacing.due_s(steps[2:]) == 12.001
-
-
-def _tokens(num: int) -> Int32:
-    return np.asarray([num], np.int32)
+    pacing.end(8, 12.0)
+    assert pacing.due_s([4]) == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
+    assert pacing.due_s([100]) == pytest.approx(12.0 + SHARE * 2.0 - LEAD_S)
+    assert pacing.due_s([4, 100]) == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
+    pacing.end(4, 12.001)  # so short that there is no time to wait
+    assert pacing.due_s([100]) == 12.001

@@ -37,13 +37,11 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             )
     text = "\n".join(
         [
-            "Measured on two cores of a CPU: an engine is calibrated with random batches, then",
-            "three workloads that it has not seen are served for real and by the simulator.",
-            f"Of {total} aims (throughput within 10 %, mean and median TTFT within 15 %, the 99th",
-            f"percentile within the real runs' spread) {met} are met. Times in ms. With steps of",
-            "a millisecond (demo) first tokens come later than simulated, by a quarter: a fit of",
-            "busy steps knows nothing of threads and caches that have rested, nor of taking in",
-            "a request; with steps of 25 ms and more that is too little to see.",
+            "Measured on two cores of a CPU: an engine is calibrated, by batches and by requests",
+            "that come one by one, then three workloads that it has not seen are served for real",
+            f"and by the simulator. Of {total} aims (throughput within 10 %, mean and median TTFT",
+            "within 15 %, the 99th percentile within the real runs' spread)",
+            f"{met} are met. Times in ms.",
             "",
             *lines,
         ]

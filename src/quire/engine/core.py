@@ -67,12 +67,13 @@ NOBODY: Sampling = np.empty(0, object)
 @dataclass(slots=True)
 class Submitted:
     """A plan in flight. sampling: the sequences of its sample_rows. carried_out: as the executor
-    got it, without rows that had been left out and with what a plan before it was to do; masks: of
-    its masked rows. left_out: rows whose results are void."""
+    got it, without rows that had been left out and with what a plan before it was to do;
+    num_tokens: of that; masks: of its masked rows. left_out: rows whose results are void."""
 
     plan: Plan
     sampling: Sampling
     carried_out: Plan
+    num_tokens: int
     masks: MaskPromise | None
     left_out: frozenset[int] = frozenset()
 
@@ -263,7 +264,7 @@ class EngineCore:
     @property
     def _step_due_s(self) -> float:
         """When to plan, while plans are in flight."""
-        return self._pacing.due_s([step.carried_out for step in self._submitted])
+        return self._pacing.due_s([step.num_tokens for step in self._submitted])
 
     @property
     def _next_s(self) -> float | None:
@@ -365,7 +366,10 @@ class EngineCore:
 
     @property
     def _holds_back(self) -> bool:
-        """Whether the next plan waits until none is in flight: guesses may be tried then."""
+        """Whether the next plan waits for a result: as many are in flight as may be, or guesses may
+        be tried when none is."""
+        if len(self._submitted) >= self.scheduler.depth:
+            return True
         return bool(self._submitted) and self._drafting is not None and self._drafting.holds_back
 
     def _guess(self) -> None:
@@ -403,7 +407,7 @@ class EngineCore:
         result = self.executor.next_result() if has_run else combine(carried_out, [])
         self._submitted.popleft()
         self._has_nothing_to_plan = False
-        self._pacing.end(carried_out, self._clock.now())
+        self._pacing.end(step.num_tokens, self._clock.now())
         if result.error is not None:
             return self._recover(step, result.error)
         self._measure(carried_out, result)
@@ -501,7 +505,11 @@ class EngineCore:
         if not self._submitted:
             self._pacing.begin(self._clock.now())
         masks = MaskPromise() if len(carried_out.masked_rows) else None
-        self._submitted.append(Submitted(plan, sampling, carried_out, masks, left_out))
+        self._submitted.append(
+            Submitted(
+                plan, sampling, carried_out, carried_out.num_scheduled_tokens, masks, left_out
+            )
+        )
         if len(self._submitted) == 1:  # before the executor, which may carry it out at once
             self._fill_masks(self._submitted[0])
         if len(carried_out.rows):
@@ -578,6 +586,8 @@ class EngineCore:
 
     def publish(self) -> None:
         """Tell the subscribers what has happened since the last step, such as an abort."""
+        if not self._events:
+            return
         events, self._events = self._events, []
         for subscriber in self._subscribers:
             for event in events:

@@ -3,8 +3,6 @@ enough that the device does not wait for it."""
 
 from collections.abc import Collection
 
-from quire.base.plan import Plan
-
 SHARE = 0.75  # of the time until the device runs out of plans: steps may be shorter than expected
 LEAD_S = 0.002  # planning, handing over, and waking up
 
@@ -27,20 +25,19 @@ class Pacing:
         """Note that the device begins the oldest plan in flight."""
         self._began_s = now_s
 
-    def end(self, plan: Plan, now_s: float) -> None:
-        """Note that it has carried out this plan, and begins the next one, if there is one."""
-        self._num_tokens = max(1, plan.num_scheduled_tokens)
+    def end(self, num_tokens: int, now_s: float) -> None:
+        """Note that it has carried out a plan of so many tokens, and begins the next one, if there
+        is one."""
+        self._num_tokens = max(1, num_tokens)
         self._duration_s = now_s - self._began_s
         self._began_s = now_s
 
-    def due_s(self, in_flight: Collection[Plan]) -> float:
-        """Return when to plan the next step behind those in flight."""
+    def due_s(self, in_flight: Collection[int]) -> float:
+        """Return when to plan the next step. in_flight: tokens of the plans that are."""
         if len(in_flight) < self._num_stages:
             return self._began_s
         if SHARE * self._duration_s * len(in_flight) <= LEAD_S:
             return self._began_s
         per_token_s = self._duration_s / self._num_tokens
-        expected_s = sum(
-            min(self._duration_s, per_token_s * plan.num_scheduled_tokens) for plan in in_flight
-        )
+        expected_s = sum([min(self._duration_s, per_token_s * num) for num in in_flight])
         return self._began_s + SHARE * expected_s - LEAD_S

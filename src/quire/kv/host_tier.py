@@ -68,7 +68,9 @@ class HostTier:
 
     def _take_evicted(self, group: int) -> Copies:
         pool, host = self._device[group], self._host[group]
-        evicted, pool.evicted = pool.evicted or [], []
+        if not pool.evicted:
+            return [], []
+        evicted, pool.evicted = pool.evicted, []
         source: list[int] = []
         destination: list[int] = []
         for block_id, digest in evicted:

@@ -142,7 +142,8 @@ class Rows:
         is_before |= (table.priority[others] == sequence.priority) & (
             table.arrival[others] < sequence.arrival
         )
-        self.running = np.insert(others, np.count_nonzero(is_before), row)
+        place = np.count_nonzero(is_before)
+        self.running = np.concatenate((others[:place], (row,), others[place:]))
         group = sequence.group
         if group is not None and not group.is_forked:
             for _ in range(group.num_members - 1):

@@ -1,13 +1,21 @@
 """`quire bench calibrate`: a real engine's steps, a fit of them, and a simulation by it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quire.cli.main import main
-from quire.tools.bench.calibrate import MOST_OUTPUT, draw_batch
+from quire.serve.llm import LLM
+from quire.tools.bench.calibrate import MOST_OUTPUT, Driver, StepListener, draw_batch
+
+
+@pytest.fixture
+def small_llm() -> Iterator[LLM]:
+    with LLM("demo", max_num_seqs=4, max_model_len=128, disable_log_stats=True) as llm:
+        yield llm
 
 
 def test_batches_of_all_sizes_that_fit() -> None:
@@ -17,6 +25,17 @@ def test_batches_of_all_sizes_that_fit() -> None:
     lengths = [(request.prompt_len, request.output_len) for each in batches for request in each]
     assert min(length for length, _ in lengths) <= 3 and max(length for length, _ in lengths) > 150
     assert all(2 <= num <= MOST_OUTPUT and length + num <= 200 for length, num in lengths)
+
+
+def test_traffic_pauses_and_joins_what_runs(small_llm: LLM) -> None:
+    driver, listener = Driver(small_llm, 4), StepListener()
+    small_llm.engine.client.core.subscribe(listener)
+    for _ in range(3):
+        driver.run_traffic()
+    assert not small_llm.engine.client.num_unfinished
+    joins = [s for s in listener.steps if 0 < len(s.plan.started) < len(s.plan.rows)]
+    cold = [s for s in listener.steps if s.is_cold]
+    assert joins and cold
 
 
 def test_a_fit_of_this_machine_serves_a_simulation(
@@ -30,6 +49,7 @@ def test_a_fit_of_this_machine_serves_a_simulation(
     assert "residuals of" in told and "host, between steps" in told
     found = json.loads(path.read_text())
     assert sum(found["step"].values()) > 0 and found["residuals"]["num_steps"] >= 20
+    assert found["cold"] >= 1 and found["step"]["rows that begin"] >= 0
     more = ["--num-prompts", "5", "--input-len", "20", "--output-len", "9"]
     assert main(["simulate", "demo", "--device", "cpu", "--fit", str(path), *small, *more]) == 0
     assert "Successful requests:                     5" in capsys.readouterr().out

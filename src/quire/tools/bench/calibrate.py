@@ -4,7 +4,8 @@
     quire simulate demo --device cpu --fit demo.json
 
 Requests are drawn so that steps of all kinds come: few and many rows, short and long contexts,
-prompts alone and beside others that are decoded.
+prompts alone and beside others that are decoded, all at once and one by one, with and without a
+pause before them.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from quire.base.events import Event, Planned, Stepped
+from quire.base.messages import Request
 from quire.runner.memory_plan import block_bytes_of
 from quire.serve.llm import LLM
 from quire.tools.bench.datasets import BenchRequest
@@ -23,6 +25,9 @@ from quire.tools.report import print_head
 from quire.tools.simulate.fitting import Fitted, Measured, fit_steps, lines_of, write_fitted
 
 MOST_OUTPUT = 24
+MOST_TRAFFIC = 16  # requests, half of that
+PAUSES = 0.3  # of requests
+PAUSE_S = (0.005, 0.04)
 FEWEST_BATCHES = 6
 LONGEST = 4096  # prompts
 MOVED = "blocks moved"
@@ -35,6 +40,7 @@ class StepListener:
     plans: dict[int, Planned] = field(default_factory=dict)
     steps: list[Measured] = field(default_factory=list)
     _last: Planned | None = None
+    _ended_s: float | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Planned):
@@ -42,8 +48,15 @@ class StepListener:
         elif isinstance(event, Stepped):
             planned = self.plans.pop(event.step_id, None)
             if planned is not None and planned.plan is not None:
-                self.steps.append(Measured(planned.plan, event.duration_s))
+                idle_s = 0.0 if self._ended_s is None else max(0.0, planned.at_s - self._ended_s)
+                self.steps.append(Measured(planned.plan, event.duration_s, idle_s=idle_s))
                 self._see_host(planned)
+                self._ended_s = event.at_s
+
+    def forget(self) -> None:
+        """Forget what was seen: it warmed up."""
+        self.steps.clear()
+        self._last = self._ended_s = None
 
     def _see_host(self, planned: Planned) -> None:
         """Note what passed between the plan before and this one beside the step, if rows go on."""
@@ -75,21 +88,59 @@ def draw_batch(
     ]
 
 
-def run_batches(llm: LLM, seconds: float, seed: int) -> list[Measured]:
-    """Run batches for so long; the first one warms up and does not count."""
-    config, spec = llm.engine.config, llm.engine.spec
-    rng, listener = np.random.default_rng(seed), StepListener()
+class Driver:
+    """Lets an engine serve what is drawn."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        config = llm.engine.config
+        self._llm, self._client = llm, llm.engine.client
+        self._rng = np.random.default_rng(seed)
+        self._most_rows = config.scheduler.max_num_seqs or 1
+        self._longest = config.model.max_model_len or 2
+        self._num_requests = 0
+
+    def run_batch(self) -> None:
+        """Serve some requests that come together."""
+        requests = self._draw(self._most_rows)
+        params = [greedy(each.output_len) for each in requests]
+        self._llm.generate([each.prompt for each in requests], params, use_tqdm=False)
+
+    def run_traffic(self) -> None:
+        """Serve some requests that come one by one: a few steps after the one before, or some time
+        after all have ended."""
+        requests = self._draw(MOST_TRAFFIC)
+        for each in requests:
+            if self._rng.random() < PAUSES:
+                self._advance(None)
+                time.sleep(self._rng.uniform(*PAUSE_S))
+            self._num_requests += 1
+            params, name = greedy(each.output_len), f"calibrate-{self._num_requests}"
+            assert isinstance(each.prompt, list), "tokens are drawn"
+            self._client.add(Request(name, each.prompt, params, seed=0))
+            self._advance(int(self._rng.integers(1, MOST_OUTPUT)))
+        self._advance(None)
+
+    def _draw(self, most_rows: int) -> list[BenchRequest]:
+        vocab_size = self._llm.engine.spec.vocab_size
+        return draw_batch(self._rng, most_rows, self._longest, vocab_size)
+
+    def _advance(self, most: int | None) -> None:
+        """Serve until as many steps are done, or all requests have ended."""
+        num = 0
+        while self._client.num_unfinished and (most is None or num < most):
+            num += bool(self._client.advance())
+
+
+def run_steps(llm: LLM, seconds: float, seed: int) -> list[Measured]:
+    """Run batches and traffic for so long; the first ones warm up and do not count."""
+    driver, listener = Driver(llm, seed), StepListener()
     llm.engine.client.core.subscribe(listener)
-    sizes = config.scheduler.max_num_seqs or 1, config.model.max_model_len or 2
     ends_s, num = time.monotonic() + seconds, 0
     while num <= FEWEST_BATCHES or time.monotonic() < ends_s:
-        requests = draw_batch(rng, *sizes, spec.vocab_size)
-        prompts = [each.prompt for each in requests]
-        params = [greedy(each.output_len) for each in requests]
-        llm.generate(prompts, params, use_tqdm=False)
+        driver.run_batch()
+        driver.run_traffic()
         if num == 0:
-            listener.steps.clear()
-            listener._last = None
+            listener.forget()
         num += 1
     return listener.steps
 
@@ -97,7 +148,7 @@ def run_batches(llm: LLM, seconds: float, seed: int) -> list[Measured]:
 def calibrate(llm: LLM, model: str, seconds: float, seed: int) -> Fitted:
     """Measure and fit. What no step has moved is taken from how fast blocks are copied."""
     engine = llm.engine
-    steps = run_batches(llm, seconds, seed)
+    steps = run_steps(llm, seconds, seed)
     copied = engine.client.core.executor.copy_bytes_per_s()
     if engine.config.scheduler.pipeline_depth != 1:  # the device does not wait for the host
         steps = [replace(each, host_s=None) for each in steps]

@@ -42,7 +42,8 @@ class VirtualExecutor:
 
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         begins_s = max(self._ends_s, self._clock.now())
-        self._ends_s, duration_s = self._times.carry_out(plan, begins_s)
+        idle_s = begins_s - self._ends_s
+        self._ends_s, duration_s = self._times.carry_out(plan, begins_s, idle_s)
         num = len(plan.sample_rows)
         answer = StepResult(
             plan.step_id, self._sample(plan), np.ones(num, np.int32),

@@ -1,7 +1,10 @@
 """Step times from steps that were measured: a regression of their durations on what was in them.
 
     duration = fixed + tokens, with a steeper slope from some numbers on + context
-               + prompt x context + rows that sample + blocks moved
+               + prompt x context + rows that begin + rows that sample + blocks moved
+
+A step that begins after the device had nothing to do takes so many times as long: caches, clocks
+and threads are cold.
 
 No part can be negative, so that no step of another kind takes less than nothing. What counts is the
 relative error, and large ones, which somebody else's work on the machine makes, count less.
@@ -25,22 +28,33 @@ Float64 = npt.NDArray[np.float64]
 BENDS = (16, 64, 256, 1024)  # tokens from which on one more may take longer
 FEATURES = (
     "fixed", "tokens", *(f"tokens beyond {bend}" for bend in BENDS), "context", "prompt x context",
-    "rows that sample", "blocks moved",
+    "rows that begin", "rows that sample", "blocks moved",
 )  # fmt: skip
 FEWEST_STEPS = 20
+FEWEST_COLD_STEPS = 8
+IDLE_S = 3e-3  # what lies between two steps for longer is no work of the host's
 ROUNDS = 5
 SMALL = 0.02  # relative errors below this count alike
+DISTURBED = 3.0  # what takes longer than this times its time does not count at all
 KIND = "quire step times"
+NUMBERS = {
+    "host_s": 0.0, "host_row_s": 0.0, "host_begin_s": 0.0, "cold": 1.0, "copy_bytes_per_s": 0.0
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Measured:
     """A step and how long it took. host_s: what passed from one plan to the next beside that, where
-    this is known."""
+    this is known. idle_s: how long there had been nothing to do before it."""
 
     plan: Plan
     duration_s: float
     host_s: float | None = None
+    idle_s: float = 0.0
+
+    @property
+    def is_cold(self) -> bool:
+        return is_cold(self.plan, self.idle_s)
 
 
 @dataclass(frozen=True)
@@ -55,12 +69,16 @@ class Residuals:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Step times by coefficients in seconds, by FEATURES. host_s, host_row_s: what the host needs
-    between two steps, and of it for each row. model, device: that were measured, for people."""
+    """Step times by coefficients in seconds, by FEATURES. host_s, host_row_s, host_begin_s: what
+    the host needs between two steps, and of it for each row, and each that begins. cold: how many
+    times as long a step takes after the device had nothing to do. model, device: that were
+    measured, for people."""
 
     step: dict[str, float]
     host_s: float = 0.0
     host_row_s: float = 0.0
+    host_begin_s: float = 0.0
+    cold: float = 1.0
     copy_bytes_per_s: float = 0.0
     model: str = ""
     device: str = ""
@@ -74,9 +92,17 @@ class Fitted:
     def plans_s(self, step_id: int, free_s: float) -> float:
         return free_s + self.host_s
 
-    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
-        duration_s = self.seconds(plan)
-        return begins_s + duration_s + self.host_row_s * len(plan.rows), duration_s
+    def carry_out(self, plan: Plan, begins_s: float, idle_s: float) -> tuple[float, float]:
+        factor = self.cold if is_cold(plan, idle_s) else 1.0
+        duration_s = factor * self.seconds(plan)
+        rows_s = self.host_row_s * len(plan.rows) + self.host_begin_s * len(plan.started)
+        return begins_s + duration_s + factor * rows_s, duration_s
+
+
+def is_cold(plan: Plan, idle_s: float) -> bool:
+    """Tell whether a step came after the device had nothing to do, rather than waited for the
+    host."""
+    return idle_s >= IDLE_S and len(plan.started) == len(plan.rows)
 
 
 def features(plan: Plan) -> tuple[float, ...]:
@@ -85,8 +111,8 @@ def features(plan: Plan) -> tuple[float, ...]:
     beyond = (max(0, load.num_tokens - bend) for bend in BENDS)
     prompts = load.num_pairs - load.num_context
     return (
-        1, load.num_tokens, *beyond, load.num_context, max(0, prompts), load.num_sampled,
-        load.num_moved,
+        1, load.num_tokens, *beyond, load.num_context, max(0, prompts), len(plan.started),
+        load.num_sampled, load.num_moved,
     )  # fmt: skip
 
 
@@ -95,49 +121,68 @@ def fit_steps(
 ) -> Fitted:
     """Find the coefficients. Raises ConfigError for too few steps."""
     known = [each for each in steps if each.duration_s > 0]
-    if len(known) < FEWEST_STEPS:
+    warm = [each for each in known if not each.is_cold]
+    if len(warm) < FEWEST_STEPS:
         raise ConfigError(
-            f"{len(known)} steps with known durations are too few to learn how long steps take; at"
+            f"{len(warm)} steps with known durations are too few to learn how long steps take; at"
             f" least {FEWEST_STEPS} are needed."
         )
-    inputs = np.array([features(each.plan) for each in known], float)
-    durations = np.array([each.duration_s for each in known])
+    inputs, durations = _inputs(warm), np.array([each.duration_s for each in warm])
     coefficients = _robust(inputs, durations)
     errors = np.abs(inputs @ coefficients - durations) / durations
     total = float((inputs @ coefficients).sum() / durations.sum() - 1)
     quantiles = np.quantile(errors, [0.5, 0.9]).tolist()
-    host_s, host_row_s = _host(known)
     return Fitted(
         dict(zip(FEATURES, coefficients.tolist(), strict=True)),
-        host_s,
-        host_row_s,
+        *_host(warm),
+        _cold([each for each in known if each.is_cold], coefficients),
         copy_bytes_per_s,
         model,
         device,
-        Residuals(len(known), quantiles[0], quantiles[1], total),
+        Residuals(len(warm), quantiles[0], quantiles[1], total),
     )
 
 
-def _host(steps: Sequence[Measured]) -> tuple[float, float]:
-    """Return what the host takes between steps, and of it for each row."""
-    known = [(len(each.plan.rows), each.host_s) for each in steps if each.host_s is not None]
+def _inputs(steps: Sequence[Measured]) -> Float64:
+    return np.array([features(each.plan) for each in steps], float)
+
+
+def _cold(steps: Sequence[Measured], coefficients: Float64) -> float:
+    """Return how many times as long these steps took as others would have."""
+    if len(steps) < FEWEST_COLD_STEPS:
+        return 1.0
+    durations = np.array([each.duration_s for each in steps])
+    return max(1.0, float(np.median(durations / (_inputs(steps) @ coefficients))))
+
+
+def _host(steps: Sequence[Measured]) -> tuple[float, float, float]:
+    """Return what the host takes between steps, and of it for each row, and each that begins."""
+    known = [
+        (len(each.plan.rows), len(each.plan.started), each.host_s)
+        for each in steps
+        if each.host_s is not None
+    ]
     if len(known) < FEWEST_STEPS:
-        return 0.0, 0.0
-    rows, host_s = np.array(known, float).T
-    inputs = np.stack([np.ones(len(rows)), rows], 1)
-    fixed, per_row = _robust(inputs, np.maximum(host_s, 1e-6)).tolist()
-    return fixed, per_row
+        return 0.0, 0.0, 0.0
+    rows, started, host_s = np.array(known, float).T
+    inputs = np.stack([np.ones(len(rows)), rows, started], 1)
+    fixed, per_row, per_begin = _robust(inputs, np.maximum(host_s, 1e-6)).tolist()
+    return fixed, per_row, per_begin
 
 
 def _robust(inputs: Float64, targets: Float64) -> Float64:
-    """Fit by relative errors, of which large ones count less from round to round."""
+    """Fit by relative errors, of which large ones count less from round to round; then so that all
+    together is right, but for what took more than DISTURBED times its time."""
     weights = np.ones(len(targets))
     found = np.zeros(inputs.shape[1])
     for _ in range(ROUNDS):
-        scale = np.sqrt(weights) / targets
-        found = non_negative(inputs * scale[:, None], targets * scale)
+        share = np.sqrt(weights) / targets
+        found = non_negative(inputs * share[:, None], targets * share)
         weights = 1 / np.maximum(np.abs(inputs @ found - targets) / targets, SMALL)
-    return found
+    expected = inputs @ found
+    usual = targets <= DISTURBED * expected
+    scale = targets[usual].sum() / expected[usual].sum() if usual.any() else 1.0
+    return found * scale
 
 
 def non_negative(inputs: Float64, targets: Float64) -> Float64:
@@ -173,6 +218,8 @@ def lines_of(fitted: Fitted) -> list[str]:
     lines = [f"  {name:<24} {value * 1e6:12.4f} us" for name, value in fitted.step.items() if value]
     lines.append(f"  {'host, between steps':<24} {fitted.host_s * 1e6:12.4f} us")
     lines.append(f"  {'host, per row':<24} {fitted.host_row_s * 1e6:12.4f} us")
+    lines.append(f"  {'host, per row that begins':<24} {fitted.host_begin_s * 1e6:11.4f} us")
+    lines.append(f"  {'after nothing to do':<24} {fitted.cold:12.2f} times as long")
     if (found := fitted.residuals) is not None:
         lines.append(
             f"  residuals of {found.num_steps:,} steps: median {found.median:.1%}, 90th percentile"
@@ -197,14 +244,13 @@ def read_fitted(path: Path) -> Fitted:
             f"{path} holds no step times; give what `quire bench calibrate --output-json` wrote, or"
             " a recording (`quire serve --record DIR`)."
         )
-    numbers = [data.get(name, 0.0) for name in ("host_s", "host_row_s", "copy_bytes_per_s")]
+    numbers = {name: data.get(name, default) for name, default in NUMBERS.items()}
     step = data.get("step")
     step = step if isinstance(step, dict) else {"": 0}
-    values = [*numbers, *step.values()]
+    values = [*numbers.values(), *step.values()]
     if not step.keys() <= set(FEATURES) or not all(
         isinstance(v, int | float) and v >= 0 for v in values
     ):
         raise ConfigError(f"{path}: `step` must hold numbers from 0 by {', '.join(FEATURES)}.")
-    host_s, host_row_s, copy_bytes_per_s = numbers
-    names = str(data.get("model", "")), str(data.get("device", ""))
-    return Fitted(step, host_s, host_row_s, copy_bytes_per_s, *names)
+    model, device = str(data.get("model", "")), str(data.get("device", ""))
+    return Fitted(step, **numbers, model=model, device=device)

@@ -76,14 +76,15 @@ class Recorded:
     def measured(self) -> list[Measured]:
         """List the steps for a fit. The host's time is known between two plans of which one goes on
         where the other ended, with nothing in flight between."""
-        found = []
+        found, last_s = list[Measured](), 0.0
         for step, after in zip(self.steps, [*self.steps[1:], None], strict=True):
+            idle_s, last_s = max(0.0, step.planned_s - last_s), step.taken_s
             host_s = None
             if after is not None and self.depth == 1 and step.duration_s > 0:
                 fresh = {start.row for start in after.plan.started}
                 if set(step.plan.rows.tolist()) & set(after.plan.rows.tolist()) - fresh:
                     host_s = after.planned_s - step.planned_s - step.duration_s
-            found.append(Measured(step.plan, step.duration_s, host_s))
+            found.append(Measured(step.plan, step.duration_s, host_s, idle_s))
         return found
 
     def fit(self, model: str = "", device: str = "") -> Fitted:
@@ -243,7 +244,7 @@ class RecordedTimes:
     def plans_s(self, step_id: int, free_s: float) -> float:
         return self._planned_s.get(step_id, free_s)
 
-    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
+    def carry_out(self, plan: Plan, begins_s: float, idle_s: float) -> tuple[float, float]:
         return self._taken_s.get(plan.step_id, max(begins_s, self._last_s)), 0.0
 
 

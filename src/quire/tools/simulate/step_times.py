@@ -25,9 +25,9 @@ class StepTimes(Protocol):
         """Return when the host has made a plan that it could begin at free_s."""
         ...
 
-    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
+    def carry_out(self, plan: Plan, begins_s: float, idle_s: float) -> tuple[float, float]:
         """Return when the device is done with a plan that it begins then, and how long it says that
-        this took; 0.0 is not known."""
+        this took; 0.0 is not known. idle_s: how long there had been nothing to do."""
         ...
 
 
@@ -117,6 +117,6 @@ class Roofline:
     def plans_s(self, step_id: int, free_s: float) -> float:
         return free_s + self.host_s
 
-    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
+    def carry_out(self, plan: Plan, begins_s: float, idle_s: float) -> tuple[float, float]:
         duration_s = self.seconds(plan)
         return begins_s + duration_s, duration_s
