@@ -90,6 +90,23 @@ async def until_idle(core: EngineCore) -> None:
         await asyncio.sleep(0.001)
 
 
+def test_who_watches_sees_who_runs(served: Served) -> None:
+    async def run() -> None:
+        client = await RemoteClient.connect(served.path, None)
+        outputs = client.generate(request("mine", max_tokens=60))
+        await anext(outputs)
+        frame = await client.live()
+        assert [row.id for row in frame.state.running] == ["mine"]
+        [group] = frame.state.groups
+        assert group.sharers.sum() == frame.state.running[0].num_blocks > 0
+        with pytest.raises(RequestError, match="data_parallel_rank=1"):
+            await client.live(1)
+        await outputs.aclose()
+        await client.close()
+
+    asyncio.run(run())
+
+
 def test_a_core_that_takes_nothing_in_is_sent_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

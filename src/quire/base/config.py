@@ -350,8 +350,8 @@ class ServerConfig:
     )
     admin_api_key: tuple[str, ...] = setting(
         (),
-        "those of the keys that may reset the prefix cache, and end the requests of others; without"
-        " keys all may",
+        "those of the keys that may reset the prefix cache, end the requests of others and watch"
+        " the engine; without keys all may",
     )
     pin_share: float | None = setting(
         None,

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from quire.base.kv_orders import Answer
+from quire.base.live import LiveFrame
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepOutputs
 
@@ -186,6 +187,12 @@ class AskCancel(msgspec.Struct, frozen=True, tag=True):
     tenant: str | None = None
 
 
+class AskLive(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: what is it doing? Answered by `Live`."""
+
+    ask_id: int
+
+
 ToCore = (
     Request
     | Abort
@@ -196,6 +203,7 @@ ToCore = (
     | AskTimeline
     | AskPrefixes
     | AskCancel
+    | AskLive
 )
 
 
@@ -268,4 +276,11 @@ class Cancelled(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
-FromCore = Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes | Cancelled
+class Live(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the answer to `AskLive`; the last frame again if it is too early for one."""
+
+    ask_id: int
+    frame: LiveFrame
+
+
+FromCore = Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes | Cancelled | Live

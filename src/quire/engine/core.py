@@ -171,6 +171,10 @@ class EngineCore:
         """Hear of every event from now on."""
         self._subscribers.append(subscriber)
 
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Hear of nothing any more."""
+        self._subscribers = [each for each in self._subscribers if each is not subscriber]
+
     def connect(self, stores: Connections) -> None:
         """Let these carry out what the scheduler orders of its stores."""
         self._stores = stores

@@ -24,11 +24,13 @@ from quire.base.messages import (
     Abort,
     Append,
     AskCancel,
+    AskLive,
     AskMetrics,
     AskPrefixes,
     AskTimeline,
     Cancel,
     Cancelled,
+    Live,
     Metrics,
     Prefixes,
     Ready,
@@ -41,6 +43,7 @@ from quire.base.step_outputs import StepOutputs
 from quire.engine.core import EngineCore
 from quire.engine.core_choice import OpenLoad
 from quire.engine.heartbeat import Heartbeat
+from quire.engine.live import LiveFrames
 from quire.engine.step_routing import StepRouter
 from quire.engine.wire import NO_RESOURCES, CoreConnection, core_codec
 
@@ -80,6 +83,7 @@ class CoreServer:
         self._ready = ready
         self._reports = reports
         self._clock = clock
+        self._live = LiveFrames(core, clock)
         self._codec = core_codec()
         self._clients: dict[int, CoreConnection] = {}
         self._owners: dict[str, int] = {}  # request id -> client
@@ -240,6 +244,8 @@ class CoreServer:
             self.core.publish()
             text = self._reports.timeline_text(message.request_id, message.tenant)
             client.send(TimelineText(message.ask_id, text))
+        elif isinstance(message, AskLive):
+            client.send(Live(message.ask_id, self._live.frame()))
         elif isinstance(message, AskPrefixes):
             client.send(Prefixes(message.ask_id, self.core.prefixes(message.tenant)))
         elif isinstance(message, AskCancel):

@@ -16,6 +16,7 @@ import msgspec
 
 from quire.base.clock import Clock
 from quire.base.errors import ConfigError, EngineDead, RequestError
+from quire.base.live import LiveFrame
 from quire.base.messages import PinnedPrefix, Ready, Request, ResetPrefixCache
 from quire.base.outputs import RequestOutput
 from quire.engine.core_choice import CoreChoice, OpenLoad, check_core
@@ -146,6 +147,12 @@ class FleetClient:
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
         texts = await self._ask(lambda client: client.timeline(request_id, tenant))
         return next(filter(None, texts.values()), "")
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        check_core(core, len(self._cores))
+        if core not in self._usable():
+            raise EngineDead(f"core {core} of {len(self._cores)} is away; try again later.")
+        return await self._clients[core].live()
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
         """Return what is pinned, each prefix once: its blocks and hits are those of all cores."""

@@ -24,15 +24,18 @@ from quire.base.errors import (
     RequestError,
     StepFailed,
 )
+from quire.base.live import LiveFrame
 from quire.base.messages import (
     Abort,
     Append,
     AskCancel,
+    AskLive,
     AskMetrics,
     AskPrefixes,
     AskTimeline,
     Cancelled,
     FromCore,
+    Live,
     Metrics,
     PinnedPrefix,
     Prefixes,
@@ -104,6 +107,11 @@ class AsyncClient(Protocol):
         this tenant's."""
         ...
 
+    async def live(self, core: int = 0) -> LiveFrame:
+        """Return what a core is doing, of several by its number. Raise RequestError if there is
+        none of that number."""
+        ...
+
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
         """Return what is pinned, oldest first; tenant: whose, None is everybody's."""
         ...
@@ -136,8 +144,10 @@ def limits_of(ready: Ready) -> RequestLimits:
     )
 
 
-def _answer_in(message: Metrics | TimelineText | Prefixes | Cancelled) -> object:
+def _answer_in(message: Metrics | TimelineText | Prefixes | Cancelled | Live) -> object:
     """Return what the core has answered."""
+    if isinstance(message, Live):
+        return message.frame
     if isinstance(message, Prefixes):
         return message.prefixes
     return message.request_ids if isinstance(message, Cancelled) else message.text
@@ -314,6 +324,10 @@ class RemoteClient:
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
         return cast(str, await self._ask(lambda number: AskTimeline(number, request_id, tenant)))
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        check_core(core, 1)
+        return cast(LiveFrame, await self._ask(AskLive))
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
         found = await self._ask(lambda number: AskPrefixes(number, tenant))

@@ -120,6 +120,15 @@ class KVManager:
         pools = self.pools if self.tier is None else (*self.pools, *self.host_pools)
         return sum(pool.num_index_changes for pool in pools)
 
+    @property
+    def num_unindexed(self) -> int:
+        """How often a block of the device has lost its name."""
+        return sum(pool.num_unindexed for pool in self.pools)
+
+    def occupancy(self, g: int) -> tuple[list[int], list[int]]:
+        """Return the reference counts of a group's blocks, and which of them the index names."""
+        return self.pools[g].all_refs(), self.pools[g].indexed_blocks()
+
     def new_sequence(self) -> SequenceBlocks:
         pairs = zip(self.pools, self.groups, strict=True)
         kinds = ((pool, StateTable if group.kind == STATE else BlockTable) for pool, group in pairs)

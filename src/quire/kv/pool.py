@@ -51,6 +51,11 @@ class BlockPool:
     def num_indexed(self) -> int:
         return len(self._index)
 
+    @property
+    def num_unindexed(self) -> int:
+        """How often a block has lost its name: each change of the index is a name more or less."""
+        return (self.num_index_changes - len(self._index)) // 2
+
     def allocate(self) -> int:
         """Take a free block, evicting the least recently used indexed one if need be."""
         if not self._free:
@@ -98,6 +103,14 @@ class BlockPool:
 
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
+
+    def all_refs(self) -> list[int]:
+        """Return the reference counts of all blocks."""
+        return self._num_refs.copy()
+
+    def indexed_blocks(self) -> list[int]:
+        """List the blocks that the index names."""
+        return list(self._index.values())
 
     def is_indexed(self, block_id: int) -> bool:
         return self._digests[block_id] is not None

@@ -22,6 +22,7 @@ from typing import Any
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.kv_orders import Answer
+from quire.base.live import LiveState
 from quire.base.messages import (
     Abort,
     Append,
@@ -56,6 +57,7 @@ from quire.scheduler.drafts import Drafts
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.invariants import check_lives, check_memory, check_rows
 from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.live import live_state
 from quire.scheduler.memory import Memory
 from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.pins import Pins
@@ -252,6 +254,10 @@ class Scheduler:
             stores=None if stores is None else StoresView(stores.num_fetched, stores.num_kept),
             plans=tuple(step.plan for step in self.planner.in_flight),
         )
+
+    def live_state(self) -> LiveState:
+        """Return whose each block is, who runs, and who waits why: for those who watch."""
+        return live_state(self.rows, self.memory, self.lifecycle, self.admission)
 
     def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot, which lacks what tells no plan from another (snapshot.OMITTED).

@@ -8,11 +8,15 @@ from any thread.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from quire.base.clock import MonotonicClock
 from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
-from quire.base.messages import Cancel, Ready, Request
+from quire.base.live import LiveFrame
+from quire.base.messages import Cancel, Live, Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.build import Engine
+from quire.engine.core_choice import check_core
+from quire.engine.live import LiveFrames
 from quire.engine.mailbox import Mailbox
 from quire.engine.timeline import Timelines
 from quire.engine.wire import LENGTH, client_codec, core_codec
@@ -38,6 +42,7 @@ class FakeClient:
         core = engine.client.core
         self.timelines = Timelines.of(core.view(), core.requests())
         core.subscribe(self.timelines)
+        self.frames = LiveFrames(core, MonotonicClock())
         self._alive = True
         self._steps_left: int | None = None  # None: no end
         self._boxes: dict[str, Mailbox] = {}
@@ -95,6 +100,12 @@ class FakeClient:
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
         self.engine.client.core.publish()
         return self.timelines.text(request_id, tenant)
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        check_core(core, 1)
+        if not self._alive:
+            raise EngineDead("the core's process has ended.")
+        return live_over_the_wire(self.frames.frame())
 
     async def reset_prefix_cache(self) -> None:
         self.engine.client.reset_prefix_cache()
@@ -180,3 +191,10 @@ def over_the_wire(request: Request) -> Request:
     received = core_codec().decode(client_codec().encode(request)[LENGTH.size :])
     assert isinstance(received, Request)
     return received
+
+
+def live_over_the_wire(frame: LiveFrame) -> LiveFrame:
+    """The frame as a client gets it."""
+    received = client_codec().decode(core_codec().encode(Live(0, frame))[LENGTH.size :])
+    assert isinstance(received, Live)
+    return received.frame

@@ -41,14 +41,7 @@ async def reset_prefix_cache(
 ) -> dict[str, bool]:
     """Use nothing any more that was cached before, in memory, directory or store, whatever
     reset_external says. Requests that run keep their blocks."""
-    if not is_admin(request.scope, api.config):
-        raise ApiError(
-            403,
-            "the prefix cache is that of all keys; ask the operator to name this key in"
-            " admin_api_key.",
-            "permission_error",
-            code="not_an_admin",
-        )
+    check_admin(request.scope, api.config, "the prefix cache is that of all keys")
     if reset_running_requests:
         raise bad_request(
             "reset_running_requests=true: running requests keep their blocks; leave it out, or end"
@@ -69,6 +62,13 @@ async def abort_requests(
     tenant = None if is_admin(request.scope, api.config) else whose
     ids = None if body is None else body.request_ids
     return {"request_ids": await api.client.cancel(ids, tenant)}
+
+
+def check_admin(scope: Scope, config: ServerConfig, why: str) -> None:
+    """Raise ApiError 403 if a caller may not do what concerns all others, and say why."""
+    if not is_admin(scope, config):
+        text = f"{why}; ask the operator to name this key in admin_api_key."
+        raise ApiError(403, text, "permission_error", code="not_an_admin")
 
 
 def is_admin(scope: Scope, config: ServerConfig) -> bool:

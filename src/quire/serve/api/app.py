@@ -4,7 +4,15 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from quire.base.version import QUIRE_VERSION
-from quire.serve.api import admin, chat_completions, completions, prefixes, stream, utility
+from quire.serve.api import (
+    admin,
+    chat_completions,
+    completions,
+    live,
+    prefixes,
+    stream,
+    utility,
+)
 from quire.serve.api.auth import authorised
 from quire.serve.api.batches import batches_routes, files_routes
 from quire.serve.api.batches.batches import Batches
@@ -39,7 +47,9 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
     if not context.config.disable_fastapi_docs:
         app.include_router(utility.page)
         app.include_router(utility.description, dependencies=[protected])
-    for router in (prefixes.router, admin.router, files_routes.router, batches_routes.router):
+    for router in (
+        prefixes.router, admin.router, live.router, files_routes.router, batches_routes.router,
+    ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])

@@ -210,6 +210,7 @@ ANSWERS: dict[tuple[str, str], Json] = {
     ("get", "/v1/batches/{batch_id}"): _json(_BATCH),
     ("post", "/v1/batches/{batch_id}/cancel"): _json(_BATCH),
     ("get", "/v1/requests/{request_id}"): _json(_object(object="request.timeline or list")),
+    ("get", "/v1/engine/live"): _EVENTS,
     ("post", "/tokenize"): _json(
         _object(
             count="integer", max_model_len="integer", tokens=["integer"],

@@ -1,0 +1,117 @@
+"""What an engine is doing at one moment, for those who watch it: numbers and ids, never a text.
+
+A request is told by its number, which goes up with arrival, so that blocks of one request can be
+drawn alike for as long as it lives.
+"""
+
+import msgspec
+
+from quire.base.plan import Int32
+
+FREE, CACHED, USED, PINNED = range(4)
+STATES = ("free", "cached", "used", "pinned")
+NOBODY = -1
+
+
+class BlockMap(msgspec.Struct, frozen=True):
+    """The KV blocks of one cache group.
+
+    owners: [B] number of the oldest request that holds the block, or NOBODY; sharers: [B] how many
+    hold it; states: [B] FREE; CACHED: nobody holds it, but the prefix cache knows it; USED; PINNED:
+    a pinned prefix holds it, perhaps with others.
+    """
+
+    kind: str
+    owners: Int32
+    sharers: Int32
+    states: Int32
+
+
+class RunningRow(msgspec.Struct, frozen=True):
+    """A sequence that holds a row. index: which of its request's. num_known_tokens: prompt and
+    output; num_blocks: of the largest of its tables."""
+
+    id: str
+    number: int
+    index: int
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_known_tokens: int
+    limit: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_blocks: int
+
+
+class WaitingRow(msgspec.Struct, frozen=True):
+    """A sequence that waits. reason: a key of REASONS."""
+
+    id: str
+    number: int
+    index: int
+    num_known_tokens: int
+    num_preemptions: int
+    is_swapped: bool
+    arrival_s: float
+    reason: str
+
+
+REASONS = {
+    "grammar": "its grammar is being compiled",
+    "prompt": "more of its prompt is to come",
+    "store": "its blocks are looked for in a store",
+    "result": "a step that it was in has not ended",
+    "suspect": "a step with it has failed; it is tried alone",
+    "rows": "all rows are taken (max_num_seqs)",
+    "blocks": "not enough KV blocks are free for it and for those that run to grow",
+    "turn": "it comes in with one of the next steps",
+    "behind": "it stands behind another one, whom nobody passes",
+}
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """A step whose result is in. prefill_tokens: of rows that compute more than one token;
+    decode_tokens: of the others; num_sampled: tokens that came out of it."""
+
+    number: int
+    at_s: float
+    prefill_tokens: int
+    decode_tokens: int
+    num_sampled: int
+    duration_s: float
+
+
+class BlockEvent(msgspec.Struct, frozen=True):
+    """What happened to a block. kind: hit, copy, swap_out or load; block: of the device."""
+
+    number: int
+    kind: str
+    group: int
+    block: int
+
+
+class LiveState(msgspec.Struct, frozen=True):
+    """What the scheduler holds. waiting: the first ones; num_waiting: all that wait in the queue or
+    for what they lack. num_evicted: blocks that have lost their name since the start."""
+
+    groups: list[BlockMap]
+    running: list[RunningRow]
+    waiting: list[WaitingRow]
+    num_waiting: int
+    num_rows: int
+    block_size: int
+    token_budget: int
+    num_evicted: int
+
+
+class LiveFrame(msgspec.Struct, frozen=True):
+    """One frame. number: goes up with each that is made. steps, events: the last ones, by their
+    numbers, so that who has missed a frame may still know them. counts: what happened since
+    somebody began to watch, by kind of event."""
+
+    number: int
+    at_s: float
+    state: LiveState
+    steps: list[StepRow]
+    events: list[BlockEvent]
+    counts: dict[str, int]

@@ -1,0 +1,118 @@
+"""Frames of what a core is doing, made on its thread between two steps, while somebody asks.
+
+Nobody asks: nothing is made, and no event is heard. Somebody does: a frame at most every FRAME_S,
+and less often if it takes long, so that watching costs ONE_IN of the time at most; who asks before
+that gets the last one again. The next steps never wait for a reader.
+"""
+
+from collections import Counter, deque
+
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.events import Event, Planned, Preempted, Stepped
+from quire.base.live import BlockEvent, LiveFrame, StepRow
+from quire.base.plan import MoveKind, Plan
+from quire.engine.core import EngineCore
+
+FRAME_S = 0.2
+ONE_IN = 100
+IDLE_S = 5.0  # after the last question nobody watches any more
+MOST_STEPS = 256  # that a frame tells
+MOST_EVENTS = 512
+
+
+class LiveFrames:
+    """The frames of one core. The numbers of frames, steps and events go up for ever; what was
+    counted begins anew when somebody begins to watch."""
+
+    def __init__(self, core: EngineCore, clock: Clock) -> None:
+        self._core, self._clock = core, clock
+        self._last: LiveFrame | None = None
+        self._number = self._event_number = 0
+        self._next_s = self._asked_s = 0.0
+        self._is_listening = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps: deque[StepRow] = deque(maxlen=MOST_STEPS)
+        self._events: deque[BlockEvent] = deque(maxlen=MOST_EVENTS)
+        self._counts: Counter[str] = Counter()
+        self._planned: dict[int, tuple[int, int]] = {}  # step -> tokens: of prompts, of decoding
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether somebody watches, as far as is known."""
+        return self._is_listening
+
+    def frame(self) -> LiveFrame:
+        """Return what is now, or the last frame if it is too early for another."""
+        now = self._clock.now()
+        self._asked_s = now
+        if not self._is_listening:
+            self._begin()
+            self._core.publish()  # what happened before is not for who begins to watch
+            self._core.subscribe(self)
+            self._is_listening = True
+            self._last = None
+        if self._last is not None and now < self._next_s:
+            return self._last
+        self._core.publish()
+        self._last = self._make(now)
+        self._next_s = now + max(FRAME_S, ONE_IN * (self._clock.now() - now))
+        return self._last
+
+    def __call__(self, event: Event) -> None:
+        if event.at_s - self._asked_s > IDLE_S:
+            self._core.unsubscribe(self)
+            self._is_listening = False
+        elif isinstance(event, Planned) and event.plan is not None:
+            self._take_plan(event.plan)
+        elif isinstance(event, Stepped):
+            prefill, decode = self._planned.pop(event.step_id, (0, event.num_tokens))
+            num_sampled = len(event.rows) + event.num_accepted
+            self._steps.append(
+                StepRow(event.step_id, event.at_s, prefill, decode, num_sampled, event.duration_s)
+            )
+        elif isinstance(event, Preempted):
+            self._counts["preemption"] += 1
+
+    def _make(self, now: float) -> LiveFrame:
+        self._number += 1
+        state = self._core.scheduler.live_state()
+        counts = dict(self._counts) | {"eviction": state.num_evicted}
+        return LiveFrame(self._number, now, state, [*self._steps], [*self._events], counts)
+
+    def _take_plan(self, plan: Plan) -> None:
+        own = plan.num_tokens - plan.num_drafts
+        prefill = int(own[own > 1].sum())
+        self._planned[plan.step_id] = prefill, plan.num_scheduled_tokens - prefill
+        if len(self._planned) > MOST_STEPS:  # of steps that were never carried out
+            del self._planned[next(iter(self._planned))]
+        loaded: set[tuple[int, int]] = set()
+        for move in plan.moves:
+            ends = move.source if move.kind is MoveKind.SWAP_OUT else move.destination
+            blocks = ends.tolist()
+            self._tell(str(move.kind), move.group, blocks)
+            if move.kind is MoveKind.LOAD:
+                loaded |= {(move.group, block) for block in blocks}
+        for start in plan.started:
+            if start.num_computed_tokens:
+                self._tell_hits(plan, start.row, start.num_computed_tokens, loaded)
+
+    def _tell_hits(
+        self, plan: Plan, row: int, num_tokens: int, loaded: set[tuple[int, int]]
+    ) -> None:
+        """Tell of the blocks that a row begins with and that were there."""
+        writes = plan.block_writes
+        size = self._core.scheduler.memory.block_size
+        mine = (writes.row == row) & (writes.index < num_tokens // size) & (writes.block_id >= 0)
+        for group in np.unique(writes.group[mine]).tolist():
+            blocks = writes.block_id[mine & (writes.group == group)].tolist()
+            self._tell("hit", group, [b for b in blocks if (group, b) not in loaded])
+
+    def _tell(self, kind: str, group: int, blocks: list[int]) -> None:
+        self._counts[kind] += len(blocks)
+        for block in blocks:
+            self._event_number += 1
+            self._events.append(BlockEvent(self._event_number, kind, group, block))

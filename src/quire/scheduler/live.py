@@ -1,0 +1,142 @@
+"""The scheduler's state for those who watch it: whose each block is, who runs, who waits and why.
+
+Made of arrays and block tables on demand alone; nothing is kept here, and nothing is changed, so
+that a run that is watched is the run that it would be.
+"""
+
+import itertools
+
+import numpy as np
+
+from quire.base.live import (
+    CACHED,
+    NOBODY,
+    PINNED,
+    USED,
+    BlockMap,
+    LiveState,
+    RunningRow,
+    WaitingRow,
+)
+from quire.kv.manager import KVBlocks
+from quire.kv.table import NULL
+from quire.scheduler.admission import Admission
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Int64, Sequence, State
+
+MOST_WAITING = 100  # that are told one by one
+
+
+def live_state(rows: Rows, memory: Memory, lifecycle: Lifecycle, admission: Admission) -> LiveState:
+    """Return what is now."""
+    running = rows.sequences()
+    oldest_last = sorted(running, key=lambda sequence: -sequence.arrival)
+    queue, parked = lifecycle.queue.waiting(), _parked(lifecycle)
+    told = list(itertools.islice((*queue, *parked), MOST_WAITING))
+    return LiveState(
+        groups=[_block_map(memory, g, oldest_last) for g in range(len(memory.kv.groups))],
+        running=[_running(sequence) for sequence in running],
+        waiting=[
+            _waiting(sequence, _reason(sequence, i == 0, rows, memory, lifecycle, admission))
+            for i, sequence in enumerate(told)
+        ],
+        num_waiting=len(queue) + len(parked),
+        num_rows=rows.table.num_rows,
+        block_size=memory.block_size,
+        token_budget=admission.token_budget,
+        num_evicted=memory.kv.num_unindexed,
+    )
+
+
+def number_of(sequence: Sequence) -> int:
+    """Return the number of its request."""
+    return sequence.members[0].arrival
+
+
+def _parked(lifecycle: Lifecycle) -> list[Sequence]:
+    members = (m for s in lifecycle.sequences.values() for m in s.members)
+    return [member for member in members if member.state is State.PARKED]
+
+
+def _block_map(memory: Memory, g: int, oldest_last: list[Sequence]) -> BlockMap:
+    refs, indexed = memory.kv.occupancy(g)
+    sharers = np.array(refs, np.int32)
+    states = np.zeros_like(sharers)
+    states[indexed] = CACHED
+    states[sharers > 0] = USED
+    owners = np.full_like(sharers, NOBODY)
+    for sequence in oldest_last:
+        owners[_held(sequence.blocks.tables[g].live_blocks)] = number_of(sequence)
+    for blocks in memory.pinned.tables():
+        states[_held(blocks.tables[g].live_blocks)] = PINNED
+    return BlockMap(memory.kv.groups[g].kind, owners, sharers, states)
+
+
+def _held(blocks: list[int]) -> Int64:
+    return np.array([block for block in blocks if block != NULL], np.int64)
+
+
+def _running(sequence: Sequence) -> RunningRow:
+    return RunningRow(
+        sequence.request.request_id,
+        number_of(sequence),
+        sequence.index,
+        sequence.num_prompt_tokens,
+        sequence.num_computed_tokens,
+        sequence.num_known_tokens,
+        sequence.limit,
+        max(0, sequence.num_cached_tokens),
+        sequence.num_preemptions,
+        max(len(table.live_blocks) for table in sequence.blocks.tables),
+    )
+
+
+def _waiting(sequence: Sequence, reason: str) -> WaitingRow:
+    return WaitingRow(
+        sequence.request.request_id,
+        number_of(sequence),
+        sequence.index,
+        sequence.num_known_tokens,
+        sequence.num_preemptions,
+        sequence.host_blocks is not None,
+        sequence.arrival_s,
+        reason,
+    )
+
+
+def _reason(
+    sequence: Sequence,
+    is_first: bool,
+    rows: Rows,
+    memory: Memory,
+    lifecycle: Lifecycle,
+    admission: Admission,
+) -> str:
+    """Say why it waits, a key of REASONS; of one in the queue as if nothing of it were cached."""
+    if sequence.state is State.PARKED:
+        if sequence.lacks_grammar:
+            return "grammar"
+        return "prompt" if sequence.is_open else "store"
+    if sequence.num_pending_lost:
+        return "result"
+    if sequence in lifecycle.suspects:
+        return "suspect"
+    if not rows.num_free:
+        return "rows"
+    if not is_first:
+        return "behind"
+    return "turn" if _fits(sequence, memory, admission) else "blocks"
+
+
+def _fits(sequence: Sequence, memory: Memory, admission: Admission) -> bool:
+    """Tell whether the blocks are free that it takes at most. Prefixes are not looked up: that
+    would name blocks before their time."""
+    reserve = admission.reserve(sequence)
+    if sequence.host_blocks is not None:
+        away = [m for m in sequence.members if m.host_blocks is not None]
+        return memory.fits_back(away, reserve)
+    nothing = KVBlocks(0, tuple([] for _ in memory.kv.groups))
+    num_new = min(admission.token_budget, sequence.num_known_tokens)
+    return memory.fits(memory.needs_to_start(sequence, nothing, num_new), reserve)

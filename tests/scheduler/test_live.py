@@ -1,0 +1,97 @@
+"""What watchers are told of the scheduler: of each block, of who runs, and of who waits why.
+
+Covers `base/live.py`.
+"""
+
+import msgspec
+import pytest
+
+from quire.base.cache_group import STATE, CacheGroup
+from quire.base.live import CACHED, NOBODY, PINNED, REASONS, USED
+from quire.base.messages import Append
+from tests.scheduler.test_pins import FULL, WINDOW, Bench
+from tests.scheduler.watched import blocks_of, random_run, told_blocks
+
+STATES = CacheGroup(STATE, (2,), state_size=8)
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATES)])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) -> None:
+    seen: set[int] = set()
+    most_sharers = 0
+    for bench in random_run(5, 160, groups, preemption_mode=mode, pipeline_depth=1):
+        state = bench.scheduler.live_state()
+        for g in range(len(groups)):
+            blocks = blocks_of(bench, g)
+            assert told_blocks(state, g) == blocks
+            seen |= {of_block[2] for of_block in blocks}
+            most_sharers = max(most_sharers, *(of_block[1] for of_block in blocks))
+        running = {(row.id, row.index): row for row in state.running}
+        assert len(running) == bench.scheduler.num_running
+        for sequence in bench.scheduler.rows.sequences():
+            row = running[sequence.request.request_id, sequence.index]
+            told = row.num_prompt_tokens, row.num_computed_tokens, row.num_known_tokens
+            assert told == (
+                sequence.num_prompt_tokens,
+                sequence.num_computed_tokens,
+                len(sequence.known_tokens),
+            )
+        waiting = len(state.waiting)
+        assert waiting == state.num_waiting >= bench.scheduler.num_waiting
+        assert {row.reason for row in state.waiting} <= REASONS.keys()
+    assert seen >= {CACHED, USED, PINNED} and most_sharers > 2
+    assert bench.num_preempted > 0
+
+
+def test_watching_changes_nothing() -> None:
+    def outputs(is_watched: bool) -> dict[str, dict[int, list[int]]]:
+        for bench in random_run(8, 80, preemption_mode="swap"):
+            if is_watched:
+                bench.scheduler.live_state()
+        plans = [(p.step_id, p.rows.tolist(), p.num_tokens.tolist()) for p in bench.plans]
+        return {"plans": {0: plans}} | bench.output  # type: ignore[dict-item]
+
+    assert outputs(True) == outputs(False)
+
+
+def reasons(bench: Bench) -> dict[str, str]:
+    return {row.id: row.reason for row in bench.scheduler.live_state().waiting}
+
+
+def test_who_waits_is_told_why() -> None:
+    bench = Bench(num_blocks=24, max_num_seqs=2)
+    bench.add("first", list(range(8)), 40)
+    bench.add("second", list(range(20, 28)), 40)
+    bench.add("third", [1], 5)
+    assert reasons(bench) == {"first": "turn", "second": "behind", "third": "behind"}
+    bench.step()
+    assert reasons(bench) == {"third": "rows"}
+    bench = Bench(num_blocks=24, max_num_seqs=4)
+    bench.add("large", list(range(50)), 40)
+    bench.step()
+    bench.add("next", list(range(2, 50)), 2)
+    bench.add("last", [1], 2)
+    bench.step()
+    bench.step()
+    assert reasons(bench) == {"next": "blocks", "last": "behind"}
+
+
+def test_an_open_prompt_waits_for_its_next_piece() -> None:
+    bench = Bench()
+    request = bench.add("open", [1, 2, 3], 4)
+    bench.core.control(Append("open", [], is_last=True))
+    bench.finish()
+    opened = msgspec.structs.replace(request, request_id="parts", is_open=True)
+    bench.core.add(msgspec.structs.replace(opened, prompt_token_ids=[1]))
+    bench.step()
+    assert reasons(bench) == {"parts": "prompt"}
+
+
+def test_a_block_that_nobody_holds_has_no_owner() -> None:
+    bench = Bench()
+    bench.add("one", list(range(9)), 2)
+    bench.finish()
+    [group] = bench.scheduler.live_state().groups
+    assert set(group.owners.tolist()) == {NOBODY}
+    assert group.states.tolist().count(CACHED) == 2

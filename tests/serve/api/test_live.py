@@ -1,0 +1,164 @@
+"""GET /v1/engine/live: a snapshot and differences that add up, whom it is for, and how it ends."""
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.testclient import TestClient
+
+from quire.base.live import LiveFrame
+from quire.engine import live as live_frames
+from quire.engine.live import LiveFrames
+from quire.serve.api import live
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from quire.serve.api.live import difference, live_events, snapshot
+from tests.scheduler.watched import blocks_of, random_run
+from tests.serve.api.conftest import MakeContext
+from tests.serve.api.fake_client import FakeClient, live_over_the_wire
+
+KEYS = ("one", "boss")
+
+
+class Viewer:
+    """What a reader of the events knows: it keeps the snapshot and applies differences."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Any] = {}
+        self.num_events = 0
+        self.counts: dict[str, int] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        event = msgspec.json.decode(msgspec.json.encode(event))
+        for group in event.pop("groups", []) if event["type"] == "difference" else []:
+            mine = self.known["groups"][group["group"]]
+            for name in ("owners", "sharers", "states"):
+                for block, value in zip(group["blocks"], group[name], strict=True):
+                    mine[name][block] = value
+        self.num_events += len(event.get("events", []))
+        for kind, num in event.pop("counts", {}).items():
+            self.counts[kind] = self.counts.get(kind, 0) + num
+        self.known |= event
+
+    def blocks(self, g: int) -> list[tuple[int, int, int]]:
+        group = self.known["groups"][g]
+        return list(zip(group["owners"], group["sharers"], group["states"], strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_snapshot_and_differences_are_the_true_state(every: int) -> None:
+    """Also for a reader who misses frames: the difference is to what it was told last."""
+    viewer, frames, told = Viewer(), None, None
+    for i, bench in enumerate(random_run(21, 150, preemption_mode="swap")):
+        frames = frames or LiveFrames(bench.core, bench.clock)
+        bench.clock.advance(live_frames.FRAME_S)
+        frame = live_over_the_wire(frames.frame())
+        if i % every:
+            continue
+        if told is None:
+            viewer.take(snapshot(frame))
+        else:
+            viewer.take({"type": "difference"} | difference(told, frame))
+        told = frame
+        for g in range(2):
+            assert viewer.blocks(g) == blocks_of(bench, g)
+        assert [row["id"] for row in viewer.known["running"]] == [
+            s.request.request_id for s in bench.scheduler.rows.sequences()
+        ]
+        assert len(viewer.known["waiting"]) == len(frame.state.waiting)
+    assert told is not None
+    moves = sum(len(m.source) for plan in bench.plans[1:] for m in plan.moves)
+    kinds = ("copy", "swap_out", "load")
+    assert sum(viewer.counts.get(kind, 0) for kind in kinds) <= moves
+    assert viewer.num_events > 0
+
+
+def test_what_has_not_changed_is_not_sent() -> None:
+    *_, bench = random_run(2, 20)
+    frames = LiveFrames(bench.core, bench.clock)
+    first = frames.frame()
+    bench.clock.advance(1.0)
+    assert difference(first, frames.frame()) == {}
+
+
+def events_of(text: str) -> list[Any]:
+    data = [line.removeprefix("data: ") for line in text.split("\n") if line]
+    return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+def read_until(context: ApiContext, enough: Any) -> list[Any]:
+    """The events of a stream that is read in this thread until `enough` of them came."""
+
+    async def run() -> list[Any]:
+        found: list[Any] = []
+        async for data in live_events(context, 0):
+            found += events_of(data.decode())
+            if enough(found):
+                context.draining = True
+        return found
+
+    return asyncio.run(run())
+
+
+def test_a_stream_begins_with_a_snapshot_and_ends_with_the_server(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "PERIOD_S", 0.001)
+    monkeypatch.setattr(live, "QUIET_S", 0.0)
+    monkeypatch.setattr(live_frames, "FRAME_S", 0.0)
+    events = read_until(make_context(), lambda found: len(found) == 3)
+    assert [event["type"] for event in events[:3]] == ["snapshot", "difference", "difference"]
+    assert events[-1] == "[DONE]"
+    assert events[0]["num_cores"] == 1 and events[0]["states"][0] == "free"
+
+
+def test_frames_that_were_not_made_are_not_sent(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core gave the same frame again: it was too early, or it had no time."""
+    monkeypatch.setattr(live, "PERIOD_S", 0.0)
+    context = make_context()
+    original, asked = context.client.live, []
+
+    async def counted(core: int = 0) -> LiveFrame:
+        asked.append(core)
+        context.draining = len(asked) == 20
+        return await original(core)
+
+    monkeypatch.setattr(context.client, "live", counted)
+    monkeypatch.setattr(live_frames, "FRAME_S", 1000.0)
+    events = read_until(context, lambda found: False)
+    assert [event if event == "[DONE]" else event["type"] for event in events] == [
+        "snapshot",
+        "[DONE]",
+    ]
+    assert len(asked) == 20
+
+
+def test_it_is_for_the_admin_alone(make_context: MakeContext) -> None:
+    context = make_context(api_key=KEYS, admin_api_key=KEYS[1:])
+    context.draining = True  # the stream ends at once
+    with TestClient(create_app(context)) as api:
+        path = "/v1/engine/live"
+        assert api.get(path).status_code == 401
+        refused = api.get(path, headers={"Authorization": "Bearer one"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_an_admin")
+        boss = api.get(path, headers={"Authorization": "Bearer boss"})
+        assert (boss.status_code, events_of(boss.text)) == (200, ["[DONE]"])
+
+
+def test_a_core_that_is_not_there(api: TestClient) -> None:
+    refused = api.get("/v1/engine/live?core=1")
+    assert refused.status_code == 400 and "data_parallel_rank=1" in refused.text
+    assert api.get("/v1/engine/live?core=-1").status_code == 400
+
+
+def test_a_dead_engine_is_told(api: TestClient, api_context: ApiContext) -> None:
+    client = api_context.client
+    assert isinstance(client, FakeClient)
+    client.kill()
+    refused = api.get("/v1/engine/live")
+    assert refused.status_code == 503
+    client.revive()
