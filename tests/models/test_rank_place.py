@@ -84,6 +84,19 @@ def test_ranks_with_whole_experts(
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
+def test_random_numbers_of_whole_experts(tmp_path: Path) -> None:
+    model_type, config = VARIANTS["qwen3_moe"]
+    spec = write_own(tmp_path, model_type, config | {"num_experts": 6}).spec
+
+    def work(group: RankGroup) -> list[torch.Tensor]:
+        return logits_of(tmp_path, spec, group, has_whole_experts=True, is_dummy=True)
+
+    (wanted,) = run_ranks(1, work)
+    for found in run_ranks(2, work):
+        for one_TV, other_TV in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("is_dummy", [False, True])
 def test_experts_side_by_side(

@@ -74,6 +74,19 @@ def test_stages_compute_what_the_whole_computes(variant: str, tmp_path: Path) ->
             assert torch.equal(logits_by(stages, spec, backend, dtype), wanted)
 
 
+@pytest.mark.parametrize("variant", ["llama_tied", "gpt2", "opt_350m", "qwen3_next", "mixtral"])
+def test_random_numbers_of_stages_are_those_of_the_whole(variant: str, tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path, variant).spec
+
+    def made(place: RankPlace) -> Model:
+        return load_model(tmp_path, spec, torch.float64, CPU, LoadOptions("dummy", 3, place=place))
+
+    stages = [made(RankPlace(stage=stage, num_stages=2)) for stage in (0, 1)]
+    wanted = logits_by([made(RankPlace())], spec, "torch", torch.float64)
+    assert wanted.std() > 0
+    assert torch.equal(logits_by(stages, spec, "torch", torch.float64), wanted)
+
+
 def test_layers_are_shared_evenly_and_the_last_stage_has_no_more() -> None:
     for num_layers in range(1, 12):
         for num in range(1, num_layers + 1):

@@ -213,6 +213,18 @@ def test_the_fullest_stage_is_told(variant: str, folders: dict[str, Path]) -> No
     assert found.memory.num_slots >= one.memory.num_slots and not found.warnings
 
 
+def test_cores_share_a_cpu_and_have_gpus_of_their_own(folders: dict[str, Path]) -> None:
+    source = resolve_model(str(folders["llama_tied"]))
+    one, asked = fitted(source, 6 * MIB), {"data_parallel_size": 2}
+    assert fitted(source, 12 * MIB, **asked).memory == one.memory
+    ranks = {"tensor_parallel_size": 2}
+    of_ranks = fitted(source, 12 * MIB, **ranks)
+    assert fitted(source, 24 * MIB, **ranks, **asked).memory == of_ranks.memory
+    gpu = Device("a GPU", "cuda", 8 << 30)
+    plans = [fit(config_from_flat(**each), source, gpu).memory for each in ({}, asked)]
+    assert plans[0] == plans[1]
+
+
 @needs_core
 def test_ranks_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     asked = {"dtype": "float32", "tensor_parallel_size": 2}

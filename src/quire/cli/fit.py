@@ -21,7 +21,7 @@ SETTINGS = (
     "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
-    "decode_context_parallel_size",
+    "decode_context_parallel_size", "data_parallel_size", "enable_expert_parallel",
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30
@@ -73,6 +73,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
         "device": asdict(found.device),
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
+        "data_parallel_size": config.parallel.data_parallel_size,
         "settings": {
             "max_model_len": memory.max_model_len,
             "max_num_seqs": config.scheduler.max_num_seqs,
@@ -141,14 +142,16 @@ def _lines(found: "Fit") -> Iterator[str]:
 
 
 def _ranks(found: "Fit") -> str:
-    """Say that there are several of it."""
+    """Say that there are several of it, and of which the figures are."""
     parallel = found.config.parallel
-    if parallel.num_ranks == 1:
-        return ""
-    num_stages, each = parallel.pipeline_parallel_size, "each"
-    if num_stages > 1:
-        each = f"each of the fullest of {num_stages} stages"
-    return f"; {parallel.num_ranks} such ranks share the model, of {each}:"
+    num_stages, num_cores = parallel.pipeline_parallel_size, parallel.data_parallel_size
+    each = f"each of the fullest of {num_stages} stages" if num_stages > 1 else "each"
+    ranks = f"{parallel.num_ranks} such ranks share"
+    if num_cores > 1 and parallel.num_ranks > 1:
+        return f"; {num_cores} cores with a model each, which {ranks}, of {each}:"
+    if num_cores > 1:
+        return f"; {num_cores} cores with a model each, of each:"
+    return f"; {ranks} the model, of {each}:" if parallel.num_ranks > 1 else ""
 
 
 def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:

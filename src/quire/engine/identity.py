@@ -59,5 +59,5 @@ def weights_identity(config: EngineConfig, source: ModelSource) -> str:
     if not config.cache.stores:
         return ""
     if load_format_of(config, source) == "dummy":
-        return f"random numbers of seed {config.model.seed}"
+        return f"random numbers by name of seed {config.model.seed}"
     return repr([file_identity(file) for file in checkpoint_files(source.directory)])

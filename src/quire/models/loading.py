@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -218,25 +219,43 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
 
 
 def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
-    """Fill in small random numbers, always the same for a seed, and ones for norms' weights. Ranks
-    that share layers have parts of the numbers that one has, but for ranks with whole experts."""
+    """Fill in small random numbers, always the same for a seed and a tensor's name, and ones for
+    norms' weights. So ranks and stages have parts of the numbers that one process has, but for a
+    GPU's ranks with whole experts, which stand side by side."""
     numbers = _RandomNumbers(seed)
-    total, done, count = model_bytes(assembly.model), 0, 0
+    total, done = model_bytes(assembly.model), 0
+    prefixes = {module: prefix for prefix, module in assembly.model.named_modules()}
 
     def fill(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal done, count
-        count += 1
+        nonlocal done
         if isinstance(module, Layer) and name in module.neutral:
             parameter.fill_(module.neutral[name])
         else:
             part = module.stretches(name) if isinstance(module, Layer) else ALL
-            numbers.fill(parameter, count * 7919, part)
+            tensor = _first_tensor(module, parameter) or f"{prefixes[module]}.{name}"
+            numbers.fill(parameter, int.from_bytes(sha256(tensor.encode()).digest()[:8]), part)
         if isinstance(module, Layer) and name.endswith("bias"):
             _clear_elsewhere(module)
         done += parameter.nbytes
         report(done, total)
 
     assembly.fill_all(fill)
+
+
+def _first_tensor(module: nn.Module, parameter: nn.Parameter) -> str | None:
+    """Return the name of the first tensor of a checkpoint that fills a parameter, which is the same
+    on all ranks and stages; None if no source says so."""
+    if not isinstance(module, Layer):
+        return None
+    place = parameter.untyped_storage().data_ptr()
+    return next(
+        (
+            source.name
+            for source in module.sources()
+            if source.destination.untyped_storage().data_ptr() == place
+        ),
+        None,
+    )
 
 
 def _clear_elsewhere(layer: Layer) -> None:

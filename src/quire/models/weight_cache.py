@@ -77,7 +77,7 @@ class WeightCache:
             [repr(source) for source in _sources(model)],
         ]
         try:
-            origin: list[Any] = [file_identity(file) for file in files] or [seed]
+            origin: list[Any] = [file_identity(file) for file in files] or ["by name", seed]
         except OSError as error:
             logger.warning("the weight cache is not used: %s", error)
             return None

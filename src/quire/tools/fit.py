@@ -207,8 +207,9 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     num_stages = config.parallel.pipeline_parallel_size
     if num_stages > 1:
         check_stages(config, spec, device.kind)
-    if device.kind == CPU:  # ranks share its memory
-        memory_bytes = device.memory_bytes // (num_ranks * num_stages)
+    if device.kind == CPU:  # cores share its memory, and their ranks what each has
+        num_cores = config.parallel.data_parallel_size
+        memory_bytes = device.memory_bytes // num_cores // (num_ranks * num_stages)
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
     whole = config.parallel.enable_expert_parallel
     places = [
