@@ -370,6 +370,12 @@ class ServerConfig:
         False, "start the engine's process anew when it dies, instead of ending"
     )
     max_body_bytes: int = setting(16 << 20, "largest body of a request", unit="bytes")
+    response_store_bytes: int = setting(
+        64 << 20,
+        "how much of /v1/responses each API process keeps, for previous_response_id and to be read"
+        " again; the oldest make room; 0 keeps nothing",
+        unit="bytes",
+    )
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins that may call from a browser (CORS); * is all"
     )
@@ -415,6 +421,8 @@ class ServerConfig:
         timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
         _check(is_duration(timeout), "shutdown_timeout", timeout, rule)
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
+        kept = self.response_store_bytes
+        _check(kept >= 0, "response_store_bytes", kept, "at least 0")
         share = self.pin_share
         _check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
         for name in ("urgent_api_key", "admin_api_key"):

@@ -42,7 +42,8 @@ def test_the_server_keeps_to_its_document(server: Server) -> None:
             print(operation.label, "allowed" if is_allowed else "not allowed", dict(of_this))
     assert sum(statuses.values()) >= 5000, statuses
     assert statuses[400] >= 500, statuses
-    for label in ("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/prefixes"):
+    for label in ("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",
+                  "POST /v1/prefixes"):  # fmt: skip
         assert generated[label] >= 20, generated
     assert server.get("/health") == 200
 

@@ -15,6 +15,7 @@ USER = {"role": "user", "content": "hi"}
 BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [USER], "max_tokens": 1},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5]},
 }

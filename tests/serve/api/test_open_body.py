@@ -12,6 +12,7 @@ TOKENS = {"tokens": [10, 11]}
 BODIES = [
     ("/v1/completions", COMPLETION),
     ("/v1/chat/completions", CHAT),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "temperature": 0}),
     ("/tokenize", {"prompt": "Once"}),
     ("/detokenize", TOKENS),
 ]

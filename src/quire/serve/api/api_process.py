@@ -85,8 +85,9 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     client.start()
     names = config.server.served_model_name or (source.name,)
     context = ApiContext(
-        client, text.renderer, text.requests, names, config.server, started_s=int(time.time())
-    )
+        client, text.renderer, text.requests, names, config.server, int(time.time()),
+        process=options.index,
+    )  # fmt: skip
     if config.server.hooks:
         context.hooks = Hooks(config.server.hooks, config.server.hook_timeout)
     batches = open_batches(config.server)

@@ -23,6 +23,7 @@ from quire.serve.api.messages import routes as messages
 from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.open_body import IGNORED_HEADER
 from quire.serve.api.request_ids import HEADER, RequestIds
+from quire.serve.api.responses import routes as responses
 
 
 def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
@@ -49,6 +50,7 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         app.include_router(utility.description, dependencies=[protected])
     for router in (
         prefixes.router, admin.router, live.router, files_routes.router, batches_routes.router,
+        responses.router,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router):

@@ -31,6 +31,7 @@ OF_FILES = {
     "413": "there is no room for more",
     "429": "too many batches wait",
 }
+WITH_QUERY = {"400": "the query is wrong, or does not suit what it is about: `param` says where"}
 WITH_BODY = {
     "400": "the body, or a field of it, is wrong: `param` says which",
     "404": "there is no such model",
@@ -87,6 +88,8 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
         operation["security"] = [{"key": []}, {"x-api-key": []}]
     if operation.get("parameters"):
         errors |= WITH_NAME
+        if path.startswith("/v1/responses"):
+            errors |= WITH_QUERY
     if "requestBody" in operation:
         errors |= WITH_BODY
     if path.startswith(("/v1/files", "/v1/batches")):
@@ -164,6 +167,11 @@ _BATCH = _object(
     request_counts=_object(total="integer", completed="integer", failed="integer"),
     metadata="object or null",
 )  # fmt: skip
+_RESPONSE = _object(
+    id="string", object="response", created_at="integer", model="string", output=["object"],
+    status="completed or failed or in_progress or cancelled or queued or incomplete",
+    usage="object or null",
+)  # fmt: skip
 _EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
 ERROR_SCHEMA = _object(
@@ -190,6 +198,18 @@ ANSWERS: dict[tuple[str, str], Json] = {
     | _json(_object(**_HEAD, object="text_completion", choices=[_TEXT_CHOICE], usage=_USAGE)),
     ("post", "/v1/chat/completions"): _EVENTS
     | _json(_object(**_HEAD, object="chat.completion", choices=[_CHAT_CHOICE], usage=_USAGE)),
+    ("post", "/v1/responses"): _EVENTS | _json(_RESPONSE),
+    ("get", "/v1/responses/{response_id}"): _EVENTS | _json(_RESPONSE),
+    ("delete", "/v1/responses/{response_id}"): _json(
+        _object(id="string", object="response", deleted="boolean")
+    ),
+    ("post", "/v1/responses/{response_id}/cancel"): _json(_RESPONSE),
+    ("get", "/v1/responses/{response_id}/input_items"): _json(
+        _object(
+            object="list", data=["object"], first_id="string", last_id="string",
+            has_more="boolean",
+        )
+    ),
     ("get", "/v1/models"): _json(_MODELS),
     ("get", "/v1/models/{name}"): _json({"anyOf": [_MODEL, _MODELS]}),
     ("post", "/v1/prefixes"): _json(_PREFIX),

@@ -1,0 +1,170 @@
+"""What clients may send to /v1/responses: OpenAI's fields, and those of sampling that vLLM adds.
+
+Names and limits that chat completions have too are theirs (`protocol.py`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, WithJsonSchema
+
+from quire.serve.api.open_body import OpenBody
+from quire.serve.api.protocol import (
+    MAX_FORMAT_FIELDS,
+    MAX_MESSAGES,
+    MAX_SALT_CHARS,
+    NOT_HERE,
+    AllowedTokens,
+    BadWords,
+    Format,
+    Ignored,
+    Int32,
+    Label,
+    LogitBias,
+    RepetitionDetection,
+    StopStrings,
+    StopTokens,
+    StructuredOutputs,
+    TemplateKwargs,
+    Tools,
+    at_most,
+)
+from quire.serve.api.unsupported_fields import unsupported
+
+MAX_INCLUDES = 32
+MAX_METADATA = 16
+MAX_METADATA_NAME_CHARS = 64
+MAX_METADATA_CHARS = 512
+
+_INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "maxItems": MAX_MESSAGES,
+            "items": {"type": "object", "properties": {"type": {"type": "string"}}},
+        },
+        {"type": "null"},
+    ]
+}
+_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required", None]},
+        {
+            "type": "object",
+            "maxProperties": MAX_FORMAT_FIELDS,
+            "properties": {
+                "type": {"enum": ["function", "allowed_tools"]},
+                "name": {"type": "string"},
+            },
+            "required": ["type"],
+        },
+    ]
+}
+_FORMAT_SCHEMA = {
+    "type": "object",
+    "maxProperties": MAX_FORMAT_FIELDS,
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema"]},
+        "name": {"type": "string"},
+        "schema": {"type": "object"},
+        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["type"],
+}
+
+Input = Annotated[Any, at_most(MAX_MESSAGES), WithJsonSchema(_INPUT_SCHEMA)]
+Include = Annotated[
+    list[Label], Field(max_length=MAX_INCLUDES, fail_fast=True), at_most(MAX_INCLUDES)
+]
+MetadataName = Annotated[str, Field(max_length=MAX_METADATA_NAME_CHARS)]
+MetadataText = Annotated[str, Field(max_length=MAX_METADATA_CHARS)]
+Metadata = Annotated[dict[MetadataName, MetadataText], at_most(MAX_METADATA)]
+
+
+class TextConfig(BaseModel):
+    """What form the text of an answer has."""
+
+    format: Annotated[Format, WithJsonSchema(_FORMAT_SCHEMA)] | None = None
+    verbosity: Label | None = None
+
+
+class ReasoningConfig(BaseModel):
+    """effort: told to the chat template, as chat completions do. There are no summaries: the
+    reasoning itself is shown."""
+
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    summary: Label | None = None
+    generate_summary: Label | None = None
+
+
+class ResponsesRequest(OpenBody):
+    """input: a text or items, checked where they are read. tools and tool_choice: those of
+    functions."""
+
+    model: Label | None = None
+    input: Input = None
+    instructions: str | None = None
+    previous_response_id: Label | None = None
+    stream: bool | None = None
+    stream_options: Ignored
+    background: bool | None = None
+    store: bool | None = None
+    include: Include | None = None
+    metadata: Metadata | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    # How tokens are chosen, and when the answer ends
+    max_output_tokens: Int32 | None = None
+    max_tool_calls: Int32 | None = None
+    min_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords | None = None
+    seed: int | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+
+    # What the answer must be
+    tools: Tools | None = None
+    tool_choice: Annotated[Any, at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = None
+    text: Annotated[TextConfig, at_most(MAX_FORMAT_FIELDS)] | None = None
+    reasoning: Annotated[ReasoningConfig, at_most(MAX_FORMAT_FIELDS)] | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+    # Scheduling
+    priority: Int32 | None = None
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    # Labels and hints of clients
+    safety_identifier: Label | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    prompt_cache_retention: Ignored
+    prompt_cache_options: Ignored
+    service_tier: Ignored
+    request_id: Ignored
+
+    conversation: Any = unsupported("use previous_response_id, or send the items before")
+    prompt: Any = unsupported("there are no stored prompts here; send instructions and input")
+    context_management: Any = unsupported("use truncation='auto', or shorten the input", [])
+    moderation: Any = unsupported(NOT_HERE)
+    previous_input_messages: Any = unsupported("send them as items of input", [])
+    enable_response_messages: Any = unsupported(NOT_HERE, False)
+    kv_transfer_params: Any = unsupported(NOT_HERE, {})

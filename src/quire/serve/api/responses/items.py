@@ -1,0 +1,156 @@
+"""The input of a response as items: checked, each with an id, in the form in which they are shown.
+
+What an item may have beside (`status`, `phase`, annotations, ...) says nothing to the model, and is
+left out. Errors name the item.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.validation_errors import shown
+
+Json = dict[str, Any]
+NewId = Callable[[str], str]  # of a kind such as msg
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+MAX_ID_CHARS = 256
+KINDS = "message, function_call, function_call_output, reasoning and item_reference"
+
+
+def read_items(given: object, new_id: NewId) -> list[Json]:
+    """Return the items of `input`; those of type item_reference as they are. Raises ApiError."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [_message({"role": "user", "content": given}, "input", new_id)]
+    if not isinstance(given, list):
+        raise bad_request(f"input must be a text or a list of items, got {shown(given)}.", "input")
+    return [_item(each, f"input[{index}]", new_id) for index, each in enumerate(given)]
+
+
+def _item(given: object, where: str, new_id: NewId) -> Json:
+    if isinstance(given, str):
+        return _message({"role": "user", "content": given}, where, new_id)
+    if not isinstance(given, Mapping):
+        raise _wrong(where, f"must be an object, got {shown(given)}")
+    kind = given.get("type")
+    if kind is None:
+        kind = "message" if "role" in given else "item_reference"
+    read = READERS.get(kind) if isinstance(kind, str) else None
+    if read is None:
+        raise _wrong(f"{where}.type", f"must be one of {KINDS}, got {shown(kind)}; leave it out")
+    return read(given, where, new_id)
+
+
+def _message(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    role = given.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
+    content = given.get("content")
+    texts = [content] if isinstance(content, str) else _texts(content, f"{where}.content")
+    if role == "assistant":
+        parts = [_output_text(text) for text in texts]
+    else:
+        parts = [{"type": "input_text", "text": text} for text in texts]
+    head = {"type": "message", "id": _id(given, where, "msg", new_id), "status": "completed"}
+    return head | {"role": role, "content": parts}
+
+
+def _output_text(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _function_call(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    arguments = _text(given, "arguments", where)
+    try:
+        json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"{where}.arguments", f"must be the text of a JSON object: {error}") from error
+    return {
+        "type": "function_call",
+        "id": _id(given, where, "fc", new_id),
+        "call_id": _text(given, "call_id", where),
+        "name": _text(given, "name", where),
+        "arguments": arguments,
+        "status": "completed",
+    }
+
+
+def _function_call_output(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    output = given.get("output")
+    if not isinstance(output, str):
+        texts = _texts(output, f"{where}.output")
+        output = [{"type": "input_text", "text": text} for text in texts]
+    return {
+        "type": "function_call_output",
+        "id": _id(given, where, "fco", new_id),
+        "call_id": _text(given, "call_id", where),
+        "output": output,
+        "status": "completed",
+    }
+
+
+def _reasoning(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    lists = {}
+    for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
+        texts = _texts(given.get(name) or [], f"{where}.{name}")
+        lists[name] = [{"type": kind, "text": text} for text in texts]
+    if given.get("encrypted_content") and not any(lists.values()):
+        field = f"{where}.encrypted_content"
+        raise _wrong(field, "is nothing that this server can read; leave the item out")
+    return {"type": "reasoning", "id": _id(given, where, "rs", new_id), **lists}
+
+
+def _reference(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    return {"type": "item_reference", "id": _text(given, "id", where)}
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], str, NewId], Json]] = {
+    "message": _message,
+    "function_call": _function_call,
+    "function_call_output": _function_call_output,
+    "reasoning": _reasoning,
+    "item_reference": _reference,
+}
+
+
+def _texts(parts: object, where: str) -> list[str]:
+    """Return the texts of parts of a content, which may hold nothing else."""
+    if not isinstance(parts, list):
+        raise _wrong(where, f"must be a text or a list of parts, got {shown(parts)}")
+    found = []
+    for index, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            raise _wrong(f"{where}[{index}]", f"must be an object, got {shown(part)}")
+        kind = part.get("type")
+        name = "refusal" if kind == "refusal" else "text"
+        if kind != "refusal" and kind not in TEXTS:
+            rule = "must be input_text or output_text: this model takes text only"
+            raise _wrong(f"{where}[{index}].type", f"{rule}, got {shown(kind)}")
+        found.append(_text(part, name, f"{where}[{index}]"))
+    return found
+
+
+def _id(given: Mapping[str, Any], where: str, kind: str, new_id: NewId) -> str:
+    """Return an item's own id, or a new one."""
+    found = given.get("id")
+    if not found:
+        return new_id(kind)
+    if not isinstance(found, str) or len(found) > MAX_ID_CHARS:
+        rule = f"must be a text of at most {MAX_ID_CHARS} characters, got {shown(found)}"
+        raise _wrong(f"{where}.id", rule)
+    return found
+
+
+def _text(given: Mapping[str, Any], name: str, where: str) -> str:
+    found = given.get(name)
+    if not isinstance(found, str):
+        raise _wrong(f"{where}.{name}", f"is required, a text, got {shown(found)}")
+    return found
+
+
+def _wrong(where: str, rule: str) -> ApiError:
+    return bad_request(f"{where} {rule}.", where)

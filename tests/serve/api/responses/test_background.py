@@ -1,0 +1,119 @@
+"""Responses in the background: read while they run, followed, ended; and what they may not do."""
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.serve.api.context import ApiContext
+from quire.serve.api.responses import state
+from tests.serve.api.direct import text_of, wait_until
+from tests.serve.api.responses.given import (
+    GREEDY,
+    PATH,
+    Json,
+    asked,
+    checked,
+    error_of,
+    events_in,
+    streamed,
+    text_in,
+    without_chance,
+)
+
+GIVEN: Json = {"input": "Tell me a story.", "background": True}
+
+
+@pytest.fixture
+def held(api_context: ApiContext) -> Any:
+    """The client of an engine that takes no steps until it is released."""
+    client: Any = api_context.client
+    client.hold()
+    return client
+
+
+def read(api: TestClient, response_id: str) -> Json:
+    answer = api.get(f"{PATH}/{response_id}")
+    assert answer.status_code == 200, answer.text
+    return checked(answer.json())
+
+
+def test_it_is_read_until_it_is_over(api: TestClient, held: Any) -> None:
+    found = asked(api, **GIVEN)
+    assert (found["status"], found["output"], found["background"]) == ("queued", [], True)
+    assert read(api, found["id"])["status"] == "queued"
+    error = error_of(api, input="x", previous_response_id=found["id"])
+    assert error["code"] == "previous_response_not_finished"
+    assert api.get(f"{PATH}/{found['id']}/input_items").status_code == 400
+    held.release()
+    wait_until(lambda: read(api, found["id"])["status"] == "incomplete")
+    done = read(api, found["id"])
+    whole = asked(api, input="Tell me a story.")
+    assert text_in(done) == text_in(whole)
+    assert api.post(f"{PATH}/{found['id']}/cancel").json() == done
+    assert api.get(f"{PATH}/{found['id']}?stream=true").status_code == 400
+
+
+def test_a_stream_can_be_read_again(api: TestClient) -> None:
+    events = streamed(api, **GIVEN)
+    kinds = [event["type"] for event in events[:3]]
+    assert kinds == ["response.created", "response.queued", "response.in_progress"]
+    last = events[-1]["response"]
+    assert without_chance(read(api, last["id"])) == without_chance(last)
+    for place in (-1, 0, 7):
+        answer = api.get(f"{PATH}/{last['id']}?stream=true&starting_after={place}")
+        assert events_in(answer.text) == events[place + 1 :]
+
+
+def test_it_goes_on_without_its_reader_and_is_followed(api: TestClient, held: Any) -> None:
+    """The response has begun for a client that leaves; another one reads on where it stopped."""
+    held.hold(after_steps=4)
+    found = asked(api, **GIVEN)
+    wait_until(lambda: read(api, found["id"])["status"] == "in_progress")
+    with api.stream("GET", f"{PATH}/{found['id']}?stream=true&starting_after=1") as answer:
+        held.release()
+        events = events_in("\n".join(answer.iter_lines()))
+    assert events[0]["sequence_number"] == 2
+    expected = text_of([{"role": "user", "content": "Tell me a story."}], max_tokens=24)
+    assert text_in(events[-1]["response"]) == expected
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+def test_it_is_ended(api: TestClient, api_context: ApiContext, held: Any, how: str) -> None:
+    found = asked(api, **GIVEN)
+    wait_until(lambda: held.num_unfinished == 1)
+    path = f"{PATH}/{found['id']}"
+    if how == "cancel":
+        ended = checked(api.post(f"{path}/cancel").json())
+        assert ended["status"] == "cancelled"
+        assert read(api, found["id"]) == ended
+        assert api.post(f"{path}/cancel").json() == ended
+    else:
+        assert api.delete(path).json()["deleted"]
+        assert api.get(path).status_code == 404
+    assert (held.num_unfinished, held.num_aborted, api_context.num_open) == (0, 1, 0)
+    held.release()
+
+
+def test_what_fails_says_so(api: TestClient, held: Any) -> None:
+    found = asked(api, **GIVEN)
+    wait_until(lambda: held.num_unfinished == 1)
+    held.fail("no token is left")
+    wait_until(lambda: read(api, found["id"])["status"] == "failed")
+    error = read(api, found["id"])["error"]
+    assert error["code"] == "invalid_prompt" and "no token is left" in error["message"]
+    held.release()
+
+
+def test_there_are_so_many_at_most(
+    api: TestClient, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "MAX_RUNNING", 1)
+    found = asked(api, **GIVEN)
+    refused = api.post(PATH, json=GREEDY | GIVEN)
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) > 0
+    assert refused.json()["error"]["code"] == "engine_busy"
+    api.post(f"{PATH}/{found['id']}/cancel")
+    again = asked(api, **GIVEN)
+    api.delete(f"{PATH}/{again['id']}")
+    held.release()

@@ -1,0 +1,121 @@
+"""Items of an input: what is read of them, what they are as messages, and what is refused.
+
+Covers `serve/api/responses/conversation.py`.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from quire.serve.api.errors import ApiError
+from quire.serve.api.responses.conversation import messages_of
+from quire.serve.api.responses.items import read_items
+from tests.serve.api.responses.given import Json, checked_list
+
+USER: Json = {"role": "user", "content": "x"}
+
+
+def read(given: Any) -> list[Json]:
+    numbers = itertools.count()
+    return read_items(given, lambda kind: f"{kind}_{next(numbers)}")
+
+
+def said(text: str, **more: Any) -> Json:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "message", "role": "assistant", "content": [part], **more}
+
+
+def call(number: int, **more: Any) -> Json:
+    head = {"type": "function_call", "call_id": f"call_{number}", "name": "f"}
+    return head | {"arguments": '{"x": 1}', **more}
+
+
+def thought(*texts: str, **more: Any) -> Json:
+    content = [{"type": "reasoning_text", "text": text} for text in texts]
+    return {"type": "reasoning", "id": "rs_0", "summary": [], "content": content, **more}
+
+
+def result(number: int, output: Any) -> Json:
+    return {"type": "function_call_output", "call_id": f"call_{number}", "output": output}
+
+
+def test_a_turn_of_the_assistant_is_one_message() -> None:
+    given = [
+        USER, thought("a", "b"), said("I call."), call(1), call(2), result(1, "y"),
+        result(2, [{"type": "input_text", "text": "z"}]), thought("c"), said("Done."), said("!"),
+    ]  # fmt: skip
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    calls = [{"id": f"call_{n}", "type": "function", "function": function} for n in (1, 2)]
+    assert messages_of(None, read(given)) == [
+        USER,
+        {"role": "assistant", "content": "I call.", "reasoning_content": "a\nb",
+         "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "y"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "z"},
+        {"role": "assistant", "content": "Done.", "reasoning_content": "c"},
+        {"role": "assistant", "content": "!"},
+    ]  # fmt: skip
+
+
+def test_instructions_and_a_first_system_message_are_one() -> None:
+    system = {"role": "system", "content": "b"}
+    assert messages_of("a", read([system, USER])) == [{"role": "system", "content": "a\n\nb"}, USER]
+    assert messages_of(None, read([system, USER])) == [system, USER]
+    assert messages_of("a", read([USER, system])) == [
+        {"role": "system", "content": "a"}, USER, system,
+    ]  # fmt: skip
+
+
+def test_several_parts_stay_apart() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    [message] = messages_of(None, read([{"role": "user", "content": parts}]))
+    assert [part["text"] for part in message["content"]] == ["a", "b"]
+
+
+def test_items_have_the_clients_types() -> None:
+    """Those that are listed, whatever else they came with."""
+    given = [
+        "x", USER, said("y", phase="final_answer", status="incomplete"), call(1, namespace="n"),
+        result(1, "z"), thought("a", encrypted_content="e", status=None),
+    ]  # fmt: skip
+    items = read(given)
+    page = {"object": "list", "data": items, "first_id": "", "last_id": "", "has_more": False}
+    checked_list(page)
+    assert [item["id"] for item in items] == ["msg_0", "msg_1", "msg_2", "fc_3", "fco_4", "rs_0"]
+
+
+def test_refusals_and_summaries_are_texts() -> None:
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}
+    assert messages_of(None, read([summary, refusal])) == [
+        {"role": "assistant", "content": "no", "reasoning_content": "s"}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "where", "words"),
+    [
+        (5, "", "must be an object"),
+        ({"type": "web_search_call", "id": "ws_1"}, ".type", "must be one of message"),
+        ({"type": ["message"]}, ".type", "must be one of"),
+        ({"role": "user"}, ".content", "a text or a list of parts, got null"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "u"}]},
+         ".content[0].type", "takes text only"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, ".content[0].text", "is required"),
+        ({"role": "user", "content": ["x"]}, ".content[0]", "must be an object"),
+        (USER | {"id": 5}, ".id", "must be a text"),
+        (USER | {"id": "x" * 300}, ".id", "at most 256"),
+        (call(1, arguments="{"), ".arguments", "the text of a JSON object"),
+        (call(1, name=None), ".name", "is required"),
+        ({"type": "function_call_output", "output": "x"}, ".call_id", "is required"),
+        (result(1, None), ".output", "a text or a list"),
+        (thought(encrypted_content="e"), ".encrypted_content", "leave the item out"),
+        ({}, ".id", "is required"),
+    ],
+)  # fmt: skip
+def test_what_is_no_item(item: Any, where: str, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read([USER, item])
+    assert caught.value.param == f"input[1]{where}"
+    assert words in caught.value.message

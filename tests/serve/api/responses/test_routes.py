@@ -1,0 +1,336 @@
+"""/v1/responses through HTTP: what comes of texts, tools, forms and limits, whole and streamed.
+
+Covers `serve/api/responses/turn.py`, `serve/api/responses/as_chat.py` and
+`serve/api/responses/body.py`.
+"""
+
+import json
+import re
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from quire.render.chat_template import ChatOptions
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MakeContext
+from tests.serve.api.direct import direct, text_of
+from tests.serve.api.responses.given import (
+    GREEDY,
+    PATH,
+    QUESTION,
+    TOOLS,
+    asked,
+    checked,
+    checked_list,
+    error_of,
+    streamed,
+    text_in,
+    without_chance,
+)
+
+STORY = [{"role": "user", "content": "Tell me a story."}]
+CHAT_TOOLS = [
+    {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+    for tool in TOOLS
+]
+LOGPROBS = "message.output_text.logprobs"
+
+
+def test_a_text_is_a_message_of_the_user(api: TestClient) -> None:
+    found = asked(api, input="Tell me a story.", metadata={"a": "b"}, user="me")
+    expected = direct(STORY, max_tokens=24)
+    assert text_in(found) == expected.outputs[0].text
+    assert found["status"] == "incomplete"
+    assert found["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert found["output"][0]["status"] == "incomplete"
+    usage = found["usage"]
+    assert usage["input_tokens"] == len(expected.prompt_token_ids)
+    assert usage["output_tokens"] == 24
+    assert usage["total_tokens"] == usage["input_tokens"] + 24
+    assert (found["metadata"], found["user"], found["temperature"]) == ({"a": "b"}, "me", 0.0)
+
+
+def test_the_prompt_is_cached_for_the_next(api: TestClient) -> None:
+    asked(api, input=f"{'word ' * 40}once")
+    usage = asked(api, input=f"{'word ' * 40}once")["usage"]
+    assert 0 < usage["input_tokens_details"]["cached_tokens"] < usage["input_tokens"]
+
+
+def test_an_answer_that_ends_is_completed(api: TestClient) -> None:
+    found = asked(api, input="Tell me a story.", stop=" ", max_output_tokens=None)
+    assert (found["status"], found["incomplete_details"]) == ("completed", None)
+    assert found["completed_at"] >= found["created_at"]
+    assert found["output"][0]["status"] == "completed"
+
+
+def test_instructions_are_what_the_system_says(api: TestClient) -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be kind."}]},
+        {"type": "message", "role": "user", "content": "Tell me a story."},
+    ]
+    found = asked(api, instructions="Be short.", input=items)
+    messages = [{"role": "system", "content": "Be short.\n\nBe kind."}, *STORY]
+    assert text_in(found) == text_of(messages, max_tokens=24)
+    assert found["instructions"] == "Be short."
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "input": QUESTION}])
+def test_a_stream_says_the_same_as_the_whole(api: TestClient, fields: Any) -> None:
+    given = {"input": "Tell me a story.", "max_output_tokens": 60} | fields
+    events = streamed(api, **given)
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+    ]  # fmt: skip
+    last = checked(events[-1]["response"])
+    assert kinds[-1] == f"response.{last['status']}"
+    whole = without_chance(asked(api, **given))
+    cached = whole["usage"].pop("input_tokens_details"), last["usage"].pop("input_tokens_details")
+    assert cached[0].keys() == cached[1].keys()
+    assert without_chance(last) == whole
+    deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
+    assert len(deltas) > 2
+    item = last["output"][0]
+    assert "".join(deltas) == item.get("arguments", text_in(last))
+    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
+
+
+def test_a_function_is_called_and_its_result_goes_back(api: TestClient) -> None:
+    first = asked(api, input=QUESTION, tools=TOOLS, max_output_tokens=60)
+    [call] = first["output"]
+    assert (call["type"], call["name"], call["status"]) == (
+        "function_call", "get_weather", "completed",
+    )  # fmt: skip
+    assert json.loads(call["arguments"]) == {"city": "Paris"}
+    assert (first["status"], first["tools"]) == ("completed", TOOLS)
+    output = {"type": "function_call_output", "call_id": call["call_id"]}
+    output["output"] = '{"sky": "sunny"}'
+    expected = text_of_results(call)
+    user = {"role": "user", "content": QUESTION}
+    fields = {"tools": TOOLS, "max_output_tokens": 60}
+    assert text_in(asked(api, input=[user, call, output], **fields)) == expected
+    going_on = asked(api, input=[output], previous_response_id=first["id"], **fields)
+    assert text_in(going_on) == expected
+    assert going_on["previous_response_id"] == first["id"]
+    named = [user, {"type": "item_reference", "id": call["id"]}, output]
+    assert text_in(asked(api, input=named, **fields)) == expected
+
+
+def text_of_results(call: dict[str, Any]) -> str:
+    function = {"name": call["name"], "arguments": call["arguments"]}
+    messages: list[Any] = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": call["call_id"], "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call["call_id"], "content": '{"sky": "sunny"}'},
+    ]  # fmt: skip
+    found = direct(messages, ChatOptions(tools=CHAT_TOOLS), max_tokens=60).outputs[0].text
+    assert "sunny" in found
+    return found
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "get_weather"},
+        {"type": "allowed_tools", "mode": "required", "tools": [
+            {"type": "function", "name": "get_weather"}]},
+    ],
+)  # fmt: skip
+def test_a_forced_call(api: TestClient, choice: Any) -> None:
+    given = {"input": "Hello, how are you?", "tools": TOOLS, "max_output_tokens": 90}
+    assert asked(api, **given)["output"][0]["type"] == "message"
+    found = asked(api, **given, tool_choice=choice, parallel_tool_calls=False)
+    assert [item["type"] for item in found["output"]] == ["function_call"]
+    assert isinstance(json.loads(found["output"][0]["arguments"])["city"], str)
+    assert (found["tool_choice"], found["parallel_tool_calls"]) == (choice, False)
+
+
+def test_no_call_where_none_is_wanted(api: TestClient) -> None:
+    found = asked(api, input=QUESTION, tools=TOOLS, tool_choice="none")
+    message = [{"role": "user", "content": QUESTION}]
+    assert text_in(found) == text_of(message, max_tokens=24)
+
+
+def test_a_form(api: TestClient) -> None:
+    schema = {
+        "type": "object", "properties": {"mood": {"enum": ["good", "bad"]}}, "required": ["mood"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    form = {"type": "json_schema", "name": "mood", "schema": schema, "strict": True}
+    found = asked(api, input="How are you?", text={"format": form}, max_output_tokens=40)
+    assert json.loads(text_in(found))["mood"] in ("good", "bad")
+    assert found["text"]["format"] == form
+    free = asked(api, input="How are you?", text={"format": {"type": "json_object"}})
+    assert text_in(free).lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_message(api: TestClient, stream: bool) -> None:
+    given = {"input": "Tell me a story.", "include": [LOGPROBS], "top_logprobs": 2}
+    expected = direct(STORY, max_tokens=24, logprobs=2).outputs[0]
+    if stream:
+        events = streamed(api, **given)
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        entries = [entry for event in deltas for entry in event["logprobs"]]
+    else:
+        entries = asked(api, **given)["output"][0]["content"][0]["logprobs"]
+    chosen = [position[i] for i, position in
+              zip(expected.token_ids, expected.logprobs, strict=True)]  # fmt: skip
+    assert [entry["logprob"] for entry in entries] == [each.logprob for each in chosen]
+    assert "".join(entry["token"] for entry in entries) == expected.text
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
+def test_what_kits_send_without_a_thought(api: TestClient) -> None:
+    """What changes nothing here is taken."""
+    found = asked(
+        api, input=[{"role": "user", "content": "Tell me a story."}],
+        include=["reasoning.encrypted_content"], reasoning={"effort": "low", "summary": "auto"},
+        text={"verbosity": "low"}, service_tier="auto", prompt_cache_key="k", store=False, tools=[],
+        tool_choice="auto", truncation="disabled", conversation=None, max_tool_calls=3,
+    )  # fmt: skip
+    assert text_in(found) == text_of(STORY, max_tokens=24)
+    assert found["reasoning"] == {"effort": "low", "summary": "auto"}
+    assert api.get(f"{PATH}/{found['id']}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({}, "input", "from 1 to 4096 items, with those before it, got 0"),
+        ({"input": 5}, "input", "a text or a list of items, got 5"),
+        ({"input": [{"role": "owl", "content": ""}]}, "input[0].role", "must be one of user"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "is required"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "x", "tools": TOOLS, "tool_choice": {"type": "web_search_preview"}},
+         "tool_choice", "must be one of auto"),
+        ({"input": "x", "conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt", "no stored prompts"),
+        ({"input": "x", "include": ["all"]}, "include", "include may have"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs", "needs include="),
+        ({"input": "x", "include": [LOGPROBS], "top_logprobs": 10**6}, "top_logprobs", "fewer"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1, got 0"),
+        ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens", "^max_output_tokens=1"),
+        ({"input": "word " * 2000}, "input", "at most 512 are possible here"),
+        ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format", "json_schema, got"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}},
+         "text.format", "^text.format.name is required"),
+        ({"input": "x", "background": True, "store": False}, "store", "needs store"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id", "no stored"),
+        ({"input": [{"id": "msg_1"}]}, "input[0].id", "no stored item"),
+        ({"input": "x", "metadata": {"a": "b" * 513}}, "metadata.a", "512"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served(api: TestClient, fields: Any, param: str, words: str) -> None:
+    error = error_of(api, **fields)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert re.search(words, error["message"]), error
+    assert "messages" not in error["message"] and "response_format" not in error["message"]
+
+
+def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted(api: TestClient) -> None:
+    found = asked(api, input="word " * 600, truncation="auto")
+    assert found["usage"]["input_tokens"] == 512 - 24
+    assert found["truncation"] == "auto"
+
+
+def test_a_response_is_kept_until_it_is_deleted(api: TestClient) -> None:
+    found = asked(api, input=["Hello,", {"role": "user", "content": "how are you?"}])
+    path = f"{PATH}/{found['id']}"
+    assert checked(api.get(path).json()) == found
+    page = checked_list(api.get(f"{path}/input_items?limit=1").json())
+    assert page["data"][0]["content"] == [{"type": "input_text", "text": "how are you?"}]
+    assert page["has_more"] and page["first_id"] == page["last_id"] == page["data"][0]["id"]
+    rest = api.get(f"{path}/input_items?after={page['last_id']}").json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["Hello,"]
+    assert not rest["has_more"]
+    first = api.get(f"{path}/input_items?order=asc").json()["data"][0]
+    assert first == rest["data"][0]
+    assert api.get(f"{path}/input_items?after=msg_1").json()["error"]["param"] == "after"
+    assert api.post(f"{path}/cancel").json()["error"]["param"] == "response_id"
+    assert api.get(f"{path}?stream=true").json()["error"]["param"] == "stream"
+    assert api.delete(path).json() == {"id": found["id"], "object": "response", "deleted": True}
+    for answer in (api.get(path), api.delete(path), api.get(f"{path}/input_items")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    error = error_of(api, input="x", previous_response_id=found["id"])
+    assert error["code"] == "previous_response_not_found"
+
+
+def test_instructions_do_not_go_on(api: TestClient) -> None:
+    first = asked(api, instructions="Be short.", input="Hello")
+    second = asked(api, previous_response_id=first["id"], input="And now?")
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": text_in(first)},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert text_in(second) == text_of(messages, max_tokens=24)
+    assert second["instructions"] is None
+    items = api.get(f"{PATH}/{second['id']}/input_items").json()["data"]
+    assert [item["content"][0]["text"] for item in items] == ["And now?"]
+
+
+def test_a_key_finds_its_own_only(make_context: MakeContext) -> None:
+    context = make_context(api_key=("one", "two"))
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with TestClient(create_app(context)) as api:
+        body = GREEDY | {"input": "Hello"}
+        assert api.post(PATH, json=body).status_code == 401
+        found = api.post(PATH, json=body, headers=mine).json()
+        path = f"{PATH}/{found['id']}"
+        assert api.get(path).status_code == 401
+        assert api.get(path, headers=mine).json() == found
+        for method, each in (
+            ("GET", path), ("DELETE", path), ("POST", f"{path}/cancel"),
+            ("GET", f"{path}/input_items"),
+        ):  # fmt: skip
+            assert api.request(method, each, headers=theirs).status_code == 404
+        for fields in (
+            {"previous_response_id": found["id"]},
+            {"input": [{"type": "item_reference", "id": found["output"][0]["id"]}]},
+        ):
+            answer = api.post(PATH, json=body | fields, headers=theirs)
+            assert answer.status_code == 400
+        assert api.post(PATH, json=body | fields, headers=mine).status_code == 200
+
+
+def test_a_server_that_keeps_nothing(make_context: MakeContext) -> None:
+    with TestClient(create_app(make_context(response_store_bytes=0))) as api:
+        found = asked(api, input="Hello")
+        assert api.get(f"{PATH}/{found['id']}").status_code == 404
+
+
+def test_a_failure_is_the_last_event_of_a_stream(api: TestClient, api_context: ApiContext) -> None:
+    client: Any = api_context.client
+    client.hold(after_steps=3)
+    with api.stream("POST", PATH, json=GREEDY | {"input": "Hello", "stream": True}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == "event: response.created"
+        client.fail("a secret of the library", code="step_failed")
+        client.release()
+        last = [line for line in lines if line][-1]
+    told = checked(json.loads(last.removeprefix("data: "))["response"])
+    assert told["status"] == "failed"
+    assert told["error"]["code"] == "server_error"
+    assert "secret" not in told["error"]["message"]
+    assert api.get(f"{PATH}/{told['id']}").json() == told
+
+
+def test_the_official_client(openai_client: openai.OpenAI) -> None:
+    first = openai_client.responses.create(model="demo", input="Hello", max_output_tokens=8)
+    given: dict[str, Any] = {"model": "demo", "temperature": 0, "previous_response_id": first.id}
+    with openai_client.responses.stream(**given, input=QUESTION, max_output_tokens=16) as stream:
+        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text != ""
+    assert openai_client.responses.retrieve(final.id).output_text == text
+    assert len(openai_client.responses.input_items.list(final.id).data) == 1
+    openai_client.responses.delete(final.id)
+    with pytest.raises(openai.NotFoundError):
+        openai_client.responses.retrieve(final.id)
