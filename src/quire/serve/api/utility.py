@@ -117,7 +117,7 @@ async def show_request(request_id: str, request: fastapi.Request, api: Api) -> R
         raise ApiError(
             404,
             f"there is no recent request {request_id[:64]!r} of yours; the id is that of the answer"
-            " (cmpl-..., chatcmpl-..., msg-..., resp_...), and only the last 1,000 requests are kept.",
+            " (cmpl-..., chatcmpl-..., msg-..., resp_...); the last 1,000 requests are kept.",
             param="request_id",
             code="not_found",
         )
