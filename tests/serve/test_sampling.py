@@ -359,6 +359,55 @@ def test_logprobs_of_tokens_by_name(settings: dict[str, Any]) -> None:
                 assert found[chosen].rank == rank
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 7, "max_num_seqs": 3}, {"speculative_config": GUESSES}],
+    ids=["plain", "chunks", "guesses"],
+)
+def test_logprobs_of_a_prompt_by_name(settings: dict[str, Any]) -> None:
+    """prompt_logprob_token_ids: rows of several lengths, from the beginning and from later on,
+    beside a prompt that asks for the most probable tokens."""
+    folder, prompts = checkpoint("llama"), [line(length, seed=length) for length in (9, 70, 12, 5)]
+    starts = [0, 50, None, 3]
+    named = [
+        None if start is None else [[i % 97, -1, 3, 3][: i % 5] for i in range(len(p) - 1 - start)]
+        for p, start in zip(prompts, starts, strict=True)
+    ]
+    params = [
+        SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=2)
+        if rows is None
+        else SamplingParams(
+            max_tokens=3, temperature=0, prompt_logprob_token_ids=rows, prompt_logprob_start=start
+        )
+        for rows, start in zip(named, starts, strict=True)
+    ]
+    with open_llm(folder, **settings) as llm:
+        outputs = llm.generate(prompts, params)
+    for prompt, output, rows, start in zip(prompts, outputs, named, starts, strict=True):
+        logits_TV, found = reference_logits(folder, prompt), output.prompt_logprobs
+        assert found is not None and len(found) == len(prompt)
+        if rows is None or start is None:
+            assert_logprobs(found[5] or {}, logits_TV[4], prompt[5], 2)
+            continue
+        assert found[: start + 1] == [None] * (start + 1)
+        for place, position in enumerate(found[start + 1 :], start + 1):
+            assert position is not None
+            wanted = [each for each in rows[place - start - 1] if each >= 0]
+            assert list(position) == list(dict.fromkeys([prompt[place], *wanted]))
+            expected_V = logits_TV[place - 1].log_softmax(-1)
+            for token_id, entry in position.items():
+                assert entry.logprob == pytest.approx(float(expected_V[token_id]), abs=2e-5)
+
+
+def test_rows_for_other_tokens_than_the_prompt_has(ids_llm: LLM) -> None:
+    params = SamplingParams(prompt_logprob_token_ids=[[1], [2]], prompt_logprob_start=1)
+    with pytest.raises(RequestError, match="has 2 lists, but behind prompt_logprob_start=1 the"):
+        ids_llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    wrong = SamplingParams(prompt_logprob_token_ids=[[1], [97]])
+    with pytest.raises(RequestError, match="token ids below 97, got 97"):
+        ids_llm.generate({"prompt_token_ids": [5, 6, 7]}, wrong, use_tqdm=False)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_prompt_logprobs_of_a_prompt_that_is_begun_twice(depth: int) -> None:
     """Three short prompts grow while a long one is computed in chunks, until it loses its row."""

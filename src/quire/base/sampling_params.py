@@ -25,13 +25,14 @@ BENDING = (
     "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
     "allowed_token_ids", "dry_multiplier", "xtc_probability", "logits_processors",
-    "repetition_detection", "logprob_token_ids",
+    "repetition_detection", "logprob_token_ids", "prompt_logprob_token_ids",
 )  # fmt: skip
 ID_LISTS = (
     "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "dry_breaker_token_ids",
     "logprob_token_ids",
 )  # fmt: skip
 MOST_NAMED_TOKENS = 128  # of which logprobs are told
+NO_TOKEN = -1  # fills up a row of them
 LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
 MOST_XTC_THRESHOLD = 0.5  # above it there are no two tokens as probable
@@ -82,6 +83,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     highest cumulative log-probability are returned, best first. None is n.
     logprobs / prompt_logprobs: number of candidates per token (-1 is the whole vocabulary).
     logprob_token_ids: the candidates, in place of the most probable ones, without ranks.
+    prompt_logprob_token_ids: the same of the prompt, a list for each token behind the one at
+    prompt_logprob_start (-1 in it means nothing); of tokens before there is nothing.
     seed: the same seed gives the same text, whatever else is in the batch.
     use_beam_search: the n most probable of beam_width (default n) beams, best first; their order is
     by cumulative log-probability over length ** length_penalty. early_stopping: True, False or
@@ -150,6 +153,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     truncation_side: str = "left"
     repetition_detection: RepetitionDetectionParams | None = None
     logprob_token_ids: list[int] | None = None
+    prompt_logprob_token_ids: list[list[int]] | None = None
+    prompt_logprob_start: int | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -198,6 +203,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         )
 
     @property
+    def named_in_prompt(self) -> list[list[int]]:
+        """Return the tokens of prompt_logprob_token_ids for each token of the prompt but the first,
+        without what means nothing."""
+        if self.prompt_logprob_token_ids is None:
+            return []
+        before: list[list[int]] = [[]] * (self.prompt_logprob_start or 0)
+        rows = self.prompt_logprob_token_ids
+        return before + [[each for each in row if each != NO_TOKEN] for row in rows]
+
+    @property
     def reads_prefix_cache(self) -> bool:
         """Tell whether prefix hits are of use: prompt logprobs need every position computed, so
         they do without prefix hits."""
@@ -226,6 +241,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("dry_breaker_token_ids", self.dry_breaker_token_ids or ()),
             ("logprob_token_ids", self.logprob_token_ids or ()),
+            ("prompt_logprob_token_ids", {i for row in self.named_in_prompt for i in row}),
         ]
         for name, ids in named:
             for token_id in ids:
@@ -409,6 +425,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             rule = f"absent beside logprob_token_ids, or {len(named)}, which is their number"
             _require(self.logprobs in (None, 0, len(named)), "logprobs", self.logprobs, rule)
             self.logprobs = 0  # of the chosen token, beside which they stand
+        self._check_named_in_prompt()
         if self.allowed_token_ids is not None:
             ok = len(self.allowed_token_ids) > 0
             _require(ok, "allowed_token_ids", self.allowed_token_ids, "None or a non-empty list")
@@ -417,3 +434,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
                 int(token_id): max(-LOGIT_BIAS_LIMIT, min(LOGIT_BIAS_LIMIT, float(bias)))
                 for token_id, bias in self.logit_bias.items()
             }
+
+    def _check_named_in_prompt(self) -> None:
+        name, rows = "prompt_logprob_token_ids", self.prompt_logprob_token_ids
+        first = self.prompt_logprob_start
+        ok = first is None or (_is_int(first) and first >= 0 and rows is not None)
+        _require(ok, "prompt_logprob_start", first, f"at least 0, beside {name}")
+        if rows is None:
+            return
+        ok = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows)
+        _require(ok and len(rows) > 0, name, rows, "a list of lists of token ids")
+        for row in rows:
+            ok = len(row) <= MOST_NAMED_TOKENS and all(_is_int(i) and i >= NO_TOKEN for i in row)
+            _require(ok, name, row, f"lists of at most {MOST_NAMED_TOKENS} token ids, or -1")
+        ok = self.prompt_logprobs in (None, 0)
+        _require(ok, "prompt_logprobs", self.prompt_logprobs, f"absent beside {name}")
+        self.prompt_logprobs = 0  # of the prompt's own tokens, beside which they stand

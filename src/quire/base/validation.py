@@ -55,6 +55,7 @@ class RequestLimits:
             )
         self._check_prompt(request.prompt_token_ids)
         params.check_vocab(self.vocab_size)
+        _check_named_in_prompt(request)
         if params.use_beam_search:
             self._check_beams(request)
         self._check_processors(params)
@@ -163,6 +164,19 @@ def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise RequestError(f"prompt token id {wrong} is not in the vocabulary of {vocab_size}.")
+
+
+def _check_named_in_prompt(request: Request) -> None:
+    """Raise RequestError unless there is a row for each token of the prompt that has one."""
+    rows, num = request.params.named_in_prompt, len(request.prompt_token_ids) - 1
+    if rows and len(rows) != num:
+        start = request.params.prompt_logprob_start or 0
+        raise RequestError(
+            f"prompt_logprob_token_ids has {len(rows) - start} lists, but behind"
+            f" prompt_logprob_start={start} the prompt has {max(0, num - start)} tokens; give one"
+            " for each.",
+            "prompt_logprob_token_ids",
+        )
 
 
 def _width_field(params: SamplingParams) -> str:

@@ -33,14 +33,21 @@ def logprobs_of(
 class PromptLogprobCollector:
     """Log-probabilities of a prompt, which may come in several parts. The first token has none."""
 
-    __slots__ = ("_prompt", "_stream", "_wanted", "logprobs")
+    __slots__ = ("_first", "_is_ranked", "_prompt", "_stream", "_wanted", "logprobs")
 
-    def __init__(self, prompt: list[int], num_wanted: int, stream: TokenStream | None) -> None:
-        """Begin. stream: at the start of the prompt, with special tokens shown; None without
-        text."""
+    def __init__(
+        self,
+        prompt: list[int],
+        num_wanted: int,
+        stream: TokenStream | None,
+        named_from: int | None = None,
+    ) -> None:
+        """Begin. stream: at the start of the prompt, with special tokens shown; None without text.
+        named_from: the candidates were asked for by name, of tokens behind this one alone."""
         self._prompt = prompt
         self._wanted = num_wanted
         self._stream = stream
+        self._is_ranked, self._first = named_from is None, (named_from or 0) + 1
         self.logprobs: list[dict[int, Logprob] | None] = [None]
         self._advance(0)
 
@@ -50,7 +57,10 @@ class PromptLogprobCollector:
             place = len(self.logprobs)
             if place == len(self._prompt):
                 return
-            self.logprobs.append(logprobs_of(candidates, self._wanted, self._stream))
+            found = None
+            if place >= self._first:
+                found = logprobs_of(candidates, self._wanted, self._stream, self._is_ranked)
+            self.logprobs.append(found)
             self._advance(place)
 
     def _advance(self, place: int) -> None:

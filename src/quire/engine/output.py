@@ -296,4 +296,7 @@ def _prompt_collector(
         return None
     shows = tokenizer is not None and params.detokenize
     stream = open_stream(tokenizer, skip_special_tokens=False) if tokenizer and shows else None
-    return PromptLogprobCollector(prompt_token_ids, params.prompt_logprobs, stream)
+    if params.prompt_logprob_token_ids is None:
+        return PromptLogprobCollector(prompt_token_ids, params.prompt_logprobs, stream)
+    start = params.prompt_logprob_start or 0
+    return PromptLogprobCollector(prompt_token_ids, -1, stream, named_from=start)

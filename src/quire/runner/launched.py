@@ -111,7 +111,7 @@ def read_scores(arrived: list[torch.Tensor], scores: list[Scored]) -> dict[int, 
     """Read log-probabilities of prompts, by row."""
     found: dict[int, list[Candidates]] = {}
     for i, part in enumerate(scores):
-        items = to_candidates(arrived[3 * i : 3 * i + 3], np.full(part.count, part.num))
+        items = to_candidates(arrived[3 * i : 3 * i + 3], part.counts)
         found.setdefault(part.row, []).extend(items)
     return found
 

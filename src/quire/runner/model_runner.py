@@ -30,7 +30,8 @@ from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.device_guesses import Runs
-from quire.ops.logprobs import token_logprobs
+from quire.ops.host_memory import to_device
+from quire.ops.logprobs import named_logprobs, token_logprobs
 from quire.ops.row_state import write_tokens
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs, gather_step
@@ -344,7 +345,10 @@ class ModelRunner:
         found = self.model.logits(hidden_TD[part.place : part.place + part.count])
         logits = self.sampler.vocabulary.whole(found)
         targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
-        return logprob_tensors(token_logprobs(logits, targets, part.num))
+        if part.named is None:
+            return logprob_tensors(token_logprobs(logits, targets, part.num))
+        named = to_device(part.named.ids, logits.device)
+        return logprob_tensors(named_logprobs(logits, targets, named))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan, RowFork
+from quire.base.sampling_params import SamplingParams
 from quire.ops.attention.base import AttentionBackend
 from quire.runner.sampling_flags import ALL_LOGPROBS
 
@@ -57,16 +58,47 @@ class Moves:
                     self._num_swaps = place
 
 
+@dataclass(frozen=True, eq=False)
+class NamedRows:
+    """Tokens whose log-probabilities were asked for by name: counts [P] of each position, and ids
+    [P, C], padded with 0."""
+
+    counts: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> "NamedRows | None":
+        """Make those of a whole prompt."""
+        rows = params.named_in_prompt
+        if not rows:
+            return None
+        counts = np.array([len(row) for row in rows], np.int64)
+        ids = np.zeros((len(rows), int(counts.max())), np.int64)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = row
+        return cls(counts, ids)
+
+    def part(self, first: int, last: int) -> "NamedRows":
+        return NamedRows(self.counts[first:last], self.ids[first:last])
+
+
 @dataclass(frozen=True)
 class Scored:
     """Positions first..last-1 of a row, at `place` among the step's tokens, whose next tokens are
-    known and whose log-probabilities were asked for; num: candidates for each."""
+    known and whose log-probabilities were asked for; num: candidates for each. named: which these
+    are; None: the most probable ones."""
 
     row: int
     first: int
     last: int
     place: int
     num: int
+    named: NamedRows | None = None
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Return how many candidates each position has."""
+        return np.full(self.count, self.num) if self.named is None else self.named.counts
 
     @property
     def count(self) -> int:
@@ -79,13 +111,18 @@ class PromptScores:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._asked: dict[int, int] = {}  # row -> candidates per position
+        self._named: dict[int, NamedRows] = {}  # row -> which these are, if they were named
 
     def start_and_release(self, plan: Plan) -> None:
         """Note which rows a plan releases and starts."""
         for row in plan.released.tolist():
             self._asked.pop(row, None)
+            self._named.pop(row, None)
         for start in plan.started:
             self._asked.pop(start.row, None)
+            self._named.pop(start.row, None)
+            if (named := NamedRows.of(start.params)) is not None:
+                self._named[start.row] = named
             num = start.params.prompt_logprobs
             if num is not None:
                 self._asked[start.row] = self._vocab_size if num == ALL_LOGPROBS else num
@@ -118,5 +155,7 @@ class PromptScores:
             )
             for at in range(first, last, SCORED_AT_ONCE):
                 end = min(last, at + SCORED_AT_ONCE)
-                found.append(Scored(row, at, end, place + at - first, self._asked[row]))
+                named = self._named.get(row)
+                part = None if named is None else named.part(at, end)
+                found.append(Scored(row, at, end, place + at - first, self._asked[row], part))
         return found

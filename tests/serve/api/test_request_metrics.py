@@ -38,5 +38,9 @@ def test_one_token_has_no_mean(make_context: MakeContext) -> None:
     with TestClient(create_app(make_context(enable_per_request_metrics=True))) as client:
         told = client.post("/v1/completions", json=TEXT | {"max_tokens": 1}).json()["metrics"]
         assert (told["mean_itl_ms"], told["tokens_per_second"]) == (None, None)
+        two = client.post("/v1/completions", json=TEXT | {"n": 2, "temperature": 1}).json()[
+            "metrics"
+        ]
+        assert two["mean_itl_ms"] == pytest.approx(two["generation_time_ms"] / 3, abs=1e-3)
         many = client.post("/v1/completions", json=TEXT | {"prompt": ["a", "b"]}).json()
         assert "metrics" not in many

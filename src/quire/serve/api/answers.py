@@ -147,8 +147,8 @@ class Answer:
         """Return the times of a request whose last output this is, if they are to be told."""
         if not self.tells_metrics or len(self.jobs) > 1 or output.metrics is None:
             return {}
-        request_id = self.jobs[0].request.request_id
-        return {"metrics": await metrics_json(self.client, request_id, output.metrics)}
+        request = self.jobs[0].request
+        return {"metrics": await metrics_json(self.client, request, output.metrics)}
 
     def _hooked(self) -> HookedAnswer | None:
         if self.hooks is None or not any(self.hooks[0].see(name) for name in OUTPUT_METHODS):

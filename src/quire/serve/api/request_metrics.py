@@ -3,18 +3,20 @@
 import json
 from typing import Any
 
+from quire.base.messages import Request
 from quire.base.outputs import RequestMetrics
 from quire.engine.remote import AsyncClient
 
 Json = dict[str, Any]
 
 
-async def metrics_json(client: AsyncClient, request_id: str, found: RequestMetrics) -> Json:
+async def metrics_json(client: AsyncClient, request: Request, found: RequestMetrics) -> Json:
     """Write the times of a request that is over, in ms; null for what did not happen. How long it
-    was in the queue knows the engine alone, which is asked."""
+    was in the queue knows the engine alone, which is asked. The mean time between two tokens is
+    that of one continuation."""
     first_s, last_s, num = found.first_token_s, found.last_token_s, found.num_generation_tokens
     generation_s = None if first_s is None or last_s is None else last_s - first_s
-    timeline = json.loads(await client.timeline(request_id) or "{}")
+    timeline = json.loads(await client.timeline(request.request_id) or "{}")
     told: Json = {
         "time_to_first_token_ms": None if first_s is None else _ms(first_s - found.arrival_s),
         "generation_time_ms": None if generation_s is None else _ms(generation_s),
@@ -23,8 +25,10 @@ async def metrics_json(client: AsyncClient, request_id: str, found: RequestMetri
         "tokens_per_second": None,
     }
     if generation_s and num > 1:
-        told["mean_itl_ms"] = _ms(generation_s / (num - 1))
+        num_samples = request.params.num_samples
         told["tokens_per_second"] = round((num - 1) / generation_s, 3)
+        if num > num_samples:
+            told["mean_itl_ms"] = _ms(generation_s * num_samples / (num - num_samples))
     if found.num_draft_tokens:
         told["speculative_decoding"] = {
             "num_draft_tokens": found.num_draft_tokens,
