@@ -237,6 +237,35 @@ def test_requests_that_did_not_run_to_their_end(reason: str) -> None:
 # ---- the text ------------------------------------------------------------------------------
 
 
+def test_what_each_key_took() -> None:
+    """Nothing of those without a key, whose names clients could invent."""
+    metrics = new_metrics()
+    feed(
+        metrics,
+        *(Queued(0.0, name, 8, tenant=tenant) for name, tenant in
+          (("a", "key 2"), ("b", "key 2"), ("c", "user 5"), ("d", "key 1"))),
+        *(Admitted(0.0, name, row, 4) for row, name in enumerate("abcd")),
+        Planned(0.0, 0, 4, 16),
+        stepped(1.0, 0, [0, 1, 2], 12),
+        Finished(2.0, "a", "stop", 5), Finished(2.0, "b", "abort", 2),
+        Finished(2.0, "c", "stop", 9), Finished(2.0, "d", "abort", 0),
+    )  # fmt: skip
+    counts = [line for line in text_of(metrics).splitlines() if line.startswith("quire:key_")]
+    plain = [
+        line.replace('engine="0",', "").replace(',model_name="tiny"', "").replace('{key="', " ")
+        for line in counts
+    ]
+    found = {name: float(value) for name, value in (line.split('"} ') for line in plain)}
+    assert found == {
+        "quire:key_requests_total key 2": 2, "quire:key_requests_total key 1": 1,
+        "quire:key_prompt_tokens_total key 2": 16,
+        "quire:key_prompt_tokens_total key 1": 0,  # it got no token
+        "quire:key_prompt_tokens_cached_total key 2": 8,
+        "quire:key_prompt_tokens_cached_total key 1": 0,
+        "quire:key_generation_tokens_total key 2": 7, "quire:key_generation_tokens_total key 1": 0,
+    }  # fmt: skip
+
+
 def test_guesses_by_their_place() -> None:
     """Nothing is shown before the first; steps may try more guesses than those before them."""
     metrics, rows = new_metrics(), np.asarray([0, 1, 2], np.int32)

@@ -407,6 +407,15 @@ class ServerConfig:
         None, "directory for /v1/files and /v1/batches, which there are none of without it"
     )
     files_gb: float = setting(10.0, "how much files_dir may hold", unit="GB")
+    usage_log: str | None = setting(
+        None, "file to which each request that has ended adds a line of JSON: whose it was, tokens"
+    )
+    requests_per_minute: tuple[int, ...] = setting(
+        (), "requests that each key may send: one number for all, or one for each key; 0: no limit"
+    )
+    tokens_per_minute: tuple[int, ...] = setting(
+        (), "tokens that each key may have, in and out; as requests_per_minute"
+    )
     ssl_keyfile: str | None = setting(None, "private key for HTTPS")
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 
@@ -436,8 +445,28 @@ class ServerConfig:
         _check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
         _check_installed(HOOKS, self.hooks)
         _check(0 < self.files_gb < 1 << 20, "files_gb", self.files_gb, "above 0, and in GB")
+        self._check_rates()
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
         _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
+
+    def _check_rates(self) -> None:
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            values, num_keys = getattr(self, name), len(self.api_key)
+            _check(min(values, default=0) >= 0, name, values, "0 (no limit) or more")
+            if len(values) > 1 and len(values) != num_keys:
+                raise ConfigError(
+                    f"{name} has {len(values)} numbers for {num_keys} keys; give one for all of"
+                    " them, or one for each."
+                )
+
+    @property
+    def rate_limits(self) -> list[tuple[int, int]]:
+        """Return for each key how many requests and tokens it may have in a minute, 0: any number;
+        of a server without keys one pair for all together. Empty if nothing is limited."""
+        given = (self.requests_per_minute, self.tokens_per_minute)
+        num = len(self.api_key) or 1
+        pairs = [values if len(values) > 1 else (values or (0,)) * num for values in given]
+        return list(zip(*pairs, strict=True)) if any(map(any, pairs)) else []
 
     @property
     def pin_share_of_key(self) -> float:

@@ -178,7 +178,8 @@ def check_several(settings: dict[str, Given]) -> None:
     that no model becomes a key."""
     if "model" in settings:
         return
-    for name in (n for n, option in options_of(SERVER).items() if option.several):
+    texts = (n for n, o in options_of(SERVER).items() if o.several and o.kind is str)
+    for name in texts:
         given = settings.get(name)
         if given is None or given.origin != FLAG or not given.value:
             continue

@@ -139,8 +139,24 @@ class Exposition(Collector):
             name = "spec_decode_num_accepted_tokens_per_pos"
             help = "Guesses that were right, by their place among those of a step, from 0."
             yield self._counters(name, help, "position", dict(enumerate(metrics.accepted_at)))
+        yield from self._of_keys(metrics)
         help = "Requests that ended, by how."
         yield self._counters("request_success", help, "finished_reason", metrics.num_finished)
+
+    def _of_keys(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        """Yield what each API key has taken; it is named by its place, and never shown."""
+        if not metrics.of_keys:
+            return
+        for name, help, field in (
+            ("key_requests", "Requests that ended, by API key.", "num_requests"),
+            ("key_prompt_tokens", "Prompt tokens, by API key.", "num_prompt_tokens"),
+            ("key_prompt_tokens_cached", "Those of them that were in the prefix cache.",
+             "num_cached_tokens"),
+            ("key_generation_tokens", "Tokens written in requests that ended, by API key.",
+             "num_generation_tokens"),
+        ):  # fmt: skip
+            values = {key: getattr(usage, field) for key, usage in metrics.of_keys.items()}
+            yield self._counters(name, help, "key", values)
 
     def _histograms(self, metrics: EngineMetrics) -> Iterator[Metric]:
         for name, histogram in metrics.histograms.items():

@@ -26,6 +26,7 @@ from quire.base.events import (
     Queued,
     Stepped,
 )
+from quire.base.tenants import is_key
 from quire.engine.histogram import (
     REQUEST_S,
     STEP_TOKENS,
@@ -59,6 +60,16 @@ HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
 )
 
 
+@dataclass(slots=True)
+class KeyUsage:
+    """What the requests of one API key have taken. num_requests: those that have ended."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class RequestTimes:
     """What is known of a request that has not ended. Times in seconds, NaN: not yet.
@@ -77,6 +88,7 @@ class RequestTimes:
     first_token_s: float = math.nan
     last_token_s: float = math.nan
     row: int = -1
+    tenant: str = ""
 
 
 class EngineMetrics:
@@ -88,6 +100,7 @@ class EngineMetrics:
     num_drafts: how often a row tried guesses; num_guessed: these; accepted_at: how often
     the first of a row's guesses was right, the second, and so on.
     idle_s: time without any request between the first and the last one.
+    of_keys: what each API key has taken, by its name; output tokens when a request ends.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, counts_hits: bool) -> None:
@@ -104,6 +117,7 @@ class EngineMetrics:
         self.accepted_at: list[int] = []
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.idle_s = 0.0
+        self.of_keys: dict[str, KeyUsage] = {}
         tokens = tokens_up_to(max_model_len)
         self.histograms = {
             name: Histogram(bounds or tokens) for name, (bounds, _) in HISTOGRAMS.items()
@@ -166,6 +180,10 @@ class EngineMetrics:
         times.first_token_s = now
         self.num_prompt_tokens += times.num_prompt_tokens
         self.num_prompt_tokens_cached += times.num_cached_tokens
+        if is_key(times.tenant):
+            usage = self.of_keys.setdefault(times.tenant, KeyUsage())
+            usage.num_prompt_tokens += times.num_prompt_tokens
+            usage.num_cached_tokens += times.num_cached_tokens
         self._observe_s("time_to_first_token_seconds", times.received_s, now)
         self._observe_s("request_prefill_time_seconds", times.admitted_s, now)
 
@@ -177,6 +195,7 @@ class EngineMetrics:
             max_tokens=event.max_tokens,
             received_s=event.received_s or event.at_s,
             queued_s=event.at_s,
+            tenant=event.tenant,
         )
 
     def _append(self, event: Appended) -> None:
@@ -230,6 +249,10 @@ class EngineMetrics:
         if times is None:
             return
         self._give_up_row(times)
+        if is_key(times.tenant):
+            usage = self.of_keys.setdefault(times.tenant, KeyUsage())
+            usage.num_requests += 1
+            usage.num_generation_tokens += event.num_output_tokens
         if not self.open:
             self._idle_since_s = event.at_s
         if event.reason in ("stop", "length", "repetition"):

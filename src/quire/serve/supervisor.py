@@ -43,6 +43,8 @@ from quire.serve.launch import (
     core_end_s,
     remove_abandoned_sockets,
 )
+from quire.serve.rate_limits import make_memory
+from quire.serve.usage_log import check_usage_log
 
 logger = logging.getLogger("quire")
 
@@ -53,6 +55,7 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
     """Serve until a signal or a death; returns the exit status."""
     raise_open_files_limit()
     remove_abandoned_sockets()
+    check_usage_log(server.usage_log)
     places = core_places(engine)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(server))
@@ -132,6 +135,7 @@ class Supervisor:
         self._server = server
         self._log_level = log_level
         self._tcp = tcp
+        self._rates = make_memory(len(server.api_key)) if server.rate_limits else None
         self._cores = [self._core(place, unix) for place, unix in cores]
         self._apis = [self._api(index) for index in range(server.api_server_count)]
         self._ready_in, self._ready_out = os.pipe()
@@ -182,7 +186,10 @@ class Supervisor:
             for core in self._cores:
                 arguments += ["--core", str(core.path)]
             config = {"model": self._engine.model, "server": self._server}
-            fds = (self._tcp.fileno(), self._ready_out)
+            fds: tuple[int, ...] = (self._tcp.fileno(), self._ready_out)
+            if self._rates is not None:
+                arguments += ["--rates", str(self._rates)]
+                fds = (*fds, self._rates)
             return start_child(
                 "quire.serve.api.api_process", arguments, config, fds, self._log_level
             )

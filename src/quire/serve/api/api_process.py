@@ -32,9 +32,11 @@ from quire.serve.api.batches.batches import Batches, open_batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.api.listener import Listener, report
+from quire.serve.api.observers import Observers
 from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.children import READY
 from quire.serve.hooks import Hooks
+from quire.serve.rate_limits import RateLimits
 
 logger = logging.getLogger("quire")
 
@@ -88,6 +90,10 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
         client, text.renderer, text.requests, names, config.server, int(time.time()),
         process=options.index,
     )  # fmt: skip
+    if options.rates is not None:
+        context.rates = RateLimits(config.server.rate_limits, options.rates)
+    observers = Observers(client, config.server, names[0], context.rates)
+    context.client = observers.client
     if config.server.hooks:
         context.hooks = Hooks(config.server.hooks, config.server.hook_timeout)
     batches = open_batches(config.server)
@@ -95,14 +101,16 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     ready = asyncio.create_task(client.wait_until_ready())
     ending = asyncio.create_task(asked.wait())
     await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
-    if not ready.done():
-        ready.cancel()
-        await client.close()
+    try:
+        if not ready.done():
+            ready.cancel()
+            return 0
+        await ready  # EngineDead, if the core will never come
+        with collecting_rarely():
+            await _serve_until(server, options, ending, context, client, batches)
         return 0
-    await ready  # EngineDead, if the core will never come
-    with collecting_rarely():
-        await _serve_until(server, options, ending, context, client, batches)
-    return 0
+    finally:
+        await observers.close()
 
 
 async def _serve_until(
@@ -127,7 +135,6 @@ async def _serve_until(
         await _drain(context, client)
         server.should_exit = True
     await serving
-    await client.close()
 
 
 async def _drain(context: ApiContext, client: CoreClient) -> None:
@@ -182,6 +189,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
     add = parser.add_argument
     add("--core", type=Path, action="append", required=True, help="each core's Unix socket")
+    add("--rates", type=int, help="descriptor of the keys' rate limits, if there are any")
     parser.add_argument("--index", type=int, required=True, help="which of the API processes")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()

@@ -22,6 +22,7 @@ from quire.serve.api.limits import BodyLimit, generating
 from quire.serve.api.messages import routes as messages
 from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.open_body import IGNORED_HEADER
+from quire.serve.api.rate_gate import HEADERS, RateHeaders
 from quire.serve.api.request_ids import HEADER, RequestIds
 from quire.serve.api.responses import routes as responses
 
@@ -66,13 +67,15 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
 def _add_middleware(app: FastAPI, context: ApiContext) -> None:
     """Add middleware; the last one added is the outermost."""
     app.add_middleware(BodyLimit, context=context)
+    if context.rates is not None:
+        app.add_middleware(RateHeaders, rates=context.rates)
     if context.config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(context.config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER.decode(), IGNORED_HEADER],
+            expose_headers=[HEADER.decode(), IGNORED_HEADER, *HEADERS],
         )
     app.add_middleware(HeadAsGet)
     app.add_middleware(RequestIds)

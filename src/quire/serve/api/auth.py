@@ -13,6 +13,7 @@ import fastapi
 from starlette.types import Scope
 
 from quire.base.config import ServerConfig
+from quire.base.tenants import key_name
 from quire.serve.api.context import Api
 from quire.serve.api.errors import ApiError
 from quire.serve.api.protocol import GenerationRequest
@@ -73,7 +74,7 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
     than here.
     """
     if keys:
-        return f"key {_digests(keys).index(_given(scope)) + 1}"
+        return key_name(_digests(keys).index(_given(scope)))
     if not user:
         return ""
     return "user " + hashlib.sha256(user.encode("utf-8", "backslashreplace")).hexdigest()[:16]

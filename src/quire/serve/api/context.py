@@ -12,6 +12,7 @@ from quire.render.renderer import Renderer
 from quire.serve.api.responses.state import Responses
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
+from quire.serve.rate_limits import RateLimits
 
 if TYPE_CHECKING:
     from quire.engine.remote import AsyncClient
@@ -26,6 +27,7 @@ class ApiContext:
     num_open: HTTP requests that generate and are being answered; the drain ends when it is 0.
     lanes: threads for long texts. hooks: what requests and answers pass through, if anything.
     process: the number of this API process. responses: what it keeps of /v1/responses.
+    rates: what keys may have in a minute, if that is limited.
     """
 
     client: "AsyncClient"
@@ -38,6 +40,7 @@ class ApiContext:
     num_open: int = 0
     lanes: Lanes = field(default_factory=Lanes)
     hooks: "Hooks | None" = None
+    rates: RateLimits | None = None
     process: int = 0
     responses: Responses = field(init=False)
 

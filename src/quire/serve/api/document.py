@@ -37,6 +37,7 @@ WITH_BODY = {
     "404": "there is no such model",
     "408": "the body did not come in, or `timeout_s` has passed",
     "413": "the body is too large, or has too many values",
+    "429": "a limit of this key is used up for now: Retry-After says for how long",
     "415": "the body is no JSON by its Content-Type, or in an unknown Content-Encoding",
 }
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import fastapi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.api.auth import has_key, wrong_key
@@ -16,6 +17,7 @@ from quire.serve.api.codings import Decoder, decoder_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.error_shapes import error_answer
 from quire.serve.api.errors import ApiError, ApiHttpError
+from quire.serve.api.rate_gate import admit
 
 RETRY_AFTER_S = 5
 BODY_S = 60.0  # for the next piece of a body
@@ -134,13 +136,15 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
     return found
 
 
-async def generating(api: Api) -> AsyncIterator[None]:
-    """Dependency of the routes that generate: refuses new work while the server ends, and counts.
+async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
+    """Dependency of the routes that generate: refuses new work while the server ends and what is
+    beyond its key's limits, and counts.
 
     FastAPI leaves it when the answer has been sent to its end, or the client has gone; a streaming
     handler has nothing to do for that.
     """
     async with open_request(api):
+        admit(api, request.scope)
         yield
 
 

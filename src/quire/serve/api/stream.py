@@ -28,6 +28,7 @@ from quire.serve.api.errors import (
 )
 from quire.serve.api.limits import open_request
 from quire.serve.api.open_request import OpenRequest
+from quire.serve.api.rate_gate import admit
 from quire.serve.api.reading import read_beside
 from quire.serve.api.sse import encode
 from quire.serve.api.validation_errors import shown
@@ -162,6 +163,7 @@ class Session:
         request_id = new_id("cmpl")
         try:
             async with open_request(self._api):
+                admit(self._api, self._scope)
                 await self._run(fields, request_id)
         except (WebSocketDisconnect, Broken):
             raise

@@ -1,8 +1,8 @@
 """Runs the lines of an input through the app, and writes what comes of each.
 
 The engine is kept full: as many lines are open as there are slots. A line that fails is written as
-such, and the others go on. What a server answers while it cannot take requests (503) is asked for
-again, so that no line fails for it.
+such, and the others go on. What a server answers while it cannot take requests (503), or while the
+key has none left (429), is asked for again, so that no line fails for it.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from quire.serve.api.batches.slots import Slots
 from quire.serve.api.batches.tally import Tally
 from quire.serve.api.reading import ON_LOOP_BYTES
 
-UNAVAILABLE = 503
+UNAVAILABLE = (429, 503)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 DEAD = re.compile(rb'"code":\s*"engine_dead"')
 YIELD_EVERY = 64  # lines that are written without a request
@@ -138,7 +138,7 @@ class LineRunner:
         body = line.body_of(self._options.priority)
         pause_s = FIRST_PAUSE_S
         reply = await caller.post(line.url, body)
-        while reply.status == UNAVAILABLE:
+        while reply.status in UNAVAILABLE:
             if self._options.ends_with_engine and DEAD.search(reply.body):
                 raise EngineDead("the engine has ended.")
             await asyncio.sleep(pause_s)

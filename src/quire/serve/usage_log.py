@@ -1,0 +1,129 @@
+"""The ledger of `--usage-log FILE`: one JSON object a line, a line a request that has ended.
+
+Lines are written by a thread, so that a slow disk holds up nobody. All API processes append to the
+same file, each line with one call, which the kernel keeps whole. The file is opened anew when its
+name stands for another one, or for none: whoever rotates it needs to tell nobody.
+"""
+
+import logging
+import os
+import threading
+from collections import deque
+from pathlib import Path
+
+from quire.base.errors import ConfigError
+
+logger = logging.getLogger("quire")
+
+MOST_LINES = 100_000  # that wait for the disk; some 25 MB
+AGAIN_S = 1.0  # until the next try, when the disk is full
+CLOSE_S = 5.0
+
+
+def check_usage_log(path: str | None) -> None:
+    """Raise ConfigError for a file that cannot be appended to."""
+    if path is not None:
+        os.close(_opened(Path(path)))
+
+
+class UsageLog:
+    """Appends lines to a file, in the order in which they come. most: lines that may wait; what
+    comes beyond that is lost, and the log tells how many."""
+
+    def __init__(self, path: Path, most: int = MOST_LINES) -> None:
+        """Open the file, which is made if there is none. Raise ConfigError if that is not
+        possible."""
+        self._path = path
+        self._most = most
+        self._fd = _opened(path)
+        self._lines: deque[bytes] = deque()
+        self._num_lost = 0
+        self._is_torn = False  # the file ends in a part of a line
+        self._is_failing = False
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="usage-log", daemon=True)
+        self._thread.start()
+
+    def append(self, line: bytes) -> None:
+        """Hand over a line without its end. Never waits for the disk."""
+        with self._changed:
+            if len(self._lines) >= self._most:
+                self._num_lost += 1
+                return
+            self._lines.append(line)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Write what waits, for up to 5 s, and not at all to a disk that is full."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+        if left := len(self._lines) + self._num_lost:
+            logger.error("%s: %d lines of usage could not be written", self._path, left)
+
+    def _run(self) -> None:
+        """Write until closed. A line stays in the queue until it is written."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._is_closed)
+                if not self._lines:
+                    os.close(self._fd)
+                    return
+                line = self._lines[0]
+            try:
+                self._write(line + b"\n")
+            except OSError as error:
+                self._tell(error)
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._is_closed, AGAIN_S):
+                        return
+                continue
+            if self._is_failing:
+                lost, self._num_lost = self._num_lost, 0
+                logger.error("%s can be written again; %d lines are lost", self._path, lost)
+                self._is_failing = False
+            with self._changed:
+                self._lines.popleft()
+
+    def _write(self, line: bytes) -> None:
+        """Write a line. After one that was torn, because the disk was full, begin on a new line."""
+        self._follow()
+        data = b"\n" + line if self._is_torn else line
+        written = os.write(self._fd, data)
+        if written < len(data):
+            self._is_torn = True
+            raise OSError(f"{written} of {len(data)} bytes were written")
+        self._is_torn = False
+
+    def _follow(self) -> None:
+        """Open the file anew if it was renamed or removed."""
+        mine = os.fstat(self._fd)
+        try:
+            now = self._path.stat()
+        except FileNotFoundError:
+            now = None
+        if now is None or (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino):
+            try:
+                fd = _opened(self._path)
+            except ConfigError as error:
+                raise OSError(str(error)) from error
+            os.close(self._fd)
+            self._fd, self._is_torn = fd, False
+
+    def _tell(self, error: OSError) -> None:
+        if not self._is_failing:
+            self._is_failing = True
+            reason = error.strerror or error
+            logger.error("%s cannot be written (%s); trying again", self._path, reason)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise ConfigError(
+            f"usage_log={str(path)!r} cannot be opened ({error.strerror}); give a file in a"
+            " directory that exists and that this user may write."
+        ) from error

@@ -1,0 +1,226 @@
+"""Usage and limits of keys, through the app: what the ledger says, and who is let in.
+
+Covers `serve/api/observers.py` and `serve/api/rate_gate.py`.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from quire.base.clock import FakeClock
+from quire.base.config import ServerConfig
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from quire.serve.api.observers import Observers
+from quire.serve.rate_limits import RateLimits, make_memory
+from tests.serve.api.conftest import MakeContext, serving
+from tests.serve.api.direct import direct, wait_until
+from tests.serve.api.fake_client import FakeClient
+
+KEYS = ("first-secret", "second-secret")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def headers(key: int = 0) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[key]}"}
+
+
+class Observed:
+    """A context whose requests are observed. client: the engine's own."""
+
+    def __init__(self, context: ApiContext) -> None:
+        self.context, self.clock = context, FakeClock(100.0)
+        self.fd = make_memory(len(KEYS))
+        config = context.config
+        if config.rate_limits:
+            context.rates = RateLimits(config.rate_limits, self.fd, self.clock)
+        assert isinstance(context.client, FakeClient)
+        self.client = context.client
+        self.observers = Observers(self.client, config, "fox", context.rates)
+        context.client = self.observers.client
+
+    def close(self) -> None:
+        asyncio.run(self.observers.close())
+        os.close(self.fd)
+
+
+@pytest.fixture
+def ledger(make_context: MakeContext, tmp_path: Path) -> Iterator[Observed]:
+    found = Observed(make_context(api_key=KEYS, usage_log=str(tmp_path / "usage")))
+    yield found
+    found.close()
+
+
+def lines_of(observed: Observed, num: int) -> list[dict[str, Any]]:
+    """The ledger's lines, once there are so many; no key is in it."""
+    path = Path(observed.context.config.usage_log or "")
+    wait_until(lambda: path.read_text().count("\n") >= num)
+    text = path.read_text()
+    assert not any(key in text for key in KEYS)
+    found = [json.loads(line) for line in text.splitlines()]
+    assert len(found) == num
+    return found
+
+
+def test_a_line_for_each_prompt_with_what_it_took(ledger: Observed) -> None:
+    with TestClient(create_app(ledger.context)) as api:
+        body = {"prompt": [PROMPT, [3, 4]], "max_tokens": 6, "n": 2, "seed": 3}
+        answer = api.post(COMPLETIONS, json=body, headers=headers(1)).json()
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "stream": True}
+        chat |= {"stream_options": {"include_usage": True}}
+        stream = api.post(CHAT, json=chat, headers=headers(0))
+    lines = lines_of(ledger, 3)
+    assert [line["key"] for line in lines] == ["key 2", "key 2", "key 1"]
+    assert {line["model"] for line in lines} == {"fox"}
+    prompts = sorted(lines[:2], key=lambda line: line["request_id"])
+    assert [line["request_id"] for line in prompts] == [f"{answer['id']}-{i}" for i in (0, 1)]
+    assert [line["prompt_tokens"] for line in prompts] == [5, 2]
+    usage = answer["usage"]
+    for name in ("prompt_tokens", "completion_tokens"):
+        assert sum(line[name] for line in prompts) == usage[name]
+    *_, last = [json.loads(e[6:]) for e in stream.text.split("\n\n") if "usage" in e]
+    shown = last["usage"]
+    assert lines[2]["prompt_tokens"] == shown["prompt_tokens"]
+    assert lines[2]["completion_tokens"] == shown["completion_tokens"] == 3
+    assert lines[2]["status"] == "length" and 0 < lines[2]["duration_s"] < 60
+    assert lines[2]["time"].endswith("Z")
+
+
+def test_cached_tokens_are_told(ledger: Observed) -> None:
+    prompt = list(range(100, 164))
+    with TestClient(create_app(ledger.context)) as api:
+        for _ in range(2):
+            body = {"prompt": prompt, "max_tokens": 1}
+            shown = api.post(COMPLETIONS, json=body, headers=headers()).json()["usage"]
+    line = lines_of(ledger, 2)[1]
+    assert line["cached_tokens"] == shown["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_a_client_took_that_left(ledger: Observed, stream: bool) -> None:
+    """Of an answer in one piece nothing had come out yet: the engine says what it took."""
+    with (
+        serving(ledger.context) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0) as client,
+    ):
+        ledger.client.hold(after_steps=5)
+        ask = client.with_options(timeout=0.5).completions.create
+        if stream:
+            chunks = ask(model="demo", prompt=PROMPT, max_tokens=400, stream=True)
+            next(iter(chunks))
+            chunks.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                ask(model="demo", prompt=PROMPT, max_tokens=400, extra_body={"ignore_eos": True})
+        ledger.client.release()
+        [line] = lines_of(ledger, 1)
+    assert line["status"] == "abort" and line["prompt_tokens"] == 5
+    assert 1 <= line["completion_tokens"] < 400
+
+
+def test_what_never_had_a_token_took_nothing(ledger: Observed) -> None:
+    with TestClient(create_app(ledger.context), raise_server_exceptions=False) as api:
+        api.post(COMPLETIONS, json={"prompt": PROMPT}, headers={"Authorization": "Bearer no"})
+        api.post(COMPLETIONS, json={"prompt": PROMPT, "n": -1}, headers=headers())
+        ledger.client.kill()
+        api.post(COMPLETIONS, json={"prompt": PROMPT}, headers=headers())
+    [line] = lines_of(ledger, 1)
+    assert (line["status"], line["prompt_tokens"]) == ("engine_dead", 0)
+
+
+def test_servers_without_any_of_it_have_the_plain_client(api_context: ApiContext) -> None:
+    observers = Observers(api_context.client, ServerConfig(), "fox", None)
+    assert observers.client is api_context.client
+
+
+# ---- limits ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limited(make_context: MakeContext) -> Iterator[Observed]:
+    found = Observed(
+        make_context(api_key=KEYS, requests_per_minute=(3, 0), tokens_per_minute=(60, 0))
+    )
+    yield found
+    found.close()
+
+
+def test_a_limit_of_requests(limited: Observed) -> None:
+    body = {"prompt": [5], "max_tokens": 1}
+    with TestClient(create_app(limited.context)) as api:
+        for left in (2, 1, 0):
+            answer = api.post(COMPLETIONS, json=body, headers=headers())
+            assert answer.headers["x-ratelimit-remaining-requests"] == str(left)
+        refused = api.post(COMPLETIONS, json=body, headers=headers())
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "20"
+        assert refused.headers["x-ratelimit-reset-requests"] == "1m0s"
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+        assert "limit of 3 requests per minute" in error["message"]
+        assert api.get("/v1/models", headers=headers()).status_code == 200
+        other = api.post(COMPLETIONS, json=body, headers=headers(1))
+        assert other.status_code == 200
+        assert not [name for name in other.headers if name.startswith("x-ratelimit")]
+        limited.clock.advance(20)
+        assert api.post(COMPLETIONS, json=body, headers=headers()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_of_tokens(limited: Observed, stream: bool) -> None:
+    """5 of the prompt and 100 written, at one a second: 45 of debt and one more are waited for."""
+    body = {"prompt": PROMPT, "max_tokens": 100, "ignore_eos": True, "stream": stream}
+    assert len(direct(PROMPT, max_tokens=100, ignore_eos=True).outputs[0].token_ids) == 100
+    with TestClient(create_app(limited.context)) as api:
+        first = api.post(COMPLETIONS, json=body, headers=headers())
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-limit-tokens"] == "60"
+        refused = api.post(COMPLETIONS, json=body, headers=headers())
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "46"
+        assert refused.json()["error"]["type"] == "tokens"
+        assert refused.headers["x-ratelimit-reset-tokens"] == "1m45s"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "2"  # it took none
+        limited.clock.advance(46)
+        assert api.post(COMPLETIONS, json=body, headers=headers()).status_code == 200
+
+
+def test_a_request_without_a_token_gives_its_prompt_back(limited: Observed) -> None:
+    with TestClient(create_app(limited.context), raise_server_exceptions=False) as api:
+        limited.client.kill()
+        answer = api.post(COMPLETIONS, json={"prompt": PROMPT}, headers=headers())
+        assert answer.status_code == 503
+        assert limited.context.rates is not None
+        assert limited.context.rates.levels(0)["tokens"].num_left == 60
+
+
+def test_websockets_are_limited_too(limited: Observed) -> None:
+    start = {"type": "start", "prompt": [5], "last": True, "max_tokens": 1}
+    with (
+        TestClient(create_app(limited.context)) as api,
+        api.websocket_connect("/v1/stream", headers=headers()) as socket,
+    ):
+        for _ in range(3):
+            socket.send_json(start)
+            while socket.receive_json()["type"] != "done":
+                pass
+        socket.send_json(start)
+        error = socket.receive_json()
+    assert error["type"] == "error" and error["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_without_keys_all_share_one_limit(make_context: MakeContext) -> None:
+    found = Observed(make_context(requests_per_minute=(1,)))
+    with TestClient(create_app(found.context)) as api:
+        told = [
+            api.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1, "user": user}).status_code
+            for user in ("a", "b")
+        ]
+    assert told == [200, 429]
+    found.close()

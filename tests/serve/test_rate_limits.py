@@ -1,0 +1,154 @@
+"""Token buckets against one that is filled in exact fractions, and from several processes."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.config import ServerConfig
+from quire.base.errors import ConfigError
+from quire.serve.rate_limits import RateLimits, make_memory
+
+Make = Callable[..., RateLimits]
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(12_345.0)
+
+
+@pytest.fixture
+def make(clock: FakeClock) -> Iterator[Make]:
+    """make((requests, tokens) of each key): all of one test share their memory."""
+    fds: list[int] = []
+
+    def limits(*pairs: tuple[int, int]) -> RateLimits:
+        if not fds:
+            fds.append(make_memory(len(pairs)))
+        return RateLimits(pairs, fds[0], clock)
+
+    yield limits
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_minutes_worth_at_once_then_evenly(make: Make, clock: FakeClock) -> None:
+    limits = make((3, 0))
+    assert [limits.admit(0) for _ in range(3)] == [None] * 3
+    refused = limits.admit(0)
+    assert refused is not None and (refused.kind, refused.limit) == ("requests", 3)
+    assert refused.wait_s == pytest.approx(20.0)
+    clock.advance(19.99)
+    assert limits.admit(0) is not None
+    clock.advance(0.01)
+    assert limits.admit(0) is None
+    assert limits.admit(0) is not None
+    clock.advance(3600)
+    assert limits.levels(0)["requests"].num_left == 3  # never more than a minute's worth
+
+
+def test_tokens_may_go_below_zero_and_are_waited_for(make: Make, clock: FakeClock) -> None:
+    limits = make((0, 600))
+    limits.charge(0, 599)
+    assert limits.admit(0) is None  # one is left
+    limits.charge(0, 301)
+    refused = limits.admit(0)
+    assert refused is not None and refused.kind == "tokens"
+    assert refused.wait_s == pytest.approx(30.1)  # 300 of debt, and one token, at 10 a second
+    assert limits.levels(0)["tokens"].num_left == 0
+    limits.charge(0, -301)
+    assert limits.admit(0) is None
+    assert "requests" not in limits.levels(0)
+
+
+def test_keys_have_buckets_of_their_own(make: Make) -> None:
+    limits = make((1, 10), (1, 0), (0, 0))
+    limits.charge(0, 1000)
+    limits.charge(1, 1000)
+    assert limits.admit(0) is not None
+    assert limits.admit(1) is None and limits.admit(1) is not None
+    assert [limits.admit(2) for _ in range(100)] == [None] * 100 and limits.levels(2) == {}
+
+
+def test_a_refused_request_takes_nothing(make: Make, clock: FakeClock) -> None:
+    limits = make((5, 60))
+    limits.charge(0, 61)
+    assert [limits.admit(0) is not None for _ in range(9)] == [True] * 9
+    assert limits.levels(0)["requests"].num_left == 5
+
+
+def test_as_a_bucket_of_fractions(make: Make, clock: FakeClock) -> None:
+    """Any order of requests, tokens and time; times are sixteenths of a second."""
+    rng = random.Random(5)
+    limits = make((7, 1000))
+    rates = (Fraction(7, 60), Fraction(1000, 60))
+    level = [Fraction(7), Fraction(1000)]
+    num_admitted = 0
+    for _ in range(5000):
+        sixteenths = rng.choice((0, 0, 1, 5, 40, 200))
+        clock.advance(sixteenths / 16)
+        for kind, most in enumerate((7, 1000)):
+            level[kind] = min(Fraction(most), level[kind] + rates[kind] * Fraction(sixteenths, 16))
+        if min(abs(have - 1) for have in level) < Fraction(1, 10**4):
+            continue  # a matter of rounding
+        expected = level[0] >= 1 and level[1] >= 1
+        assert (limits.admit(0) is None) == expected
+        if expected:
+            num_admitted += 1
+            level[0] -= 1
+            used = rng.randrange(400)
+            limits.charge(0, used)
+            level[1] -= used
+    assert num_admitted > 500
+
+
+ADMITTING = """
+import sys
+from quire.base.clock import FakeClock
+from quire.serve.rate_limits import RateLimits
+limits = RateLimits([(1000, 10**6)], int(sys.argv[1]), FakeClock(50.0))
+sys.stdin.readline()
+found = 0
+for _ in range(1500):
+    if limits.admit(0) is None:
+        found += 1
+        limits.charge(0, 7)
+print(found)
+"""
+
+
+def test_processes_that_share_the_memory_share_the_limit() -> None:
+    fd = make_memory(1)
+    command = [sys.executable, "-c", ADMITTING, str(fd)]
+    children = [
+        subprocess.Popen(
+            command, pass_fds=(fd,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    told = [int(child.communicate()[0]) for child in children]
+    assert sum(told) == 1000
+    left = RateLimits([(1000, 10**6)], fd, FakeClock(50.0)).levels(0)
+    assert (left["requests"].num_left, left["tokens"].num_left) == (0, 10**6 - 7000)
+    os.close(fd)
+
+
+def test_settings() -> None:
+    assert ServerConfig().rate_limits == []
+    assert ServerConfig(requests_per_minute=(0,)).rate_limits == []
+    assert ServerConfig(requests_per_minute=(5,)).rate_limits == [(5, 0)]
+    two = ServerConfig(api_key=("a", "b"), requests_per_minute=(5,), tokens_per_minute=(0, 9))
+    assert two.rate_limits == [(5, 0), (5, 9)]
+    with pytest.raises(ConfigError, match="tokens_per_minute has 3 numbers for 2 keys"):
+        ServerConfig(api_key=("a", "b"), tokens_per_minute=(1, 2, 3))
+    with pytest.raises(ConfigError, match="requests_per_minute must be 0"):
+        ServerConfig(requests_per_minute=(-1,))

@@ -1,0 +1,48 @@
+"""Limits and usage of keys through the real processes of a server: two answer HTTP."""
+
+import json
+import signal
+from http.client import HTTPConnection
+from pathlib import Path
+
+from tests.serve.processes import Server, kill, wait_until
+
+BODY = json.dumps({"prompt": "Once", "max_tokens": 4, "ignore_eos": True})
+KEY = {"Authorization": "Bearer top-secret"}
+
+
+def ask(server: Server, method: str = "POST", path: str = "/v1/completions") -> tuple[int, str]:
+    """On a connection of its own, which either process may take."""
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request(method, path, BODY, KEY | {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    told = answer.status, answer.read().decode()
+    connection.close()
+    return told
+
+
+def test_two_processes_have_one_limit_and_one_ledger(tmp_path: Path) -> None:
+    path = tmp_path / "usage.jsonl"
+    server = Server(
+        "--api-key", "top-secret", "--requests-per-minute", "4", "--usage-log", str(path),
+        "--api-server-count", "2", "--max-num-seqs", "8",
+    )  # fmt: skip
+    try:
+        told = [ask(server)[0] for _ in range(12)]
+        assert told == [200] * 4 + [429] * 8
+        kill(server.api[0], signal.SIGKILL)
+        wait_until(lambda: server.get("/health") == 200, "the server answers again")
+        assert ask(server)[0] == 429  # a new process knows what was taken
+        metrics = ask(server, "GET", "/metrics")[1]
+        counted = [line for line in metrics.splitlines() if line.startswith("quire:key_")]
+        assert all('key="key 1"' in line for line in counted)
+        values = {line.split("{")[0]: float(line.split()[-1]) for line in counted}
+        assert values["quire:key_requests_total"] == 4
+        assert values["quire:key_generation_tokens_total"] == 16
+    finally:
+        assert server.stop() == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["completion_tokens"] for line in lines] == [4] * 4
+    prompt = sum(line["prompt_tokens"] for line in lines)
+    assert prompt == values["quire:key_prompt_tokens_total"]
+    assert "top-secret" not in path.read_text() + metrics
