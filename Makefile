@@ -98,7 +98,7 @@ paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evalu
 migrating: $(VENV)/.installed ## write the flags of vLLM, and what becomes of them, into docs/migrating.md
 	$(BIN)/python -m quire.cli.migrating docs/migrating.md
 
-gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|bench|peers
+gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)
 
 gpu-site: $(VENV)/.installed ## packages to carry to a GPU on which nothing can be installed

@@ -4,6 +4,7 @@ PART says what is checked; without one it is `first`, which takes eight minutes:
   first     does the demo model, then a 0.6B, then an 8B answer right; how fast are they
   kernels   every Triton kernel, compiled, against its reference
   models    tokens of small models on the GPU against the CPU's, the memory plan, swaps
+  ranks     two GPUs: exchanges over NCCL, tokens of small models against those of one GPU
   bench     limits, whole steps, attention and kernels, each beside the least time it can take
   peers     the same requests by quire and by the other engines that are there
   all       these, one after the other, each with a time of its own
@@ -35,8 +36,14 @@ from benchmarks.gpu.tasks import Outcome, Runner, Task, tail
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "gpu-site"
-PARTS = ("first", "kernels", "models", "bench", "peers")
-TESTED = {"kernels": ("tests/kernels", "tests/runner/gpu"), "models": ("tests/gpu",)}
+PARTS = ("first", "kernels", "models", "ranks", "bench", "peers")
+TESTED = {
+    "kernels": ("tests/kernels", "tests/runner/gpu"),
+    "models": ("tests/gpu",),
+    "ranks": ("tests/gpu/ranks",),
+}
+ON_GPU = ("models", "ranks")  # whose tests need one
+NUM_OF_RANKS = 2  # GPUs
 NEEDED = ("numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
 USEFUL = ("triton", "pytest", "hypothesis", "transformers", "vllm", "sglang")
 # A kernel is compiled in some seconds, by one core; a process takes ten to begin.
@@ -52,6 +59,7 @@ found = {"python": sys.version.split()[0], "missing": [
 try:
     import torch
     found["torch"] = torch.__version__
+    found["gpus"] = torch.cuda.device_count()
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
         found["device"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
@@ -175,6 +183,10 @@ class Check:
             asked.kill()
         return tail(self.folder / self.part / f"{name}.txt", 1 << 22)
 
+    @property
+    def _num_gpus(self) -> int:
+        return int(self.facts.get("gpus", 0))
+
     def _can_run(self) -> bool:
         missing, why = set(self.facts.get("missing", ())), ""
         lacking = [name for name in NEEDED if name in missing]
@@ -190,6 +202,8 @@ class Check:
             why = "there is no triton"
         elif self.part == "models" and self.on_cpu:
             why = "its tests compare a GPU with the CPU"
+        elif self.part == "ranks" and (self.on_cpu or self._num_gpus < NUM_OF_RANKS):
+            why = f"it needs {NUM_OF_RANKS} GPUs, and torch sees {self._num_gpus}"
         if why:
             self.skipped.append(f"all of {self.part}: {why}")
         return not why
@@ -217,7 +231,7 @@ class Check:
 
     def _run_tests(self, part: str) -> None:
         files = self.options.tests or self._test_files(part)
-        chosen = "gpu" if part == "models" else "not gpu"
+        chosen = "gpu" if part in ON_GPU else "not gpu"
         counts, together, alone = self._count(files, chosen), list[Task](), list[Task]()
         for file in files:
             shards = min(-(-counts.get(file, 1) // TESTS_PER_PROCESS), self.options.jobs) or 1

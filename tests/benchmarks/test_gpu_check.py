@@ -242,6 +242,7 @@ def test_a_hundred_failing_files_are_in_the_archive(
         ("kernels", GPU.replace("[]", '["pytest"]'), "there is no pytest"),
         ("bench", GPU.replace("[]", '["msgspec"]'), "there is no msgspec"),
         ("first", "no json", "no json"),
+        ("ranks", GPU.replace("}", ', "gpus": 1}'), "it needs 2 GPUs, and torch sees 1"),
     ],
 )
 def test_what_cannot_run_is_named(tmp_path: Path, part: str, facts: str, words: str) -> None:

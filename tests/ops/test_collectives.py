@@ -30,13 +30,16 @@ def summed(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def exchange_all(
-    group: RankGroup, dtype: torch.dtype, sizes: tuple[int, ...] = (1, 7, 4000)
+    group: RankGroup,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...] = (1, 7, 4000),
+    device: torch.device | str = "cpu",
 ) -> None:
     """Check every exchange of a rank of a group, in several sizes."""
     size, rank = group.size, group.rank
     for num in sizes:
-        mine = [part(g, (num, 3), dtype) for g in range(size)]
-        stacked = [part(10 + g, (size, num), dtype) for g in range(size)]
+        mine = [part(g, (num, 3), dtype).to(device) for g in range(size)]
+        stacked = [part(10 + g, (size, num), dtype).to(device) for g in range(size)]
         assert torch.equal(group.all_reduce(mine[rank].clone()), summed(mine))
         assert torch.equal(group.all_gather(mine[rank]), torch.stack(mine))
         scattered = summed([each[rank] for each in stacked])

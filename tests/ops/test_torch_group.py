@@ -11,6 +11,7 @@ import torch
 
 from quire.base.errors import ConfigError, RankLost
 from quire.ops.collectives.torch_group import TorchGroup, file_store, gloo_group, nccl_group
+from tests.gpu.ranks import exchanges
 from tests.ops.test_collectives import DTYPES, exchange_all
 
 
@@ -38,6 +39,13 @@ def test_sums_of_two_are_the_same_in_any_order(tmp_path: Path) -> None:
             exchange_all(group, dtype, (1, 500))
 
     meet(tmp_path / "store", 2, work, in_order=False)
+
+
+def test_what_two_gpus_are_asked_is_right_of_two_cpus(tmp_path: Path) -> None:
+    """The check that `make gpu-check PART=ranks` makes of NCCL."""
+    with ThreadPoolExecutor(2) as pool:
+        path = str(tmp_path / "store")
+        list(pool.map(lambda rank: exchanges.check(path, rank, torch.device("cpu")), range(2)))
 
 
 def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
