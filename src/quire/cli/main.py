@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
+from quire.base.config import JSON_SETTINGS
 from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
 from quire.cli import (
@@ -29,7 +30,9 @@ from quire.cli import (
     verify,
 )
 from quire.cli.config_file import describe, resolve
+from quire.cli.json_flags import join_parts
 from quire.cli.settings import add_vllm_settings, vllm_flags
+from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
 
@@ -42,8 +45,8 @@ LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         notes = resolve(arguments)
         logging.basicConfig(
             level=arguments.log_level.upper(), format="%(message)s", stream=sys.stderr
@@ -72,6 +75,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(2)
     command = _command(parser, words)
     if command.get_default("has_settings"):
+        words = join_parts(words, [*JSON_SETTINGS, *VLLM_SETTINGS], vllm_flags())
         add_vllm_settings(command, words)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
