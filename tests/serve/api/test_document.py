@@ -2,7 +2,7 @@
 not allow, get answers that it allows, and none a 5xx."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.serve.processes import Server
 
 PROMPTS = ("prompt", "messages", "tokens")
+REQUIRED = {"POST /v1/messages": ("max_tokens",)}  # beside prompts
 WITH_BODY, WITHOUT = 450, 60  # examples of an operation, of what is allowed and of what is not
 
 
@@ -42,8 +43,8 @@ def test_the_server_keeps_to_its_document(server: Server) -> None:
             print(operation.label, "allowed" if is_allowed else "not allowed", dict(of_this))
     assert sum(statuses.values()) >= 5000, statuses
     assert statuses[400] >= 500, statuses
-    for label in ("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/responses",
-                  "POST /v1/prefixes"):  # fmt: skip
+    for path in ("completions", "chat/completions", "responses", "messages", "prefixes"):
+        label = f"POST /v1/{path}"
         assert generated[label] >= 20, generated
     assert server.get("/health") == 200
 
@@ -71,7 +72,8 @@ def try_all(operation: Any, is_allowed: bool, statuses: Counter[int]) -> None:
     @given(operation.as_strategy(generation_mode=mode), st.integers(0, 3), st.integers())
     def try_one(case: Any, most: int, number: int) -> None:
         if is_allowed and isinstance(case.body, dict):
-            case.body = thinned(case.body, most, Random(number))
+            kept = PROMPTS + REQUIRED.get(operation.label, ())
+            case.body = thinned(case.body, kept, most, Random(number))
         response = case.call()
         statuses[response.status_code] += 1
         case.validate_response(response, checks=all_checks)
@@ -79,10 +81,10 @@ def try_all(operation: Any, is_allowed: bool, statuses: Counter[int]) -> None:
     try_one()
 
 
-def thinned(body: dict[str, Any], most: int, random: Random) -> dict[str, Any]:
-    """The prompt and a few of the other fields: one that is refused hides all others."""
+def thinned(body: dict[str, Any], kept: Sequence[str], most: int, random: Random) -> dict[str, Any]:
+    """What is kept and a few of the other fields: one that is refused hides all others."""
     if body.get("prompt") is not None:
         body.pop("messages", None)
-    names = [name for name in body if name not in PROMPTS]
-    kept = random.sample(names, min(most, len(names)))
-    return {name: value for name, value in body.items() if name in PROMPTS or name in kept}
+    names = [name for name in body if name not in kept]
+    some = {*kept, *random.sample(names, min(most, len(names)))}
+    return {name: value for name, value in body.items() if name in some}

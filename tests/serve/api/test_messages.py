@@ -3,6 +3,7 @@ completions. What Anthropic's own client makes of them, `make test-clients` asks
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from httpx2 import Response
 from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig
+from quire.base.hooks import EndRequest, HookCall, HookPiece, HookRequest
 from quire.render.chat_template import ChatOptions
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
+from quire.serve.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.direct import direct
 from tests.serve.api.fake_client import FakeClient
@@ -348,6 +351,49 @@ def test_a_model_that_does_not_reason_takes_a_budget(shared: TestClient) -> None
     plain = answered(shared, messages=HELLO)
     asked = answered(shared, messages=HELLO, thinking={"type": "enabled", "budget_tokens": 10})
     assert asked["content"] == plain["content"]
+
+
+# ---- hooks -----------------------------------------------------------------------------------
+
+
+class Changing:
+    """Changes texts and calls; ends what tells of a storm."""
+
+    def before_admission(self, request: HookRequest) -> HookRequest | None:
+        self.messages = request.messages
+        if any("forbidden" in text for text in request.texts):
+            raise EndRequest("no such word")
+        return None
+
+    def on_output(self, piece: HookPiece) -> HookPiece:
+        if "help" in piece.text:
+            raise EndRequest("no help")
+        return replace(piece, text=piece.text.upper())
+
+    def on_tool_call(self, call: HookCall) -> HookCall:
+        return replace(call, arguments='{"city": "Rome"}')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hooks_see_messages(api: TestClient, api_context: ApiContext, stream: bool) -> None:
+    hook = Changing()
+    api_context.hooks = Hooks([hook], 30.0)
+
+    def asked(**fields: Any) -> dict[str, Any]:
+        response = ask(api, stream=stream, **fields)
+        return put_together(events_of(response)) if stream else response.json()
+
+    ended = asked(messages=HELLO, system=[{"type": "text", "text": "Hm."}])
+    assert [message["role"] for message in hook.messages] == ["system", "user"]
+    assert ended["stop_reason"] == "refusal" and ended["stop_details"]["explanation"] == "no help"
+    text = direct(HELLO, max_tokens=6).outputs[0].text
+    assert "help" not in text
+    changed = asked(messages=HELLO, max_tokens=6)
+    assert changed["content"] == [{"type": "text", "text": text.upper()}]
+    [call] = asked(messages=QUESTION, tools=TOOLS)["content"]
+    assert call["input"] == {"city": "Rome"}
+    refused = ask(api, messages=[{"role": "user", "content": "forbidden"}], stream=stream)
+    assert "no such word" in error_of(refused, 400, "invalid_request_error")
 
 
 # ---- errors ----------------------------------------------------------------------------------

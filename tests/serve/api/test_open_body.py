@@ -51,6 +51,7 @@ ODD = [" a ", "b\x7f", "c,d", "\r\nSet-Cookie: e", "50%", "\x00"]
         (LONG, ", ".join(LONG[:5]) + ", 95 more"),
         (["\n" * 200, "\n" * 201], "%0A" * 200 + ", 1 more"),
         (ODD, "%20a%20, b%7F, c%2Cd, %0D%0ASet-Cookie:%20e, 50%25, %00"),
+        (["a", ""], 'a, ""'),
     ],
 )
 def test_a_header_is_short_and_clean_whatever_was_sent(

@@ -20,6 +20,7 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
 from quire.serve.api.limits import BodyLimit, generating
 from quire.serve.api.messages import routes as messages
+from quire.serve.api.messages.errors import REQUEST_ID
 from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.open_body import IGNORED_HEADER
 from quire.serve.api.rate_gate import HEADERS, RateHeaders
@@ -75,7 +76,7 @@ def _add_middleware(app: FastAPI, context: ApiContext) -> None:
             allow_origins=list(context.config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER.decode(), IGNORED_HEADER, *HEADERS],
+            expose_headers=[HEADER.decode(), REQUEST_ID, IGNORED_HEADER, *HEADERS],
         )
     app.add_middleware(HeadAsGet)
     app.add_middleware(RequestIds)

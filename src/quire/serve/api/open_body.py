@@ -20,6 +20,7 @@ IGNORED_HEADER = "X-Quire-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
 MAX_GUESSED_CHARS = 60
 SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
+EMPTY = '""'  # a header's value must not end with a blank
 
 
 class OpenBody(BaseModel):
@@ -75,7 +76,7 @@ def naming_ignored(response: Response, names: Sequence[str]) -> Response:
     """
     num_chars, kept = 0, []
     for name in names:
-        written = urllib.parse.quote(name, safe=SAFE, errors="surrogatepass")
+        written = urllib.parse.quote(name, safe=SAFE, errors="surrogatepass") or EMPTY
         num_chars += len(written) + 2
         if num_chars > MAX_HEADER_CHARS:
             break

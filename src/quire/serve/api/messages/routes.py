@@ -16,12 +16,18 @@ from quire.serve.api.errors import request_id_of
 from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
 from quire.serve.api.messages.errors import REQUEST_ID, message_error_event
 from quire.serve.api.messages.events import MessageEvents, message_of
-from quire.serve.api.messages.protocol import CountTokensRequest, MessagesRequest
+from quire.serve.api.messages.protocol import (
+    Conversing,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model
 from quire.serve.api.sse import encode, start_stream
 from quire.serve.api.structured import with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
+from quire.serve.async_renderer import size_of
+from quire.serve.lanes import MAX_CHARS_ON_LOOP
 
 Json = dict[str, Any]
 
@@ -34,7 +40,8 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
     """The next message of a conversation, made of blocks."""
     check_neutral(body)
     message_id = new_id("msg")
-    chat_body = answered_chat_of(body, api.renderer.answer_format(None, bool(body.tools)))
+    answer_format = api.renderer.answer_format(None, bool(body.tools))
+    chat_body = await api.lanes.run(_size(body), answered_chat_of, body, answer_format)
     chat = await make_chat_job(api, chat_body, request.scope, message_id, cuts_length=True)
     [choice] = chat_choices(api, chat, named_call_stops=False)
     answer = Answer(api.client, chat.body, {}, [chat.job], [[choice]], chat.hooks)
@@ -60,10 +67,16 @@ async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: 
     """How many tokens the prompt of a message with the same fields has."""
     check_neutral(body)
     check_model(api, body.model)
-    prompt = await render_chat(api, chat_of(body), is_counted=True)
+    chat_body = await api.lanes.run(_size(body), chat_of, body)
+    prompt = await render_chat(api, chat_body, is_counted=True)
     content = encode({"input_tokens": len(prompt.token_ids)})
     headers = {REQUEST_ID: request_id_of(request)}
     return Response(content, media_type="application/json", headers=headers)
+
+
+def _size(body: Conversing) -> int:
+    """Return about how many characters are to be made a chat, for `Lanes.run`."""
+    return size_of([body.system, body.messages, body.tools], MAX_CHARS_ON_LOOP)
 
 
 def _is_cut(body: MessagesRequest, chat: ChatJob) -> bool:
