@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch"},
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
-        "rich", "starlette", "uvicorn",
+        "opentelemetry", "rich", "starlette", "uvicorn",
     },
     "cli": {"rich", "yaml"},
 }  # fmt: skip

@@ -416,6 +416,9 @@ class ServerConfig:
     tokens_per_minute: tuple[int, ...] = setting(
         (), "tokens that each key may have, in and out; as requests_per_minute"
     )
+    otlp_traces_endpoint: str | None = setting(
+        None, "URL of a collector to which a span is sent for each request (needs quire[otel])"
+    )
     ssl_keyfile: str | None = setting(None, "private key for HTTPS")
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 

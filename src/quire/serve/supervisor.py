@@ -44,6 +44,7 @@ from quire.serve.launch import (
     remove_abandoned_sockets,
 )
 from quire.serve.rate_limits import make_memory
+from quire.serve.tracing_package import check_tracing
 from quire.serve.usage_log import check_usage_log
 
 logger = logging.getLogger("quire")
@@ -56,6 +57,7 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
     raise_open_files_limit()
     remove_abandoned_sockets()
     check_usage_log(server.usage_log)
+    check_tracing(server.otlp_traces_endpoint)
     places = core_places(engine)
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(server))

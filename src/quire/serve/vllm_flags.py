@@ -406,7 +406,7 @@ OBSERVATION = {
     "max_log_len": _ignored(NO_REQUEST_LOG),
     "show_hidden_metrics_for_version": _ignored("no metric is hidden"),
     "custom_histogram_buckets": _value("the buckets are fixed"),
-    "otlp_traces_endpoint": _value("use --record and quire trace (docs/recording.md)"),
+    "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's is gRPC unless its environment says so"),
     "collect_detailed_traces": _value("use --record and quire trace (docs/recording.md)"),
     "kv_cache_metrics": _switch("/v1/requests/ID tells what was cached", False),
     "kv_cache_metrics_sample": _ignored("/v1/requests/ID tells what was cached"),

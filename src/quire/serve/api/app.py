@@ -26,6 +26,7 @@ from quire.serve.api.open_body import IGNORED_HEADER
 from quire.serve.api.rate_gate import HEADERS, RateHeaders
 from quire.serve.api.request_ids import HEADER, RequestIds
 from quire.serve.api.responses import routes as responses
+from quire.serve.api.trace_headers import TraceHeaders
 
 
 def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
@@ -79,4 +80,6 @@ def _add_middleware(app: FastAPI, context: ApiContext) -> None:
             expose_headers=[HEADER.decode(), REQUEST_ID, IGNORED_HEADER, *HEADERS],
         )
     app.add_middleware(HeadAsGet)
+    if context.config.otlp_traces_endpoint is not None:
+        app.add_middleware(TraceHeaders)
     app.add_middleware(RequestIds)

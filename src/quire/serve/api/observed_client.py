@@ -8,9 +8,12 @@ asked.
 import asyncio
 import contextlib
 import json
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 from quire.base.errors import EngineBusy, EngineDead, QuireError, RequestError
@@ -21,6 +24,11 @@ from quire.base.tenants import key_index
 from quire.engine.remote import AsyncClient
 from quire.serve.rate_limits import RateLimits
 
+logger = logging.getLogger("quire")
+
+# Of the HTTP request from which a request of the engine is made, in whichever task.
+NONE: Mapping[str, str] = MappingProxyType({})
+TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=NONE)
 ABORT = "abort"
 LOOK_S, MOST_LOOKS = 0.05, 20  # at a request that was ended and is still in a step
 TELL_S = 2.0  # for what is still to be told when the server ends
@@ -33,7 +41,7 @@ class ObservedRequest:
     began_s: unix time. status: how it ended, a finish_reason; or `busy`, `refused`, `engine_dead`,
     `failed`, if it ended before it had one. num_prompt: tokens of its prompt; 0 after the end if no
     token came out of it. num_charged: tokens that were taken of its key's limit. timeline: as
-    /v1/requests/ID shows it; empty if it was not asked for.
+    /v1/requests/ID shows it; empty if it was not asked for. trace_headers: W3C's, of its client.
     """
 
     request: Request
@@ -48,6 +56,7 @@ class ObservedRequest:
     has_output: bool = False
     is_finished: bool = False
     timeline: dict[str, Any] = field(default_factory=dict)
+    trace_headers: Mapping[str, str] = field(default_factory=TRACE_HEADERS.get)
 
     @property
     def num_tokens(self) -> int:
@@ -167,7 +176,10 @@ class ObservedClient:
             seen.num_prompt = seen.num_cached = 0
         self._charge(seen)
         for listener in self._listeners:
-            listener(seen)
+            try:
+                listener(seen)
+            except Exception:  # what is told of a request must not harm others
+                logger.exception("request %s cannot be told of", seen.request.request_id)
 
     # ---- as they are --------------------------------------------------------------------------
 

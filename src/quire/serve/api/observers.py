@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -10,6 +11,9 @@ from quire.engine.remote import AsyncClient
 from quire.serve.api.observed_client import Listener, ObservedClient, ObservedRequest
 from quire.serve.rate_limits import RateLimits
 from quire.serve.usage_log import UsageLog
+
+if TYPE_CHECKING:
+    from quire.serve.api.tracer import RequestTracer
 
 
 class UsageLine(msgspec.Struct):
@@ -37,13 +41,19 @@ class Observers:
         self._model = model
         self._log = None if server.usage_log is None else UsageLog(Path(server.usage_log))
         listeners: list[Listener] = [] if self._log is None else [self._write]
+        self._tracer = _tracer(server.otlp_traces_endpoint, model)
+        if self._tracer is not None:
+            listeners.append(self._tracer)
         self.client = client
         if listeners or rates is not None:
-            self.client = ObservedClient(client, listeners, rates)
+            needs_timeline = self._tracer is not None
+            self.client = ObservedClient(client, listeners, rates, needs_timeline)
 
     async def close(self) -> None:
         """Close the client; then write and send what is still to be told."""
         await self.client.close()
+        if self._tracer is not None:
+            self._tracer.close()
         if self._log is not None:
             self._log.close()
 
@@ -62,3 +72,12 @@ class Observers:
             seen.status,
         )
         self._log.append(msgspec.json.encode(line))
+
+
+def _tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
+    """Import the packages of `quire[otel]` only where traces are sent."""
+    if endpoint is None:
+        return None
+    from quire.serve.api.tracer import RequestTracer
+
+    return RequestTracer.sending_to(endpoint, model)
