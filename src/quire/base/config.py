@@ -389,6 +389,9 @@ class ServerConfig:
     disable_fastapi_docs: bool = setting(
         False, "do not answer /openapi.json and /docs, the description of what can be asked"
     )
+    return_tokens_as_token_ids: bool = setting(
+        False, "show tokens of log-probabilities as token_id:N, where a request does not say it"
+    )
     strict_fields: bool = setting(
         False, "refuse fields of a body that do not exist, instead of naming them in a header"
     )

@@ -22,6 +22,7 @@ SETTINGS = (
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
     "decode_context_parallel_size", "data_parallel_size", "enable_expert_parallel",
+    "hf_overrides",
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from quire.cli.settings import add_some_settings, given_settings, human_integer
 SETTINGS = (
     "model", "tokenizer", "revision", "dtype", "model_impl", "load_format", "seed", "quantization",
     "quantization_group_size", "quantized_head", "block_size", "kv_cache_dtype", "device",
-    "attention_backend",
+    "attention_backend", "hf_overrides",
 )  # fmt: skip
 EQUAL, DIFFERS, NOT_COMPARED = 0, 1, 2
 

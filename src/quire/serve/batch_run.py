@@ -17,7 +17,7 @@ from quire.base.errors import ConfigError, EngineDead
 from quire.engine.child import collecting_rarely
 from quire.engine.fleet import client_of
 from quire.engine.text import TextSide, build_text_side
-from quire.models.source import ModelSource, resolve_model
+from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.app_caller import AppCaller
 from quire.serve.api.batches.input_index import InputIndex
@@ -64,7 +64,7 @@ class BatchRun:
     def run(self) -> int:
         """Run what is not done yet; the exit status. Raise QuireError for what cannot be run."""
         self._files.check()
-        source = resolve_model(self._engine.model.model, self._engine.model.revision)
+        source = resolve_source(self._engine.model)
         names = self._server.served_model_name or (source.name,)
         with contextlib.ExitStack() as stack:
             journal = stack.enter_context(contextlib.closing(Journal(self._files.output)))

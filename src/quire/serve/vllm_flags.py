@@ -102,7 +102,7 @@ ANSWERS = {
     "trust_request_chat_template": _same(),
     "default_chat_template_kwargs": _same(),
     "reasoning_effort_map": _value("templates get reasoning_effort as it is"),
-    "return_tokens_as_token_ids": _switch("a request asks for it by the field of this name", False),
+    "return_tokens_as_token_ids": _same(),
     "enable_force_include_usage": _same(),
     "enable_prompt_tokens_details": _ignored("the usage always has them", True),
     "enable_per_request_metrics": _same(),

@@ -48,6 +48,15 @@ def test_usage_of_all_streams(
         assert '"usage":{' not in client.post(path, json=body | {"stream": True}).text
 
 
+def test_tokens_as_ids_where_requests_do_not_say_it(make_context: Callable[..., Any]) -> None:
+    with client_of(make_context, return_tokens_as_token_ids=True) as client:
+        for says, is_id in ((None, True), (True, True), (False, False)):
+            body = TEXT | {"logprobs": 0, "return_tokens_as_token_ids": says}
+            answer = client.post("/v1/completions", json=body).json()
+            for token in answer["choices"][0]["logprobs"]["tokens"]:
+                assert token.startswith("token_id:") == is_id
+
+
 def test_a_server_that_does_not_describe_itself(make_context: Callable[..., Any]) -> None:
     with client_of(make_context, disable_fastapi_docs=True) as client:
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]

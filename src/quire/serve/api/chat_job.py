@@ -21,11 +21,10 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import error_in
 from quire.serve.api.hooked_prompt import admitted_chat
 from quire.serve.api.jobs import PromptJob, make_job
-from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import chat_params, check_top_logprobs, room_beside, truncated
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reasoning_count import ReasoningCount
-from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.rendering import check_model, render_prompt, token_names
 from quire.serve.api.structured import form_size, structured_outputs_of
 from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.hooks import RequestHooks
@@ -140,7 +139,7 @@ def chat_choices(api: ApiContext, chat: ChatJob, named_call_stops: bool = True) 
     which its request names ends with `stop`, as OpenAI's does."""
     body, job, asked = chat.body, chat.job, chat.asked
     params, tokenizer = job.request.params, api.renderer.tokenizer
-    names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+    names = token_names(api, body.return_tokens_as_token_ids)
     has_reasoning = asked.format.reasoning is not None
     usage = UsageCounter(
         len(job.token_ids), tenant=job.request.tenant, num_reasoning=0 if has_reasoning else None

@@ -33,7 +33,7 @@ from quire.serve.api.protocol import (
     CompletionRequest,
 )
 from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.rendering import check_model, decode, render_prompt
+from quire.serve.api.rendering import check_model, decode, render_prompt, token_names
 from quire.serve.api.structured import checked_grammar, with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
 
@@ -61,7 +61,7 @@ async def create_completion(
         _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text, core)
         for index, prompt in enumerate(prompts)
     ]
-    names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
+    names = token_names(api, body.return_tokens_as_token_ids)
     choices = [await _choices(api, index, body, job, names) for index, job in enumerate(jobs)]
     head = {
         "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,

@@ -18,10 +18,9 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.hooked_prompt import admitted_ids
 from quire.serve.api.jobs import PromptJob, make_job
-from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import completion_params, room_beside
 from quire.serve.api.protocol import CompletionRequest, StreamOptions
-from quire.serve.api.rendering import check_model, tokenizer_of
+from quire.serve.api.rendering import check_model, token_names, tokenizer_of
 from quire.serve.api.structured import checked_grammar
 from quire.serve.api.unsupported_fields import Rule, check_neutral
 from quire.serve.api.validation_errors import invalid_fields, shown
@@ -142,8 +141,7 @@ class OpenRequest:
         )  # fmt: skip
 
     def _choice(self, job: PromptJob) -> CompletionChoice:
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        names = TokenNames(self._api.renderer.tokenizer, as_ids)
+        names = token_names(self._api, self.body.return_tokens_as_token_ids)
         return CompletionChoice(0, self.body, job, None, names, self._usage)
 
     def _head(self) -> Json:

@@ -6,6 +6,7 @@ from quire.render.renderer import RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.validation_errors import shown
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
@@ -102,6 +103,12 @@ def tokenizer_of(context: ApiContext) -> Tokenizer:
     if context.renderer.tokenizer is None:
         raise bad_request("this model has no tokenizer, so there is no text to and from its ids.")
     return context.renderer.tokenizer
+
+
+def token_names(context: ApiContext, as_ids: bool | None) -> TokenNames:
+    """Return how tokens are shown; as_ids: what a request says of it, or nothing."""
+    shows_ids = context.config.return_tokens_as_token_ids if as_ids is None else as_ids
+    return TokenNames(context.renderer.tokenizer, shows_ids)
 
 
 async def decode(context: ApiContext, token_ids: list[int]) -> str:
