@@ -6,9 +6,16 @@ import pytest
 
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
+from quire.base.config import SchedulerConfig, config_from_flat
 from quire.base.plan import Plan
-from quire.engine.heartbeat import LEAST_S, BeatingExecutor, Heartbeat, HeartbeatReader, StuckWatch
+from quire.engine.heartbeat import (
+    LEAST_S,
+    BeatingExecutor,
+    Heartbeat,
+    HeartbeatReader,
+    StuckWatch,
+    expected_step_s,
+)
 
 
 def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> None:
@@ -48,6 +55,14 @@ def test_one_late_look_is_not_enough(tmp_path: Path) -> None:
     watch.forget()
     Heartbeat(tmp_path / "beat", 0.0).wait(0.0, 1.0)
     assert not watch.is_stuck(601.5)  # of another core
+
+
+def test_a_first_step_is_given_what_its_model_and_torch_may_take() -> None:
+    config = config_from_flat(max_num_batched_tokens=1000)
+    assert expected_step_s(config, "cpu", 1 << 30) == pytest.approx(107, rel=0.01)
+    assert expected_step_s(config, "cuda", 1 << 30) == pytest.approx(0.107, rel=0.01)
+    compiled = config_from_flat(max_num_batched_tokens=1000, torch_compile=True)
+    assert expected_step_s(compiled, "cuda", 1 << 30) > 60.0
 
 
 def test_slow_steps_are_given_ten_times_their_time(tmp_path: Path) -> None:

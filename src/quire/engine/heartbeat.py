@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire.base.clock import Clock
+from quire.base.config import EngineConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor
@@ -19,6 +20,7 @@ from quire.engine.executor import Executor
 FIELDS = struct.Struct("<dq")
 LOAD = struct.Struct("<q")  # behind them
 CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
+COMPILE_S = 60.0
 LEAST_S = 10.0
 TOLERANCE = 10.0
 CONFIRM_S = 0.9  # between the first look that found the core late, and one that counts
@@ -41,9 +43,13 @@ class StepLimit:
         self._expected_s = max(took_s, FORGET * self._expected_s)
 
 
-def expected_step_s(device: str, weights_bytes: int, num_tokens: int) -> float:
-    """Guess generously: two operations per weight and token of the largest step."""
-    return weights_bytes * num_tokens / (CPU_FLOPS if device == "cpu" else GPU_FLOPS)
+def expected_step_s(config: EngineConfig, device: str, weights_bytes: int) -> float:
+    """Guess generously: two operations per weight and token of the largest step; where torch
+    compiles, the first steps take as long as that. device: its type."""
+    num_tokens = config.scheduler.max_num_batched_tokens or 1
+    compiling_s = COMPILE_S if config.model.torch_compile else 0.0
+    rate = CPU_FLOPS if device == "cpu" else GPU_FLOPS
+    return compiling_s + weights_bytes * num_tokens / rate
 
 
 class Heartbeat:

@@ -89,8 +89,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         settings=flat_settings(config),
         memory=built.memory.describe(),
     )
-    num_tokens = config.scheduler.max_num_batched_tokens or 1
-    expected_s = expected_step_s(config.device, built.memory.weights_bytes, num_tokens)
+    expected_s = expected_step_s(config, config.device, built.memory.weights_bytes)
     heartbeat = Heartbeat(options.home / "heartbeat", expected_s)
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)

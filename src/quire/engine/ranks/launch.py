@@ -171,8 +171,7 @@ class Ranks:
 
 
 def _expected_step_s(model: LoadedElsewhere) -> float:
-    num_tokens = model.config.scheduler.max_num_batched_tokens or 1
-    return expected_step_s(model.device_type, model.memory.weights_bytes, num_tokens)
+    return expected_step_s(model.config, model.device_type, model.memory.weights_bytes)
 
 
 class _Heard:
