@@ -1,10 +1,14 @@
-"""A chat's chunks as the events of a message, and put together (`serve/api/messages/events.py`)."""
+"""A chat's chunks as the events of a message, and put together (`serve/api/messages/events.py`);
+errors in the shape of messages."""
 
 from typing import Any
 
 import pytest
 
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, EngineDead
 from quire.serve.api.answers import UsageCounter
+from quire.serve.api.errors import ApiError, as_api_error, bad_request, too_late
+from quire.serve.api.messages.errors import is_messages, message_error_body
 from quire.serve.api.messages.events import MessageEvents, input_of, message_of
 
 
@@ -92,3 +96,48 @@ def test_an_empty_answer_has_no_blocks() -> None:
 )
 def test_the_input_of_a_call(arguments: str, expected: Any) -> None:
     assert input_of(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (bad_request("no"), "invalid_request_error"),
+        (ApiError(401, "no"), "authentication_error"),
+        (ApiError(403, "no"), "permission_error"),
+        (ApiError(404, "no"), "not_found_error"),
+        (ApiError(405, "no"), "invalid_request_error"),
+        (too_late("no"), "timeout_error"),
+        (ApiError(413, "no"), "request_too_large"),
+        (ApiError(415, "no"), "invalid_request_error"),
+        (ApiError(429, "no"), "rate_limit_error"),
+        (EngineBusy("no"), "overloaded_error"),
+        (EngineDead("no"), "overloaded_error"),
+        (ApiError(500, "no"), "api_error"),
+    ],
+)
+def test_the_type_of_an_error(error: Exception, kind: str) -> None:
+    body = message_error_body(as_api_error(error), "r")
+    told = {"type": kind, "message": "no"}
+    assert body == {"type": "error", "error": told, "request_id": "r"}
+
+
+def test_words_that_clients_look_for() -> None:
+    body = message_error_body(bad_request("no", "messages", CONTEXT_LENGTH_EXCEEDED), "")
+    assert body["error"]["message"] == "prompt is too long: no" and body["request_id"] is None
+    body = message_error_body(bad_request("response_format: no.", "response_format"), "")
+    assert body["error"]["message"] == "output_config.format: no."
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "expected"),
+    [
+        ("/v1/messages", "", True),
+        ("/v1/messages/count_tokens", "", True),
+        ("/v1/messages/", "", True),
+        ("/v1/messagesx", "", False),
+        ("/x/v1/messages", "", False),
+        ("/x/v1/messages", "/x", True),
+    ],
+)
+def test_whose_errors_have_this_shape(path: str, root: str, expected: bool) -> None:
+    assert is_messages({"path": path, "root_path": root}) is expected

@@ -20,6 +20,7 @@ Block = Mapping[str, Any]
 BILLING = "x-anthropic-billing-header:"
 FAILED = "Error: "  # how a result of a tool says that it is one; templates know no flag
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
+JOINED = {"content", "reasoning_content", "tool_calls"}  # lists, until all turns are joined
 ALLOWED = {
     USER: ("text", "tool_result"),
     ASSISTANT: ("text", "thinking", "redacted_thinking", "tool_use"),
@@ -138,12 +139,9 @@ def _assistant_message(blocks: Sequence[Block], where: str, names: dict[str, str
             case "tool_use":
                 calls.append(_call(block, place))
                 names[calls[-1]["id"]] = calls[-1]["function"]["name"]
-    message: Json = {"role": ASSISTANT, "content": texts}
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+    return {
+        "role": ASSISTANT, "content": texts, "reasoning_content": thoughts, "tool_calls": calls,
+    }  # fmt: skip
 
 
 def _call(block: Block, where: str) -> Json:
@@ -168,26 +166,24 @@ def _turns(messages: Sequence[Json]) -> list[Json]:
         if message["role"] != last.get("role") or message["role"] == "tool":
             found.append(message)
             continue
-        last["content"] = last["content"] + message["content"]
-        for name, join in (("reasoning_content", "\n".join), ("tool_calls", _joined)):
-            values = [each[name] for each in (last, message) if name in each]
-            if values:
-                last[name] = join(values)
+        for name in JOINED & message.keys():
+            last[name].extend(message[name])
     return found
 
 
-def _joined(lists: Sequence[list[Json]]) -> list[Json]:
-    return [item for items in lists for item in items]
-
-
 def _plain(message: Json) -> Json:
-    """Return a message with its text, or texts as parts."""
-    texts = message["content"]
-    if len(texts) == 1:
-        return message | {"content": texts[0]}
-    if not texts:  # of the assistant, with calls or thoughts
-        return message | {"content": None}
-    return message | {"content": [{"type": "text", "text": text} for text in texts]}
+    """Return a message with its text, or texts as parts, and without what it has none of."""
+    texts: list[str] = message["content"]
+    content: Any = [{"type": "text", "text": text} for text in texts]
+    if len(texts) < 2:  # none: of the assistant, with calls or thoughts
+        content = texts[0] if texts else None
+    plain = message | {"content": content}
+    thoughts = [text for text in plain.pop("reasoning_content", ()) if text]
+    if thoughts:
+        plain["reasoning_content"] = "\n".join(thoughts)
+    if not plain.get("tool_calls"):
+        plain.pop("tool_calls", None)
+    return plain
 
 
 def _wrong(where: str, rule: str) -> ApiError:
