@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long test-clients mutate check format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
+.PHONY: help install serve chat doctor run test test-long test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ check: $(VENV)/.installed-test ## linter, types, and the house's rules on size a
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/structure
+
+page: ## build the page at / anew from web/; needs node
+	cd web && npm ci && npm run check && npm run build
 
 format: $(VENV)/.installed-test ## let ruff lay out the code
 	$(BIN)/ruff format .

@@ -379,6 +379,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins that may call from a browser (CORS); * is all"
     )
+    page: bool = setting(
+        True, "serve a page at / for browsers: chat, tokens, and what the engine does"
+    )
     response_role: str = setting("assistant", "role of the messages that chat completions give")
     enable_force_include_usage: bool = setting(
         False, "end every stream with its usage, also where include_usage is not asked for"

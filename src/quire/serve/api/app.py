@@ -9,6 +9,7 @@ from quire.serve.api import (
     chat_completions,
     completions,
     live,
+    page,
     prefixes,
     stream,
     utility,
@@ -48,6 +49,8 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
     protected = Depends(authorised)
     app.include_router(utility.public)
     app.include_router(utility.router, dependencies=[protected])
+    if context.config.page:
+        app.include_router(page.router)
     if not context.config.disable_fastapi_docs:
         app.include_router(utility.page)
         app.include_router(utility.description, dependencies=[protected])

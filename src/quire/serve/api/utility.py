@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from quire.base.version import QUIRE_VERSION
 from quire.render.chat_template import ChatOptions
+from quire.serve.api.admin import is_admin
 from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.document import document
@@ -111,8 +112,11 @@ async def metrics(api: Api) -> Response:
 
 @router.get("/v1/requests/{request_id}")
 async def show_request(request_id: str, request: fastapi.Request, api: Api) -> Response:
-    """What happened to a request, by the id of its answer; on a server with keys to its own key."""
-    text = await api.client.timeline(request_id, reader_of(request.scope, api.config.api_key))
+    """What happened to a request, by the id of its answer; on a server with keys to its own key and
+    to those of admin_api_key."""
+    whose = reader_of(request.scope, api.config.api_key)
+    tenant = None if is_admin(request.scope, api.config) else whose
+    text = await api.client.timeline(request_id, tenant)
     if not text:
         raise ApiError(
             404,

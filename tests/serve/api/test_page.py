@@ -1,0 +1,57 @@
+"""The page at /: what is served, and that it is built from web/ as it stands there."""
+
+import gzip
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.serve.api.app import create_app
+from quire.serve.api.page import FOLDER, TYPES
+from tests.serve.api.conftest import MakeContext
+
+WEB = Path(__file__).parents[3] / "web"
+MOST_BYTES = 150_000  # of all files, packed
+NODE, ESBUILD = shutil.which("node"), WEB / "node_modules" / "esbuild" / "package.json"
+
+
+def test_it_is_served_to_browsers_that_have_no_key(make_context: MakeContext) -> None:
+    api = TestClient(create_app(make_context(api_key=("k",))))
+    page = api.get("/")
+    assert (page.status_code, page.headers["content-type"]) == (200, TYPES["index.html"])
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    parts = set(re.findall(r'(?:src|href)="([^"#]+)"', page.text))
+    assert parts == {"page/page.js", "page/page.css", "page/icon.svg"}
+    for part in parts:
+        found = api.get("/" + part)
+        assert (found.status_code, found.headers["x-content-type-options"]) == (200, "nosniff")
+    assert api.get("/v1/models").status_code == 401
+    for name in ("other.js", "..%2fpage.py", "%2e%2e"):
+        assert api.get(f"/page/{name}").status_code == 404
+
+
+def test_it_can_be_left_out(make_context: MakeContext) -> None:
+    api = TestClient(create_app(make_context(page=False)))
+    assert api.get("/").status_code == api.get("/page/page.js").status_code == 404
+    assert api.get("/v1/models").status_code == 200
+
+
+def test_it_is_small_and_needs_nothing_from_elsewhere() -> None:
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir()}
+    assert files.keys() == TYPES.keys()
+    assert sum(len(gzip.compress(data)) for data in files.values()) < MOST_BYTES
+    text = b"".join(files.values()).replace(b"http://www.w3.org/2000/svg", b"").decode()
+    for word in ("http:", "https:", "url(", "@import", "innerHTML", "insertAdjacentHTML", "eval("):
+        assert word not in text, word
+
+
+@pytest.mark.skipif(NODE is None or not ESBUILD.exists(), reason="needs node, and `npm ci` in web/")
+def test_it_is_built_from_its_source(tmp_path: Path) -> None:
+    assert NODE is not None
+    subprocess.run([NODE, "build.mjs", str(tmp_path)], cwd=WEB, check=True, timeout=60)
+    for name in TYPES:
+        built, kept = (tmp_path / name).read_bytes(), (FOLDER / name).read_bytes()
+        assert built == kept, f"{name} is not what web/ builds; run `make page`"

@@ -1,0 +1,212 @@
+// The KV blocks of one cache group on a canvas: a cell each, in its owner's colour.
+
+import { calm, make } from "./dom";
+import type { Group } from "./live";
+
+const FREE = 0;
+const CACHED = 1;
+const PINNED = 3;
+const MOST_HEIGHT = 380;
+const LARGEST = 22;
+const SMALLEST = 3;
+const WITH_COUNT = 13; // a cell this large has room for a number
+const FLASH_MS = 700;
+const FLASHES: Record<string, string> = { hit: "#22c55e", copy: "#ec4899", swap_out: "#f97316", load: "#06b6d4" };
+
+/** Return the colour of a request: neighbours in number are far apart in hue. */
+export function colourOf(number: number): string {
+  return number < 0 ? "var(--quiet)" : `hsl(${(number * 137.508) % 360} 62% 52%)`;
+}
+
+export class BlockMap {
+  readonly canvas: HTMLCanvasElement;
+  readonly said = make("p", { class: "quiet", "aria-live": "polite" });
+  private group: Group | null = null;
+  private cell = LARGEST;
+  private columns = 1;
+  private cursor = -1;
+  private chosen = -1; // the number of the request that stands out
+  private readonly flashes = new Map<number, { kind: string; since: number }>();
+  private frame = 0;
+  private readonly styles = new Map<string, string>(); // of CSS variables
+
+  /** pick: what to do with the owner of a block that was clicked. */
+  constructor(private readonly name: string, private readonly pick: (owner: number) => void) {
+    this.canvas = make("canvas", { tabindex: 0, role: "img", class: "map" });
+    this.canvas.addEventListener("pointermove", (event) => this.point(this.at(event)));
+    this.canvas.addEventListener("pointerleave", () => this.point(-1));
+    this.canvas.addEventListener("click", (event) => this.open(this.at(event)));
+    this.canvas.addEventListener("keydown", (event) => this.press(event));
+    new ResizeObserver(() => this.show(this.group)).observe(this.canvas);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+      this.styles.clear();
+      this.show(this.group);
+    });
+  }
+
+  /** Draw all blocks. */
+  show(group: Group | null): void {
+    this.group = group;
+    if (!group || !this.canvas.clientWidth) return;
+    const num = group.states.length;
+    const width = this.canvas.clientWidth;
+    this.cell = LARGEST;
+    while (this.cell > SMALLEST && Math.ceil(num / Math.floor(width / this.cell)) * this.cell > MOST_HEIGHT) this.cell--;
+    this.columns = Math.max(1, Math.floor(width / this.cell));
+    const height = Math.ceil(num / this.columns) * this.cell;
+    const scale = devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    this.canvas.style.height = `${height}px`;
+    this.context().scale(scale, scale);
+    for (let block = 0; block < num; block++) this.draw(block);
+    this.tell();
+  }
+
+  /** Draw blocks that have changed. */
+  change(blocks: number[]): void {
+    if (!this.canvas.clientWidth) return;
+    for (const block of blocks) this.draw(block);
+    if (blocks.length) this.tell();
+  }
+
+  /** Let a block flash. */
+  flash(block: number, kind: string): void {
+    this.flashes.set(block, { kind, since: performance.now() });
+    if (!this.frame) this.frame = requestAnimationFrame(() => this.fade());
+  }
+
+  /** Let the blocks of one request stand out; -1 none. */
+  choose(number: number): void {
+    if (number === this.chosen) return;
+    this.chosen = number;
+    this.group?.states.forEach((_, block) => this.draw(block));
+  }
+
+  private context(): CanvasRenderingContext2D {
+    const context = this.canvas.getContext("2d");
+    if (!context) throw new Error("no canvas");
+    return context;
+  }
+
+  private style(name: string): string {
+    const known = this.styles.get(name) ?? getComputedStyle(this.canvas).getPropertyValue(name).trim();
+    this.styles.set(name, known);
+    return known;
+  }
+
+  private draw(block: number): void {
+    const group = this.group;
+    if (!group || block >= group.states.length) return;
+    const context = this.context();
+    const size = this.cell;
+    const x = (block % this.columns) * size;
+    const y = Math.floor(block / this.columns) * size;
+    const gap = size > 6 ? 2 : size > 4 ? 1 : 0.5;
+    const [state, owner, sharers] = [group.states[block] ?? 0, group.owners[block] ?? -1, group.sharers[block] ?? 0];
+    context.clearRect(x, y, size, size);
+    context.globalAlpha = this.chosen >= 0 && owner !== this.chosen ? 0.25 : 1;
+    if (state === FREE) context.fillStyle = this.style("--free");
+    else if (state === CACHED) context.fillStyle = this.style("--cached");
+    else context.fillStyle = owner < 0 ? this.style("--pinned") : colourOf(owner);
+    context.fillRect(x, y, size - gap, size - gap);
+    if (state === PINNED) {
+      frame(context, x, y, size - gap, this.style("--pinned"), 2);
+    }
+    if (sharers > 1) this.drawCount(context, x, y, size - gap, sharers);
+    const flash = this.flashes.get(block);
+    if (flash) {
+      context.globalAlpha = calm.matches ? 1 : Math.max(0, 1 - (performance.now() - flash.since) / FLASH_MS);
+      frame(context, x, y, size - gap, FLASHES[flash.kind] ?? "#fff", Math.max(2, size / 5));
+    }
+    context.globalAlpha = 1;
+    if (block === this.cursor) frame(context, x, y, size - gap, this.style("--text"), 2);
+  }
+
+  private drawCount(context: CanvasRenderingContext2D, x: number, y: number, size: number, sharers: number): void {
+    context.fillStyle = "#fff";
+    if (size >= WITH_COUNT) {
+      context.font = `600 ${Math.round(size * 0.62)}px system-ui, sans-serif`;
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      context.fillText(sharers > 99 ? "99" : String(sharers), x + size / 2, y + size / 2 + 0.5, size);
+    } else {
+      const dot = Math.max(1, size / 3);
+      context.fillRect(x + (size - dot) / 2, y + (size - dot) / 2, dot, dot);
+    }
+  }
+
+  private fade(): void {
+    const now = performance.now();
+    for (const [block, { since }] of this.flashes) {
+      const isOver = now - since > FLASH_MS;
+      if (isOver) this.flashes.delete(block);
+      if (isOver || !calm.matches) this.draw(block);
+    }
+    this.frame = this.flashes.size ? requestAnimationFrame(() => this.fade()) : 0;
+  }
+
+  private at(event: MouseEvent): number {
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / this.cell);
+    const block = Math.floor((event.clientY - box.top) / this.cell) * this.columns + column;
+    return column < this.columns && block < (this.group?.states.length ?? 0) ? block : -1;
+  }
+
+  private point(block: number): void {
+    const before = this.cursor;
+    if (block === before) return;
+    this.cursor = block;
+    this.draw(before);
+    this.draw(block);
+    this.said.textContent = this.describe(block);
+  }
+
+  private describe(block: number): string {
+    const group = this.group;
+    if (!group || block < 0) return "";
+    const owner = group.owners[block] ?? -1;
+    const sharers = group.sharers[block] ?? 0;
+    const what = ["free", "cached: nobody holds it, the prefix cache knows it", "in use", "pinned"][group.states[block] ?? 0];
+    const whose = owner < 0 ? "" : `, of request #${owner}`;
+    return `Block ${block}: ${what}${whose}${sharers > 1 ? `, shared by ${sharers}` : ""}`;
+  }
+
+  private open(block: number): void {
+    const owner = this.group?.owners[block] ?? -1;
+    if (owner >= 0) this.pick(owner);
+  }
+
+  private press(event: KeyboardEvent): void {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.columns, ArrowDown: this.columns }[event.key];
+    const num = this.group?.states.length ?? 0;
+    if (step !== undefined && num) {
+      const next = this.cursor < 0 ? 0 : this.cursor + step;
+      if (next >= 0 && next < num) this.point(next);
+    } else if (event.key === "Enter" && this.cursor >= 0) this.open(this.cursor);
+    else if (event.key === "Escape") this.point(-1);
+    else return;
+    event.preventDefault();
+  }
+
+  private tell(): void {
+    const counts = [0, 0, 0, 0];
+    let shared = 0;
+    this.group?.states.forEach((state, block) => {
+      counts[state] = (counts[state] ?? 0) + 1;
+      if ((this.group?.sharers[block] ?? 0) > 1) shared++;
+    });
+    this.canvas.dataset["used"] = String(counts[2]);
+    this.canvas.dataset["shared"] = String(shared);
+    const label = `${this.name}: ${counts[2]} in use, of them and the pinned ${shared} shared, ${counts[1]} cached, ${counts[3]} pinned, ${counts[0]} free. Arrow keys move, Enter tells of the owner.`;
+    this.canvas.setAttribute("aria-label", label);
+  }
+}
+
+/** Draw a frame inside of a cell, so that nothing of it is left when the cell is drawn anew. */
+function frame(context: CanvasRenderingContext2D, x: number, y: number, size: number, colour: string, width: number): void {
+  const wide = Math.min(width, size / 2);
+  context.strokeStyle = colour;
+  context.lineWidth = wide;
+  context.strokeRect(x + wide / 2, y + wide / 2, size - wide, size - wide);
+}

@@ -1,0 +1,145 @@
+// Small charts on canvases: lines over the last minute, and the last steps as bars.
+
+import { make } from "./dom";
+import type { Step } from "./live";
+
+const SPAN_S = 60;
+const MOST_STEPS = 80;
+
+export interface Line {
+  name: string;
+  colour: string; // of a CSS variable
+}
+
+/** A chart with its title and what it shows last, in words. */
+class Chart {
+  readonly element: HTMLElement;
+  protected readonly canvas = make("canvas", { role: "img", class: "chart" });
+  private readonly latest = make("span", { class: "latest" });
+
+  constructor(private readonly title: string, legend: Line[]) {
+    const keys = legend.map(({ name, colour }) => {
+      const mark = make("i", { class: "mark" });
+      mark.style.background = `var(${colour})`;
+      return make("span", { class: "key" }, mark, name);
+    });
+    const head = make("figcaption", {}, make("b", {}, title), ...keys, this.latest);
+    this.element = make("figure", { class: "card" }, head, this.canvas);
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+  }
+
+  draw(): void {}
+
+  protected begin(): { context: CanvasRenderingContext2D; width: number; height: number } | null {
+    const { clientWidth: width, clientHeight: height } = this.canvas;
+    const context = this.canvas.getContext("2d");
+    if (!width || !context) return null;
+    const scale = devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    context.scale(scale, scale);
+    return { context, width, height };
+  }
+
+  protected colour(name: string): string {
+    return getComputedStyle(this.canvas).getPropertyValue(name).trim();
+  }
+
+  protected tell(text: string): void {
+    if (this.latest.textContent === text) return;
+    this.latest.textContent = text;
+    this.canvas.setAttribute("aria-label", `${this.title}: ${text}`);
+  }
+}
+
+export class Lines extends Chart {
+  private readonly points: { at: number; values: number[] }[] = [];
+
+  constructor(title: string, private readonly lines: Line[], private readonly write: (value: number) => string) {
+    super(title, lines);
+  }
+
+  /** Add what holds at a time in seconds; NaN: nothing is known. */
+  add(at: number, values: number[]): void {
+    this.points.push({ at, values });
+    while ((this.points[0]?.at ?? at) < at - SPAN_S) this.points.shift();
+    this.draw();
+    this.tell(values.map((value) => this.write(value)).join(" · "));
+  }
+
+  clear(): void {
+    this.points.length = 0;
+  }
+
+  override draw(): void {
+    const area = this.begin();
+    const last = this.points.at(-1);
+    if (!area || !last) return;
+    const { context, width, height } = area;
+    const known = this.points.flatMap((point) => point.values).filter(Number.isFinite);
+    const most = Math.max(1e-9, ...known) * 1.1;
+    context.fillStyle = this.colour("--quiet");
+    context.font = "11px system-ui, sans-serif";
+    context.fillText(this.write(most), 2, 11);
+    this.lines.forEach((line, i) => {
+      context.strokeStyle = this.colour(line.colour);
+      context.lineWidth = 2;
+      context.beginPath();
+      let isDown = false;
+      for (const { at, values } of this.points) {
+        const value = values[i] ?? NaN;
+        if (!Number.isFinite(value)) {
+          isDown = false;
+          continue;
+        }
+        const x = width * (1 - (last.at - at) / SPAN_S);
+        const y = height - 2 - (height - 16) * (value / most);
+        if (isDown) context.lineTo(x, y);
+        else context.moveTo(x, y);
+        isDown = true;
+      }
+      context.stroke();
+    });
+  }
+}
+
+export class StepBars extends Chart {
+  private steps: Step[] = [];
+
+  constructor() {
+    super("Steps", [
+      { name: "prompt tokens", colour: "--prefill" },
+      { name: "decode tokens", colour: "--decode" },
+    ]);
+  }
+
+  /** Add steps; the width of a bar is even, its height the tokens of its step. */
+  add(steps: Step[]): void {
+    if (!steps.length) return;
+    this.steps = [...this.steps, ...steps].slice(-MOST_STEPS);
+    this.draw();
+    const last = this.steps.at(-1);
+    if (last) this.tell(`${last.prefill_tokens} + ${last.decode_tokens} tokens in ${last.duration_ms.toFixed(1)} ms`);
+  }
+
+  clear(): void {
+    this.steps = [];
+  }
+
+  override draw(): void {
+    const area = this.begin();
+    if (!area) return;
+    const { context, width, height } = area;
+    const most = Math.max(1, ...this.steps.map((step) => step.prefill_tokens + step.decode_tokens));
+    const wide = width / MOST_STEPS;
+    this.steps.forEach((step, i) => {
+      const x = i * wide;
+      const decode = Math.max(step.decode_tokens ? 2 : 0, ((height - 4) * step.decode_tokens) / most);
+      const prefill = ((height - 4) * step.prefill_tokens) / most;
+      context.fillStyle = this.colour("--decode");
+      context.fillRect(x, height - decode, Math.max(1, wide - 1), decode);
+      context.fillStyle = this.colour("--prefill");
+      context.fillRect(x, height - decode - prefill, Math.max(1, wide - 1), prefill);
+    });
+  }
+}

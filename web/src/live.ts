@@ -1,0 +1,179 @@
+// What the engine does, kept up to date from `v1/engine/live` while somebody looks.
+
+import { ServerError, events, isAbort, messageOf } from "./server";
+
+export interface Running {
+  id: string;
+  number: number;
+  index: number;
+  num_prompt_tokens: number;
+  num_computed_tokens: number;
+  num_known_tokens: number;
+  limit: number;
+  num_cached_tokens: number;
+  num_preemptions: number;
+  num_blocks: number;
+}
+
+export interface Waiting {
+  id: string;
+  number: number;
+  index: number;
+  num_known_tokens: number;
+  num_preemptions: number;
+  is_swapped: boolean;
+  arrival_s: number;
+  reason: string;
+}
+
+export interface Step {
+  step: number;
+  at_s: number;
+  prefill_tokens: number;
+  decode_tokens: number;
+  sampled_tokens: number;
+  duration_ms: number;
+}
+
+export interface Group {
+  kind: string;
+  owners: number[];
+  sharers: number[];
+  states: number[];
+}
+
+type Change = Group & { group: number; blocks: number[] };
+export type BlockEvent = [kind: string, group: number, block: number];
+
+export interface Snapshot {
+  type: "snapshot";
+  at_s: number;
+  core: number;
+  num_cores: number;
+  states: string[];
+  reasons: Record<string, string>;
+  block_size: number;
+  num_rows: number;
+  groups: Group[];
+  running: Running[];
+  waiting: Waiting[];
+  num_waiting: number;
+  steps: Step[];
+}
+
+interface Difference {
+  type: "difference";
+  at_s: number;
+  groups?: Change[];
+  running?: Running[];
+  waiting?: Waiting[];
+  num_waiting?: number;
+  steps?: Step[];
+  events?: BlockEvent[];
+  counts?: Record<string, number>;
+}
+
+/** What changed with an event. blocks: by cache group; null: all. */
+export interface Update {
+  state: Snapshot;
+  blocks: (number[] | null)[];
+  events: BlockEvent[];
+  counts: Record<string, number>;
+  steps: Step[];
+}
+
+export interface Watcher {
+  update(update: Update): void;
+  away(why: string): void;
+}
+
+const AGAIN_MS = 1000;
+const QUIET_MS = 5000;
+
+/** Follows one core until it is stopped; when the engine goes it says so, and comes back. */
+export class Live {
+  private control: AbortController | null = null;
+  private quiet = 0;
+
+  constructor(private readonly watcher: Watcher, private core = 0) {}
+
+  get isOn(): boolean {
+    return this.control !== null;
+  }
+
+  start(): void {
+    if (this.control) return;
+    this.control = new AbortController();
+    void this.run(this.control);
+  }
+
+  stop(): void {
+    this.control?.abort();
+    this.control = null;
+    clearTimeout(this.quiet);
+  }
+
+  choose(core: number): void {
+    this.core = core;
+    if (!this.isOn) return;
+    this.stop();
+    this.start();
+  }
+
+  private async run(control: AbortController): Promise<void> {
+    while (!control.signal.aborted) {
+      try {
+        await this.follow(control.signal);
+        this.watcher.away("the server is ending");
+      } catch (error) {
+        if (control.signal.aborted || isAbort(error)) return;
+        this.watcher.away(messageOf(error));
+        if (error instanceof ServerError && [401, 403].includes(error.status)) {
+          this.stop();
+          return;
+        }
+      }
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
+  }
+
+  private async follow(signal: AbortSignal): Promise<void> {
+    let state: Snapshot | null = null;
+    this.listen();
+    for await (const event of events<Snapshot | Difference>(`v1/engine/live?core=${this.core}`, undefined, signal)) {
+      this.listen();
+      if (event.type === "snapshot") {
+        state = event;
+        const blocks = state.groups.map(() => null);
+        this.watcher.update({ state, blocks, events: [], counts: {}, steps: state.steps });
+      } else if (state) {
+        this.watcher.update(apply(state, event));
+      }
+    }
+  }
+
+  private listen(): void {
+    clearTimeout(this.quiet);
+    this.quiet = window.setTimeout(() => this.watcher.away("the engine says nothing"), QUIET_MS);
+  }
+}
+
+/** Bring a snapshot up to date. */
+export function apply(state: Snapshot, event: Difference): Update {
+  const blocks: number[][] = state.groups.map(() => []);
+  for (const change of event.groups ?? []) {
+    const mine = state.groups[change.group];
+    if (!mine) continue;
+    change.blocks.forEach((block, i) => {
+      mine.owners[block] = change.owners[i] ?? -1;
+      mine.sharers[block] = change.sharers[i] ?? 0;
+      mine.states[block] = change.states[i] ?? 0;
+    });
+    blocks[change.group] = change.blocks;
+  }
+  state.at_s = event.at_s;
+  if (event.running) state.running = event.running;
+  if (event.waiting) state.waiting = event.waiting;
+  if (event.num_waiting !== undefined) state.num_waiting = event.num_waiting;
+  return { state, blocks, events: event.events ?? [], counts: event.counts ?? {}, steps: event.steps ?? [] };
+}

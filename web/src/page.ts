@@ -1,0 +1,98 @@
+// The page: views behind tabs, the model, the key, and whether the engine is there.
+
+import { ChatView } from "./chat";
+import { button, byId, field, make, say } from "./dom";
+import { EngineView } from "./engine";
+import { ServerError, askJson, health, key, messageOf, type Health } from "./server";
+import { TokensView } from "./tokens";
+
+const NAMES = ["chat", "tokens", "engine"] as const;
+const HEALTH_MS = 3000;
+const WORDS: Record<Health, string> = { ready: "engine ready", "engine away": "engine away", "server away": "server away" };
+
+const model = byId<HTMLSelectElement>("model");
+const status = byId("status");
+/** What requests call the model; before it is known they name none, and get the one that there is. */
+const modelName = (): string | undefined => model.value || undefined;
+const engine = new EngineView();
+new ChatView(modelName);
+new TokensView(modelName);
+
+let now: string = "chat";
+
+function show(name: string): void {
+  now = (NAMES as readonly string[]).includes(name) ? name : "chat";
+  for (const each of NAMES) {
+    const tab = byId(`tab-${each}`);
+    byId(each).hidden = each !== now;
+    tab.setAttribute("aria-selected", String(each === now));
+    tab.tabIndex = each === now ? 0 : -1;
+  }
+  look();
+}
+
+/** The engine tells what it does only while somebody looks. */
+function look(): void {
+  engine.show(now === "engine" && !document.hidden);
+}
+
+byId("tabs").addEventListener("click", (event) => {
+  const tab = (event.target as HTMLElement).closest<HTMLElement>("[role=tab]");
+  if (tab) location.hash = tab.id.replace("tab-", "");
+});
+byId("tabs").addEventListener("keydown", (event) => {
+  const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (step === undefined) return;
+  const at = NAMES.findIndex((name) => name === now);
+  const next = NAMES[(at + step + NAMES.length) % NAMES.length] ?? "chat";
+  location.hash = next;
+  byId(`tab-${next}`).focus();
+});
+addEventListener("hashchange", () => show(location.hash.slice(1)));
+document.addEventListener("visibilitychange", look);
+
+// ---- the server --------------------------------------------------------------------------------
+
+async function loadModels(): Promise<void> {
+  try {
+    const { data } = await askJson<{ data: { id: string }[] }>("v1/models");
+    const kept = model.value;
+    model.replaceChildren(...data.map(({ id }) => make("option", { value: id, selected: id === kept }, id)));
+    say("");
+  } catch (error) {
+    say(messageOf(error));
+    if (error instanceof ServerError && error.status === 401) askForKey();
+  }
+}
+
+let was: Health | null = null;
+
+async function checkHealth(): Promise<void> {
+  if (!document.hidden) {
+    const found = await health();
+    if (found !== was) {
+      status.textContent = WORDS[found];
+      status.dataset["state"] = found;
+      if (found === "ready") void loadModels();
+    }
+    was = found;
+  }
+  setTimeout(() => void checkHealth(), HEALTH_MS);
+}
+
+const keyInput = make("input", { type: "password", autocomplete: "off", name: "key" });
+const keyForm = make("form", { method: "dialog", onsubmit: () => { key.set(keyInput.value.trim()); void loadModels(); } },
+  field("API key of this server", keyInput),
+  make("p", { class: "quiet" }, "It is kept until this tab is closed. The engine's view needs a key of --admin-api-key."),
+  make("div", { class: "row" }, button("Cancel", () => keyDialog.close()), make("button", { class: "main" }, "Use it")));
+const keyDialog = make("dialog", { "aria-label": "API key" }, keyForm);
+document.body.append(keyDialog);
+
+function askForKey(): void {
+  keyInput.value = key.get();
+  if (!keyDialog.open) keyDialog.showModal();
+}
+
+byId("key").addEventListener("click", askForKey);
+show(location.hash.slice(1));
+void checkHealth();

@@ -1,0 +1,60 @@
+// Sampling parameters: a field each, kept in this browser; empty is the server's default.
+
+import { field, make } from "./dom";
+
+interface Spec {
+  name: string;
+  label: string;
+  hint: string;
+  min?: number;
+  max?: number;
+  step: number;
+}
+
+const SPECS: Spec[] = [
+  { name: "temperature", label: "Temperature", hint: "0 takes the most probable token", min: 0, max: 2, step: 0.1 },
+  { name: "top_p", label: "Top p", hint: "the most probable tokens that make up this share", min: 0, max: 1, step: 0.05 },
+  { name: "top_k", label: "Top k", hint: "so many of the most probable tokens; 0 is all", min: 0, step: 1 },
+  { name: "max_tokens", label: "Most tokens", hint: "that are written", min: 1, step: 1 },
+  { name: "repetition_penalty", label: "Repetition penalty", hint: "above 1: less of what was there", min: 0.1, max: 2, step: 0.05 },
+  { name: "seed", label: "Seed", hint: "the same seed gives the same answer", step: 1 },
+];
+
+/** Fields for sampling parameters. name: under which they are kept. */
+export class Parameters {
+  readonly element: HTMLElement;
+  private readonly inputs = new Map<string, HTMLInputElement>();
+
+  constructor(private readonly name: string, defaults: Record<string, number> = {}) {
+    const kept = this.kept() ?? defaults;
+    this.element = make("div", { class: "fields" });
+    for (const spec of SPECS) {
+      const input = make("input", { type: "number", step: spec.step, min: spec.min, max: spec.max, name: spec.name, placeholder: "default", onchange: () => this.keep() });
+      input.value = String(kept[spec.name] ?? "");
+      this.inputs.set(spec.name, input);
+      this.element.append(field(spec.label, input, spec.hint));
+    }
+  }
+
+  /** Return what was given. */
+  get values(): Record<string, number> {
+    const given = [...this.inputs].filter(([, input]) => input.value !== "" && input.checkValidity());
+    return Object.fromEntries(given.map(([name, input]) => [name, Number(input.value)]));
+  }
+
+  private kept(): Record<string, number> | null {
+    try {
+      return JSON.parse(localStorage.getItem(this.name) ?? "null") as Record<string, number> | null;
+    } catch {
+      return null;
+    }
+  }
+
+  private keep(): void {
+    try {
+      localStorage.setItem(this.name, JSON.stringify(this.values));
+    } catch {
+      // there is no room: they hold until the page is left
+    }
+  }
+}
