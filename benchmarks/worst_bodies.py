@@ -39,7 +39,7 @@ from quire.serve.api.reading import (
 from quire.tools.report import benchmark_parser, write_report
 
 PIECE = 1 << 16
-COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETION, CHAT, BLOCKS = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 USER = '{"role":"user","content":"a"}'
 EMOJI = "\U0001f98a"
 
@@ -169,6 +169,28 @@ BODIES = [
             "messages",
             ends=('[{"role":"user","content":[', "]}]"),
             most=PARTS,
+        ),
+    ),
+    Body(
+        "as many blocks of a message",
+        BLOCKS,
+        many(
+            PART[:-2] + "a" * 440 + '"}',
+            "messages",
+            ',"max_tokens":1',
+            ends=('[{"role":"user","content":[', "]}]"),
+            most=PARTS,
+        ),
+    ),
+    Body(
+        "calls with large inputs",
+        BLOCKS,
+        many(
+            '{"type":"tool_use","id":"a","name":"f","input":{"a":"' + "a" * 1150 + '"}}',
+            "messages",
+            ',"max_tokens":1',
+            ends=('[{"role":"assistant","content":[', "]}]"),
+            most=TEXTS // 10,
         ),
     ),
     Body(
