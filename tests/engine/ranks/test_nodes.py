@@ -249,12 +249,14 @@ def test_who_was_started_otherwise_is_refused_with_the_difference(
     told = given_settings_of(other, ["model", "max_model_len", "device", "host"])
     assert told == {"model": '"a"', "max_model_len": "50"}
     assert "max_model_len is 50 there and 96 on machine 0; start" in core.refusal(1, settings=told)
+    unset = core.refusal(1, settings={"revision": '"main"'})
+    assert 'revision is "main" there and not set on machine 0; start' in unset
     assert "no rank 5 of 3: machine 0 was started with tensor_parallel_size=3" in core.refusal(5)
     ending = core.keep(1, settings={"model": '"a"'})
     assert "kept already by 127.0.0.1; is its node_rank another" in core.refusal(1)
     lines = [record.getMessage() for record in caplog.records]
     assert "rank 1 of the machine 127.0.0.1 was refused: max_model_len is 50" in lines[0]
-    assert len(lines) == 3
+    assert len(lines) == 4
     core.ranks.close()
     assert ending.result(10) == Ending(CORE_ENDED)
 

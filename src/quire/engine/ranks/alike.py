@@ -41,8 +41,10 @@ def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
     none."""
     flat = flat_settings(config)
     here = {name: json.dumps(flat.get(name), default=str) for name in given}
+    unset = json.dumps(None)
     return ", ".join(
-        f"{name} is {value} there and {here[name]} on machine 0"
+        f"{name} is {value} there and {'not set' if here[name] == unset else here[name]} on"
+        " machine 0"
         for name, value in given.items()
         if value != here[name]
     )

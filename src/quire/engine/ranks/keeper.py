@@ -141,7 +141,7 @@ class _Keeper:
     def _order(self) -> StartRank | None:
         """Wait for what is to be started; None if the core has ended. Raises ConfigError if it
         refuses."""
-        while (messages := self._hear()) is not None:
+        while self._farewell is None and (messages := self._hear()) is not None:
             for message in messages:
                 if isinstance(message, StartRank):
                     return message
