@@ -395,6 +395,12 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = setting(
         False, "show tokens of log-probabilities as token_id:N, where a request does not say it"
     )
+    sse_keep_alive_interval: float = setting(
+        0.0,
+        "how long a stream may be silent before a comment is sent, which keeps proxies from cutting"
+        " it off; 0 sends none",
+        unit="seconds",
+    )
     strict_fields: bool = setting(
         False, "refuse fields of a body that do not exist, instead of naming them in a header"
     )
@@ -438,6 +444,8 @@ class ServerConfig:
         object.__setattr__(self, "allowed_origins", tuple(origins))
         timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
         _check(is_duration(timeout), "shutdown_timeout", timeout, rule)
+        alive, rule = self.sse_keep_alive_interval, duration_rule("for none")
+        _check(is_duration(alive), "sse_keep_alive_interval", alive, rule)
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         kept = self.response_store_bytes
         _check(kept >= 0, "response_store_bytes", kept, "at least 0")

@@ -83,7 +83,7 @@ SERVER = {
     "shutdown_timeout": _same("vLLM's is 0: requests end at once"),
     "h11_max_incomplete_event_size": _ignored("heads have 64 KiB at most, bodies --max-body-bytes"),
     "h11_max_header_count": _ignored("heads have 64 KiB at most"),
-    "sse_keep_alive_interval": _value("a stream begins within a quarter of a second", 0),
+    "sse_keep_alive_interval": _same(),
     "disable_fastapi_docs": _same(),
     "enable_offline_docs": _ignored("the page of /docs loads nothing from elsewhere", True),
     "enable_request_id_headers": _ignored("every answer has X-Request-Id", True),

@@ -13,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MakeContext, serving, small_engine
 from tests.serve.api.direct import direct, wait_until
 from tests.serve.api.fake_client import FakeClient
 
@@ -211,3 +212,26 @@ def test_requests_are_counted_while_they_are_answered(
     held.release()
     assert connection.getresponse().status == 200
     wait_until(lambda: server_context.num_open == 0)
+
+
+def test_a_silent_stream_is_kept_alive(make_context: MakeContext) -> None:
+    """Comments come while no step is taken, and change nothing for readers of events."""
+    context = make_context(sse_keep_alive_interval=0.02)
+    client = context.client = FakeClient(small_engine())
+    body = {"prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "stream": True}
+    with serving(context) as url:
+        client.hold(after_steps=2)
+        connection = open_connection(url, "/v1/completions", body)
+        response, lines = connection.getresponse(), list[bytes]()
+        while lines.count(b": the answer goes on\n") < 3:
+            lines.append(response.readline())
+        client.release()
+        lines += response.readlines()
+        connection.close()
+    data = [line for line in lines if line.startswith(b"data: ")]
+    assert data[-1] == b"data: [DONE]\n"
+    assert [line for line in lines if line.strip() and line not in data] == [
+        b": the answer goes on\n"
+    ] * lines.count(b": the answer goes on\n")
+    assert len([line for line in data if b'"finish_reason":"length"' in line]) == 1
+    client.engine.client.close()

@@ -20,6 +20,7 @@ from quire.serve.api.errors import error_body, request_id_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
+ALIVE = b": the answer goes on\n\n"  # a comment, which readers of events pass over
 
 HEADERS_AFTER_S = 0.25
 
@@ -51,7 +52,8 @@ async def start_stream(
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         raise
-    return EventStream(first, events, request_id_of(request), last)
+    alive_s: float = request.app.state.context.config.sse_keep_alive_interval
+    return EventStream(first, events, request_id_of(request), last, alive_s)
 
 
 async def _first(events: Events) -> bytes:
@@ -67,42 +69,93 @@ async def _look(first: First) -> None:
 
 class EventStream(Response):
     """Sends events until they end or the client goes; either way the events' generator is closed,
-    which ends what it generates."""
+    which ends what it generates. alive_s: after so many seconds without one a comment is sent; 0 is
+    never."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: First, rest: Events, request_id: str, last: ErrorEvent) -> None:
+    def __init__(
+        self,
+        first: First,
+        rest: Events,
+        request_id: str,
+        last: ErrorEvent,
+        alive_s: float = 0.0,
+    ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._request_id = request_id
         self._last = last
+        self._alive_s = alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        body = _Body(send)
+        sending = asyncio.ensure_future(self._send(body))
         gone = asyncio.ensure_future(disconnected(receive))
+        tasks: list[asyncio.Future[Any]] = [sending, gone]
+        if self._alive_s:
+            tasks.append(asyncio.ensure_future(body.keep_alive(self._alive_s)))
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
-            sending.cancel()
-            gone.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._rest.aclose()
 
-    async def _send(self, send: Send) -> None:
-        headers = self.raw_headers
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _send(self, body: "_Body") -> None:
+        await body.begin(self.raw_headers)
         try:
-            await _send_body(send, await self._first)
+            await body.send(await self._first)
             async for data in self._rest:
-                await _send_body(send, data)
+                await body.send(data)
         except Exception as error:
-            await _send_body(send, self._last(error, self._request_id))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await body.send(self._last(error, self._request_id))
+        await body.end()
 
 
-async def _send_body(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+class _Body:
+    """The body of a response, in pieces of several tasks, one after the other."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._turn = asyncio.Lock()
+        self._sent_s: float | None = None  # when the last piece was; None before and behind all
+
+    async def begin(self, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._sent_s = asyncio.get_running_loop().time()
+
+    async def send(self, data: bytes) -> None:
+        async with self._turn:
+            await self._write(data)
+
+    async def end(self) -> None:
+        async with self._turn:
+            self._sent_s = None
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def keep_alive(self, alive_s: float) -> None:
+        """Send a comment whenever nothing was sent for so long."""
+        wait_s = alive_s
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = alive_s - self._quiet_s()
+            if wait_s <= 0:
+                async with self._turn:
+                    if self._quiet_s() >= alive_s:  # also after it was waited for the turn
+                        await self._write(ALIVE)
+                wait_s = alive_s
+
+    async def _write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sent_s = asyncio.get_running_loop().time()
+
+    def _quiet_s(self) -> float:
+        """Return for how long nothing was sent, while something may be."""
+        now_s = asyncio.get_running_loop().time()
+        return 0.0 if self._sent_s is None else now_s - self._sent_s
