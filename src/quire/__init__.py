@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.base.outputs import CompletionOutput as CompletionOutput
     from quire.base.outputs import Logprob as Logprob
     from quire.base.outputs import RequestOutput as RequestOutput
+    from quire.base.pooling_params import PoolingParams as PoolingParams
     from quire.base.repetition import RepetitionDetectionParams as RepetitionDetectionParams
     from quire.base.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.base.sampling_params import SamplingParams as SamplingParams
@@ -33,6 +34,7 @@ _HOMES = {
     "StructuredOutputsParams": "quire.base.structured_outputs",
     "RepetitionDetectionParams": "quire.base.repetition",
     "BeamSearchParams": "quire.serve.beam_search",
+    "PoolingParams": "quire.base.pooling_params",
     "RequestOutputKind": "quire.base.sampling_params",
     "RequestOutput": "quire.base.outputs",
     "CompletionOutput": "quire.base.outputs",

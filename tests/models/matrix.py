@@ -364,6 +364,11 @@ transformers' own classes (`--model-impl transformers`, `pip install "quire[tran
 `quire port DIR` begins a class of our own. EAGLE-3 heads of both layouts guess beside every model
 that runs by a class of ours (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`;
 [operating.md](operating.md#guessing-ahead)).
+
+**Pooling**: embeddings (the last token, the first, or the mean; sentence-transformers' files),
+classes and scores ([operating.md](operating.md#embeddings-classes-and-scores)) of the types above.
+Qwen 3 and Llama stand beside transformers' `AutoModel` and `AutoModelForSequenceClassification`,
+within 1e-10 in float64 (`tests/serve/test_pooling.py`).
 """
 
 

@@ -32,11 +32,17 @@ CHECKPOINT_FORMATS = (
     "mxfp4",
 )  # fmt: skip
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-JSON_SETTINGS = (  # which Python may give as dictionaries
-    "speculative_config", "override_generation_config", "default_chat_template_kwargs",
-    "hf_overrides",
+JSON_OF_MODEL = (
+    "override_generation_config", "default_chat_template_kwargs", "hf_overrides", "pooler_config",
 )  # fmt: skip
+JSON_SETTINGS = ("speculative_config", *JSON_OF_MODEL)  # which Python may give as dictionaries
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
+
+
+def most_tokens(max_model_len: int, runner: str) -> int:
+    """Return the most tokens that a row holds: one that pools has room for a prompt of the whole
+    length, behind which nothing is sampled, and for what stands for that."""
+    return max_model_len + (runner == "pooling")
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,22 @@ class ModelConfig:
         None,
         "values in place of those of the model's config.json, as JSON; objects in it are merged:"
         ' {"rope_theta": 1e6, "text_config": {"sliding_window": null}}',
+    )
+    runner: str = setting(
+        "auto",
+        "whether the model generates text or pools hidden states to embeddings, classes or scores;"
+        " auto is told by its architecture's name and by sentence-transformers' files",
+        choices=("auto", "generate", "pooling"),
+    )
+    convert: str = setting(
+        "auto",
+        "what a model that pools gives; auto is told by its architecture's name",
+        choices=("auto", "none", "embed", "classify"),
+    )
+    pooler_config: str | None = setting(
+        None,
+        "how a model pools, in place of what its files say, as JSON:"
+        ' {"seq_pooling_type": "LAST", "use_activation": true}; the type is LAST, MEAN or CLS',
     )
     dtype: str = setting(
         "auto",
@@ -151,8 +173,13 @@ class ModelConfig:
         object.__setattr__(self, "model_impl", impl)
         if self.quantization in CHECKPOINT_FORMATS:  # the files say it
             object.__setattr__(self, "quantization", None)
-        for name in ("override_generation_config", "default_chat_template_kwargs", "hf_overrides"):
+        for name in JSON_OF_MODEL:
             json_object(name, getattr(self, name))
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the most tokens that a row holds, once the length is derived."""
+        return most_tokens(self.max_model_len or 0, self.runner)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ HOOK_FAILED = "hook_failed"  # it raised, or returned what makes no sense
 HOOK_TIMED_OUT = "hook_timed_out"
 HOOK_UNAVAILABLE = "hook_unavailable"  # too many of its calls hang
 # Why a request was not taken (`RequestError.code`).
+WRONG_RUNNER = "wrong_runner"  # the engine pools, and it asks for text; or the other way round
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
 

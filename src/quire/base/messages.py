@@ -10,6 +10,7 @@ import msgspec
 
 from quire.base.kv_orders import Answer
 from quire.base.live import LiveFrame
+from quire.base.pooling import PoolingSpec
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepOutputs
 
@@ -32,6 +33,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     received when it is of no use any more, and ends with finish_reason `timeout`; 0.0 is never.
     core_id: of several cores, the one that it must go to; None: whichever suits it best.
     grammar: what its answer must be, as llguidance reads it (`render/lark.py`); empty: anything.
+    pools: what is asked for is what the prompt comes to, of a model that pools; params ask for one
+    token, which stands for it.
     """
 
     request_id: str
@@ -54,6 +57,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     pin_share: float = 1.0
     core_id: int | None = None
     grammar: str = ""
+    pools: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -226,7 +230,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     max_num_seqs: sequences that can run at the same time, so also those of one request.
     settings: the effective configuration, flat (`quire.base.config`). memory: the memory plan as
-    one line.
+    one line. pooling: how the model pools; None: it generates.
     """
 
     client_id: int
@@ -236,6 +240,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_num_seqs: int
     settings: dict[str, Any]
     memory: str
+    pooling: PoolingSpec | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

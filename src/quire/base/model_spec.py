@@ -36,6 +36,7 @@ from quire.base.model_options import (
     opt_options,
     refuse_what_is_ignored,
 )
+from quire.base.pooling import PoolingSpec
 from quire.base.quantization_config import QuantizationConfig, quantization_config
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
 from quire.base.stages import layers_of_stage
@@ -68,7 +69,8 @@ class ModelSpec:
     its layers have numbers behind this one's. stage: the part of the layers, of num_stages, whose
     caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
     layer; of several (`of_ranks`) the numbers are those of each. has_whole_experts: some of a
-    mixture's are a rank's, instead of a part of each.
+    mixture's are a rank's, instead of a part of each. pooling: how a model pools that does not
+    generate (pooling_spec.py).
     """
 
     model_type: str
@@ -93,6 +95,7 @@ class ModelSpec:
     stage: int = field(default=0, repr=False)
     num_stages: int = field(default=1, repr=False)
     num_ranks: int = field(default=1, repr=False)
+    pooling: PoolingSpec | None = field(default=None, repr=False)
     has_whole_experts: bool = field(default=False, repr=False)
 
     def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
@@ -148,6 +151,7 @@ class ModelSpec:
         text += f" {self.drafter}" if self.drafter is not None else ""
         place = self.stage, self.num_stages, self.num_ranks
         text += f" {place}" if place != (0, 1, 1) else ""
+        text += f" {self.pooling}" if self.pooling is not None else ""
         text += " whole" if self.has_whole_experts else ""
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from quire.base.plan import Float64
 from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import Failure
 
@@ -88,7 +89,8 @@ class RequestMetrics:
 class RequestOutput:
     """The state of a request: its prompt and its continuations.
 
-    prefix: where the cached tokens of the prompt were, and why there were no more.
+    prefix: where the cached tokens of the prompt were, and why there were no more. pooled: what the
+    prompt came to, of a model that pools, before the last activation.
     """
 
     request_id: str
@@ -100,3 +102,4 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
     prefix: PrefixReport | None = None
+    pooled: Float64 | None = None

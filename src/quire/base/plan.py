@@ -20,6 +20,7 @@ from quire.base.sampling_params import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 
 def _no_ints() -> Int32:
@@ -214,6 +215,8 @@ class StepResult:
     row_errors: row -> what went wrong with it; unservable_rows: those of them whose request leaves
     no token to choose, which is no fault of the step. error: the step failed as a whole, nothing of
     it counts. lost_swaps: what the plan was to copy to host memory is not there.
+    pooled: sampling row -> the numbers that its prompt came to, of a model that pools; its token
+    says nothing then.
     """
 
     step_id: int
@@ -227,3 +230,4 @@ class StepResult:
     unservable_rows: tuple[int, ...] = ()
     lost_swaps: bool = False
     more_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
+    pooled: dict[int, Float64] = field(default_factory=dict)

@@ -14,7 +14,7 @@ its own instead. A token's way:
 import msgspec
 import numpy as np
 
-from quire.base.plan import Candidates, Int32
+from quire.base.plan import Candidates, Float64, Int32
 from quire.base.prefix import PrefixReport
 
 
@@ -56,7 +56,8 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
 
     candidates: one for each of token_ids. beams: all results of a beam search, with which the
     request has ended. prefix: what of the prompt was cached, once. num_guessed: guesses that it
-    tried in the step; those that were right are the tokens behind the first.
+    tried in the step; those that were right are the tokens behind the first. pooled: what the
+    prompt came to, of a model that pools.
 
     None can be part of a cycle, so the garbage collector need not look at them.
     """
@@ -72,6 +73,7 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     beams: list[BeamOutput] | None = None
     prefix: PrefixReport | None = None
     num_guessed: int = 0
+    pooled: Float64 | None = None
 
 
 class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):

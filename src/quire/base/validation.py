@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.base.durations import duration_rule, is_duration
-from quire.base.errors import RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
 from quire.base.messages import Draft, Request
 from quire.base.sampling_params import SamplingParams, processor_name
 
@@ -21,6 +21,7 @@ class RequestLimits:
 
     max_num_seqs: its rows, so a request of more sequences could never run as a whole.
     logits_processors: names that requests may ask for. takes_functions: they may bring their own.
+    pools: it serves requests that pool, and no others.
     """
 
     vocab_size: int
@@ -29,6 +30,7 @@ class RequestLimits:
     max_num_seqs: int
     logits_processors: tuple[str, ...] = ()
     takes_functions: bool = True
+    pools: bool = False
 
     def known_part(self, draft: Draft) -> Draft:
         """Return a draft up to the first guess that is no token of the vocabulary."""
@@ -42,6 +44,7 @@ class RequestLimits:
         """Raise RequestError for what this engine can never serve."""
         params = request.params
         params.check_samples()
+        self._check_kind(request)
         if request.is_open:
             check_open(params)
         if request.pin_s is not None:
@@ -78,6 +81,20 @@ class RequestLimits:
                 f"received_s must be a time of this machine's monotonic clock, or 0 where it is not"
                 f" known, got {request.received_s!r}.",
                 "received_s",
+            )
+
+    def _check_kind(self, request: Request) -> None:
+        if request.pools and not self.pools:
+            raise RequestError(
+                "this engine generates text: it gives no embeddings, scores or classes. Start one"
+                " with a model that pools, or with runner='pooling' (--runner pooling).",
+                code=WRONG_RUNNER,
+            )
+        if self.pools and not request.pools:
+            raise RequestError(
+                "this engine pools: it gives embeddings, scores or classes, and no text. Start one"
+                " with runner='generate' (--runner generate) if the model can generate.",
+                code=WRONG_RUNNER,
             )
 
     def check_piece(self, token_ids: list[int], num_before: int) -> None:
@@ -120,7 +137,15 @@ class RequestLimits:
             )
 
     def _check_prompt(self, prompt: list[int]) -> None:
-        if not 1 <= len(prompt) < self.max_model_len:
+        if self.pools:
+            if not 1 <= len(prompt) <= self.max_model_len:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} tokens; at least 1 and at most max_model_len ="
+                    f" {self.max_model_len} are possible. Shorten it, or cut it with"
+                    " truncate_prompt_tokens=-1.",
+                    code=CONTEXT_LENGTH_EXCEEDED if prompt else None,
+                )
+        elif not 1 <= len(prompt) < self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; at least 1 and at most max_model_len - 1 ="
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."

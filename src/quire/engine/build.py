@@ -156,6 +156,7 @@ def _build_core(
             config.scheduler.max_num_seqs or 0,
             config.logits_processors,
             takes_functions=ranks is None,
+            pools=built.spec.pooling is not None,
         ),
         None if is_asked_for else _step_budget(built),
     )
@@ -292,7 +293,7 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
     return Scheduler(
         memory,
         config.scheduler,
-        config.model.max_model_len or 0,
+        config.model.most_tokens,
         make_policy(config.scheduler.scheduling_policy),
         num_stores=len(config.cache.stores) if built.host_limits else 0,
         num_stages=config.parallel.pipeline_parallel_size,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Request
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.base.plan import Float64
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import (
@@ -114,7 +115,7 @@ class OpenRequest:
     """
 
     __slots__ = (
-        "_kind", "_metrics", "_num_cached_tokens", "_params", "_prefix", "_prompt",
+        "_kind", "_metrics", "_num_cached_tokens", "_params", "_pooled", "_prefix", "_prompt",
         "_prompt_logprobs", "_prompt_token_ids", "_request", "_samples", "_tokenizer",
         "num_open", "only",
     )  # fmt: skip
@@ -135,6 +136,7 @@ class OpenRequest:
         self._metrics = RequestMetrics(arrival_s)
         self._num_cached_tokens: int | None = None
         self._prefix: PrefixReport | None = None
+        self._pooled: Float64 | None = None
         self._tokenizer = tokenizer
         self._prompt_logprobs = _prompt_collector(request.prompt_token_ids, params, tokenizer)
         self._samples = [
@@ -185,11 +187,13 @@ class OpenRequest:
         if self._num_cached_tokens is None:
             self._num_cached_tokens = update.num_cached_tokens
         self._prefix = update.prefix or self._prefix
+        if update.pooled is not None:
+            self._pooled = update.pooled
         if update.beams is not None:
             self._take_beams(update.beams, now_s)
             return ()
         if update.token_ids:
-            self._count(len(update.token_ids), now_s)
+            self._count(0 if update.pooled is not None else len(update.token_ids), now_s)
         if finish is not None and (finish.error is not None or finish == CANCELLED):
             self.finish(finish, now_s)
             return ()
@@ -268,6 +272,7 @@ class OpenRequest:
             self._metrics,
             self._num_cached_tokens,
             self._prefix,
+            self._pooled,
         )
 
     def _completions(self, delta: bool) -> list[CompletionOutput]:

@@ -141,6 +141,7 @@ def limits_of(ready: Ready) -> RequestLimits:
         ready.max_num_seqs,
         tuple(ready.settings.get("logits_processors", ())),
         takes_functions=False,
+        pools=ready.pooling is not None,
     )
 
 

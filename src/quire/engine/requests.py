@@ -7,7 +7,7 @@ import msgspec
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.bad_words import bad_words_token_ids
 from quire.render.breakers import breaker_ids
@@ -114,6 +114,22 @@ class RequestMaker:
         name = prefix_id or f"prefix-{secrets.token_hex(8)}"
         request = self.make(prompt, params, name, cache_salt, tenant=tenant)
         return msgspec.structs.replace(request, pin_s=ttl_s, pin_share=share)
+
+    def make_pooling(
+        self,
+        prompt: RenderedPrompt,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        timeout_s: float = 0.0,
+    ) -> Request:
+        """Make a request for what a prompt comes to, of a model that pools: it ends with its first
+        token, which stands for that."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        made = self.make(prompt, params, request_id, cache_salt, priority, tenant, timeout_s)
+        return msgspec.structs.replace(made, pools=True)
 
 
 def _check_textless(params: SamplingParams, grammar: str) -> None:

@@ -27,6 +27,7 @@ from quire.models.layers import (
 )
 from quire.models.model import Model
 from quire.models.packing import Stored, format_of, pack_modules
+from quire.models.pooling_layers import CLASSIFIER_TENSORS
 from quire.models.quantised.layers import QuantisedLayer
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import can_share, class_of
@@ -65,6 +66,8 @@ def empty_model(
             f" tensor_parallel_size={place.tensor.size} out."
         )
     model = class_of(spec)(spec, EmptyParamFactory(dtype, device, place)).eval()
+    if spec.pooling is not None:
+        model.leave_head(CLASSIFIER_TENSORS)
     if place.num_stages > 1 and not model.has_stages:
         raise ConfigError(
             f"pipeline_parallel_size={place.num_stages} needs a model that runs by a class of"

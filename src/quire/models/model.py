@@ -87,6 +87,12 @@ class Model(nn.Module):
         assert self.reads is not None, "let_read comes first"
         return self.reads.last(num_tokens)
 
+    def leave_head(self, tensors: Sequence[str]) -> None:
+        """Let the states be all that is used. The head shares the table of tokens then, and what
+        files hold of it, or of these tensors by the ends of their names, is not the model's."""
+        self.ignored_tensors = (*self.ignored_tensors, self.head_tensor, *tensors)
+        self.head_tensor = ""
+
     def adopt(self, names: Iterable[str]) -> None:
         """Learn which tensors the weight files hold, before anything is filled from them."""
 

@@ -93,6 +93,20 @@ class Tokenizer:
         start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
 
+    def frame(self, num_parts: int) -> list[list[int]]:
+        """Return the special tokens around one text, or two that belong together: before the first,
+        between them, and behind the last."""
+        if num_parts == 1:
+            return [list(part) for part in self._around]
+        text = self._encode("a", False)
+        [pair] = self._backend.encode_batch_fast([("a", "a")], add_special_tokens=True)
+        rest, found = pair.ids, list[list[int]]()
+        for _ in range(2):
+            start = next(i for i in range(len(rest)) if rest[i : i + len(text)] == text)
+            found.append(rest[:start])
+            rest = rest[start + len(text) :]
+        return [*found, rest]
+
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` many texts, on several threads."""
         try:

@@ -14,6 +14,7 @@ from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.masks import MaskPromise
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
+from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import NGRAM, parse_speculation
 from quire.kv.sizing import MemoryPlan
 from quire.models.determinism import make_deterministic
@@ -22,6 +23,7 @@ from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
+from quire.models.pooling_layers import load_pooling_layers
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import model_spec
 from quire.models.source import ModelSource, load_format_of
@@ -45,6 +47,7 @@ from quire.runner.memory_plan import (
 )
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import expert_pairs_of, native_or_same
+from quire.runner.pooler import Pooler
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
 from quire.runner.stage import (
     NO_LINKS,
@@ -151,6 +154,7 @@ def build_runner(
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
+    spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
     if place.num_stages > 1:
         check_stages(config, spec, device.type)
@@ -194,6 +198,7 @@ def build_runner(
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
     runner = _assemble(config, spec, device, model, place, memory.num_blocks, host, scales)
+    runner.pooler = _pooler(config, source, spec, device)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     name = runner.backend.name
@@ -244,6 +249,18 @@ def _load(
     return model
 
 
+def _pooler(
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, device: torch.device
+) -> Pooler | None:
+    """Make what pools; None for a model that generates."""
+    num_rows = config.scheduler.max_num_seqs
+    if spec.pooling is None or num_rows is None:
+        return None
+    load_format, seed = load_format_of(config, source), config.model.seed
+    layers = load_pooling_layers(source.directory, spec, device, load_format, seed)
+    return Pooler(spec.pooling, layers, num_rows, spec.hidden_size, device)
+
+
 def copy_rate(
     runner: ModelRunner, device: torch.device, block_bytes: int, num_blocks: int
 ) -> float:
@@ -279,7 +296,7 @@ def _assemble(
     size, kv_format = cache.block_size, cache.kv_cache_dtype
     num_blocks = with_spare_blocks(config, spec, num_blocks)
     layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
-    num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
+    num_rows, length = config.scheduler.max_num_seqs, config.model.most_tokens
     assert num_rows and length
     backend = share_context(
         layout,

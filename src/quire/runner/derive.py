@@ -7,6 +7,7 @@ from quire.base.config import EngineConfig
 from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
+from quire.base.speculation import parse_speculation
 from quire.ops.native import core
 from quire.runner.step_size import MOST_TOKENS
 
@@ -77,6 +78,42 @@ def check_context(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
+def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Fill in whether the model pools. Raises ConfigError for what goes with generating only.
+
+    Where all tokens of a prompt count, none can come from a cache or from host memory, where there
+    are no hidden states; and steps of whole prompts are not worth recording.
+    """
+    pooling, model = spec.pooling, config.model
+    if pooling is None:
+        model = dataclasses.replace(model, runner="generate", convert="none")
+        return dataclasses.replace(config, model=model)
+    if config.parallel.has_rank_processes:
+        raise ConfigError(
+            "a model that pools runs in its engine's own process: leave tensor_parallel_size,"
+            " pipeline_parallel_size and distributed_executor_backend out, or use"
+            " data_parallel_size."
+        )
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is not None and speculation.num_tokens:
+        raise ConfigError(
+            "speculative_config is for models that generate, and this one pools; leave it out."
+        )
+    cache, scheduler = config.cache, config.scheduler
+    if pooling.needs_all:
+        if cache.stores:
+            raise ConfigError(
+                f"{cache.stores[0]}: a model that pools all tokens of a prompt"
+                f" ({pooling.kind}) finds none in a store; leave it out."
+            )
+        cache = dataclasses.replace(cache, enable_prefix_caching=False, kv_host_gb=0.0)
+        scheduler = dataclasses.replace(scheduler, preemption_mode="recompute")
+    model = dataclasses.replace(model, runner="pooling", convert=pooling.task)
+    return dataclasses.replace(
+        config, model=model, cache=cache, scheduler=scheduler, enforce_eager=True
+    )
+
+
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
     """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
     memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
@@ -94,6 +131,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
             " CPU."
         )
     check_context(config, spec)
+    config = pooling_config(config, spec)
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = MOST_TOKENS if on_cpu else GPU_TOKENS
     scheduler = dataclasses.replace(

@@ -30,7 +30,7 @@ class Launched:
 
     wanted: which rows asked for candidates; these came for all rows if the step was recorded.
     forward: of a step in two halves, the first. errors: what the host found wrong with rows
-    between them.
+    between them. pools: instead of these the numbers that prompts came to arrive.
     """
 
     plan: Plan
@@ -41,6 +41,7 @@ class Launched:
     is_recorded: bool
     forward: Arrival | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    pools: bool = False
 
     def is_done(self) -> bool:
         return self.arrival.is_done()
@@ -54,8 +55,10 @@ class Launched:
         num_scores = 3 * len(self.scores)
         found, scores = rest[: len(rest) - num_scores], rest[len(rest) - num_scores :]
         candidates = read_candidates(found, self.wanted, is_of_all=self.is_recorded)
+        pooled = rest[0].numpy() if self.pools and rest else ()
         return StepResult(
             step_id=self.plan.step_id,
+            pooled={int(row): each.copy() for row, each in zip(rows, pooled, strict=False)},
             token_ids=np.maximum(tokens, 0),
             num_accepted=np.ones(len(tokens), np.int32),
             candidates={

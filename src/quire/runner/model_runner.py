@@ -43,6 +43,7 @@ from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
 from quire.runner.guesses import GuessedStep, Guessing, GuessingStep
 from quire.runner.launched import Launched, Settled
 from quire.runner.plan_parts import Moves, PromptScores, Scored
+from quire.runner.pooler import Pooler
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs, logprob_tensors
 from quire.runner.step_ops import (
@@ -67,7 +68,8 @@ class DecoderModel(Protocol):
 class ModelRunner:
     """Rows, model, attention backend and sampler of one device. Whatever `run` or `launch` raises,
     the rows' counters have not moved, and the plan can be carried out again. runs: how the device
-    makes guesses that plans leave to it; None: no plan does."""
+    makes guesses that plans leave to it; None: no plan does. pooler: of a model that pools, in the
+    place of logits and sampling."""
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class ModelRunner:
         self.sampler = sampler
         self.device = device
         self.runs: Runs | None = None
+        self.pooler: Pooler | None = None
         self._graphs: Graphs | None = None
         self.moves = Moves(backend)
         self.scores = PromptScores(sampler.vocab_size)
@@ -149,7 +152,7 @@ class ModelRunner:
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
         extras = asked.extras
-        step = recorded or _Step(self, needs, wanted, scores, extras)
+        step = recorded or self._step(plan, needs, wanted, scores, extras)
 
         def begin() -> list[torch.Tensor]:
             self.moves.carry_out(plan)
@@ -172,7 +175,21 @@ class ModelRunner:
         if not arrival.is_done():
             self._unread[slot] = arrival
         is_recorded = recorded is not None
-        return Launched(plan, arrival, asked, wanted, scores, is_recorded, forward, errors)
+        pools = self.pooler is not None
+        return Launched(plan, arrival, asked, wanted, scores, is_recorded, forward, errors, pools)
+
+    def _step(
+        self,
+        plan: Plan,
+        needs: Needs,
+        wanted: list[WantedLogprobs],
+        scores: Sequence[Scored],
+        extras: StepExtras | None,
+    ) -> "_Step | _PoolingStep":
+        """Make the two halves of a step that is launched as it is."""
+        if self.pooler is not None:
+            return _PoolingStep(self, self.pooler, plan)
+        return _Step(self, needs, wanted, scores, extras)
 
     def _look_at(self, plan: Plan, extras: StepExtras, seen: list[torch.Tensor]) -> dict[int, str]:
         """Let the host find out what extras change; returns what is wrong with rows."""
@@ -243,7 +260,7 @@ class ModelRunner:
             self._kept = backend = KeptInputs(self.backend, plan.num_drafts > 0)
         num_blocks = -(-longest // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
-        return self._hidden(inputs, shape, backend)
+        return self.hidden(inputs, shape, backend)
 
     def settle_states(self, plan: Plan, contexts_S: npt.NDArray[np.int64]) -> float:
         """Leave the states of rows that guess behind so many tokens (guesses.py)."""
@@ -260,9 +277,10 @@ class ModelRunner:
         arrival.wait()
         return arrival.duration_s()
 
-    def _hidden(
+    def hidden(
         self, inputs: StepInputs, shape: StepShape, backend: AttentionBackend
     ) -> torch.Tensor:
+        """Compute the hidden states of a step, [T, D], behind the last norm."""
         backend.prepare(self.attention_step(inputs, shape))
         return self.model(inputs.ids_T, inputs.positions_T, backend)
 
@@ -311,7 +329,7 @@ class ModelRunner:
     ) -> "Begun":
         """Do the first half of a step's work, up to logits and scores."""
         inputs, samples = gathered.inputs, gathered.samples
-        hidden_TD = self._hidden(inputs, shape, backend)
+        hidden_TD = self.hidden(inputs, shape, backend)
         scored = self.score(hidden_TD, scores)
         if not shape.num_samples:
             return Begun(gathered, None, scored)
@@ -383,6 +401,32 @@ class _Step:
 
     def end(self) -> list[torch.Tensor]:
         return self.runner.end(self.begun.pop(), self.needs, self.wanted, self.extras)
+
+
+@dataclass
+class _PoolingStep:
+    """A step of a model that pools: rows that end get the token 0, which says nothing."""
+
+    runner: ModelRunner
+    pooler: Pooler
+    plan: Plan
+    begun: list[tuple[Gathered, torch.Tensor]] = field(default_factory=list)
+
+    def begin(self, shape: StepShape) -> list[torch.Tensor]:
+        runner = self.runner
+        gathered = runner.gather(shape)
+        hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend)
+        self.begun = [(gathered, self.pooler.take(self.plan, hidden_TD))]
+        return []
+
+    def end(self) -> list[torch.Tensor]:
+        """Move the counters; what the prompts came to."""
+        gathered, pooled_NK = self.begun.pop()
+        is_valid_N = pooled_NK.isfinite().all(1)
+        self.runner.rows.advance(
+            gathered, torch.zeros_like(is_valid_N, dtype=torch.int64), is_valid_N
+        )
+        return [pooled_NK]
 
 
 def shape_of(plan: Plan, num_places: int = 0) -> StepShape:

@@ -55,6 +55,7 @@ class StepResults:
         elif suspects := self._lifecycle.suspects:
             suspects.acquit(step)
         _take_prompt_candidates(step, result, outputs)
+        _hand_out_pooled(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
         extra = _accepted(step, result)
         _tell_tries(step, outputs)
@@ -321,6 +322,18 @@ def _hand_out_candidates(step: InFlightStep, result: StepResult, outputs: Output
         if row not in step.left_out and not sampled[row].is_beam:
             more = result.more_candidates.get(row, [])
             outputs.set_candidates(sampled[row], [candidates, *more])
+
+
+def _hand_out_pooled(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
+    """Hand out what prompts came to, with the token that stands for it; also to a sequence that has
+    lost its row meanwhile, which ends with that token."""
+    if not result.pooled:
+        return
+    sampled = dict(zip(step.plan.sample_rows.tolist(), step.sequences, strict=True))
+    for row, pooled in result.pooled.items():
+        sequence = sampled[row]
+        if row not in step.left_out and sequence.state is not State.ENDED:
+            outputs.update_of(sequence).pooled = pooled
 
 
 def _tell_tries(step: InFlightStep, outputs: OutputsBuilder) -> None:

@@ -88,6 +88,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         max_num_seqs=num_rows,
         settings=flat_settings(config),
         memory=built.memory.describe(),
+        pooling=built.spec.pooling,
     )
     expected_s = expected_step_s(config, config.device, built.memory.weights_bytes)
     heartbeat = Heartbeat(options.home / "heartbeat", expected_s)

@@ -15,6 +15,7 @@ from quire.base.durations import bounded_wait_s
 from quire.base.messages import PinnedPrefix, Request
 from quire.base.model_spec import ModelSpec
 from quire.base.outputs import RequestOutput
+from quire.base.pooling_spec import with_pooling
 from quire.engine.fleet import CoreClient, client_of
 from quire.engine.remote import limits_of
 from quire.engine.requests import RequestMaker
@@ -140,6 +141,7 @@ def start_engine(config: EngineConfig) -> ProcessEngine:
     source = resolve_source(config.model)
     model = config.model
     spec = model_spec(source.directory, model.model_impl, is_compiled=model.torch_compile)
+    spec = with_pooling(spec, source.directory, model)
     cores = ManagedCores(config, "warning" if config.disable_log_stats else "info")
     try:
         cores.start()

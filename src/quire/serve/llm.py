@@ -9,6 +9,13 @@ from quire.base.config import config_from_flat
 from quire.base.errors import STEP_FAILED, ConfigError, RequestError, StepFailed
 from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
+from quire.base.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from quire.base.pooling_params import PoolingParams
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.build import Engine, build_engine
 from quire.render.answers.format import AnswerFormat
@@ -20,6 +27,7 @@ from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.core_processes import ProcessEngine, start_engine
 from quire.serve.hooks import TIMEOUT_S, Hooks
 from quire.serve.local_hooks import LocalHooks, LocalRequest
+from quire.serve.pooling import Pooling
 from quire.serve.progress import LoadBar, RequestBar
 from quire.serve.vllm_compat import drop_vllm_settings
 
@@ -119,6 +127,49 @@ class LLM:
         sampling = [each.sampling_params() for each in _each(params, len(listed), "params")]
         outputs = self.generate(listed, sampling, use_tqdm)
         return [BeamSearchOutput.of(output) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt; of a model that gives them."""
+        return self._pooling(use_tqdm).embed(self._seen(prompts), pooling_params or PoolingParams())
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's classes; of a model that gives them."""
+        params = pooling_params or PoolingParams()
+        return self._pooling(use_tqdm).classify(self._seen(prompts), params)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return what each prompt comes to, as numpy arrays. pooling_task: embed or classify, to be
+        sure of it."""
+        params = pooling_params or PoolingParams()
+        return self._pooling(use_tqdm).encode(self._seen(prompts), params, pooling_task)
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts go together, one with each of data_2 or as many with as many: the
+        cosine of their embeddings, or what a model with one class says of the pair."""
+        params = pooling_params or PoolingParams()
+        return self._pooling(use_tqdm).score(self._seen(data_1), self._seen(data_2), params)
 
     def stream(
         self,
@@ -289,6 +340,18 @@ class LLM:
         if hooked:
             return [each.finish(output) for each, output in zip(hooked, outputs, strict=True)]
         return outputs
+
+    def _pooling(self, show_progress: bool) -> Pooling:
+        def finish(requests: list[Request], prompts: list[RenderedPrompt]) -> list[RequestOutput]:
+            bar = RequestBar(len(requests), enabled=show_progress)
+            done = self._finished(requests, prompts, bar)
+            return [done[request.request_id] for request in requests]
+
+        return Pooling(self._alive, finish)
+
+    def _seen(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+        """Return prompts to pool as hooks leave them."""
+        return self._admitted(_as_list(prompts), SamplingParams())[0]
 
     def _grammar(
         self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None

@@ -162,10 +162,12 @@ MODEL = {
     "allow_deprecated_quantization": _ignored("docs/quantisation.md lists what is read", True),
     "generation_config": _same("auto, or none (vllm is the same); no folder"),
     "override_generation_config": _same(),
-    "runner": _value("models generate text", "auto", "generate"),
-    "convert": _value("models generate text", "auto", "none"),
-    "task": _value("models generate text", "auto", "generate"),
-    "pooler_config": _value("models generate text", "{}"),
+    "runner": _same("auto, generate and pooling"),
+    "convert": _same(),
+    "task": _value("--runner and --convert say it", "auto", "generate"),
+    "pooler_config": _same(
+        "with seq_pooling_type or pooling_type, and use_activation or normalize"
+    ),
     "enable_prompt_embeds": _switch("send prompts as text or token ids", False),
     "logits_processors": _same("names that installed packages bring (docs/extending.md), no paths"),
     "io_processor_plugin": _value("filter by --hooks (docs/extending.md)"),

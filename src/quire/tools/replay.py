@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.config import SchedulerConfig
+from quire.base.config import SchedulerConfig, most_tokens
 from quire.base.errors import EngineError, RecordingDamaged
 from quire.base.events import Event, PrefixFound
 from quire.base.kv_orders import Order
@@ -309,13 +309,14 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     )
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})
-    most_tokens = config.max_num_batched_tokens or 0
+    most_prefill = config.max_num_batched_tokens or 0
     fingerprint = parts.get("fingerprint", b"")
-    memory = Memory(kv, most_tokens, settings["watermark"], fingerprint, digester)
+    memory = Memory(kv, most_prefill, settings["watermark"], fingerprint, digester)
     policy = make_policy(config.scheduling_policy)
     num_stores = parts.get("num_stores", 0)
     num_stages = settings.get("pipeline_parallel_size", 1)
-    scheduler = Scheduler(memory, config, settings["max_model_len"], policy, num_stores, num_stages)
+    length = most_tokens(settings["max_model_len"], settings.get("runner", "auto"))
+    scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages)
     scheduler.control(parts["rates"], header["now_s"])
     return scheduler
 

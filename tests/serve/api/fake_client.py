@@ -36,6 +36,7 @@ class FakeClient:
             max_num_seqs=config.scheduler.max_num_seqs or 0,
             settings={"model": config.model.model},
             memory=engine.memory.describe(),
+            pooling=engine.spec.pooling,
         )
         self.requests: list[Request] = []  # as they were queued
         self.num_aborted = 0  # of those, whose reader left early

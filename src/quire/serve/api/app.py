@@ -8,9 +8,11 @@ from quire.serve.api import (
     admin,
     chat_completions,
     completions,
+    embeddings,
     live,
     page,
     prefixes,
+    scores,
     stream,
     utility,
 )
@@ -59,7 +61,7 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         responses.router,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
-    for router in (completions.router, chat_completions.router):
+    for router in (completions.router, chat_completions.router, embeddings.router, scores.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])
     app.include_router(messages.counting_router, dependencies=[protected])
     app.include_router(messages.generating_router, dependencies=[protected, Depends(generating)])

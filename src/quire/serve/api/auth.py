@@ -16,7 +16,7 @@ from quire.base.config import ServerConfig
 from quire.base.tenants import key_name
 from quire.serve.api.context import Api
 from quire.serve.api.errors import ApiError
-from quire.serve.api.protocol import GenerationRequest
+from quire.serve.api.protocol import ServedBody
 
 SCHEME = b"bearer "
 KEY_HEADER = b"x-api-key"  # where Anthropic's clients put it
@@ -80,7 +80,7 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
     return "user " + hashlib.sha256(user.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def tenant_asking(scope: Scope, config: ServerConfig, body: GenerationRequest) -> str:
+def tenant_asking(scope: Scope, config: ServerConfig, body: ServedBody) -> str:
     """Return whom a body is for. Raises ApiError 403 if it asks to be served before others, and its
     key may not."""
     priority = body.priority or 0

@@ -13,6 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from quire.serve.api.context import ApiContext
 from quire.serve.api.messages import errors as messages
 from quire.serve.api.open_body import OpenBody
+from quire.serve.api.scores import NAMES
 
 Json = dict[str, Any]
 
@@ -54,6 +55,9 @@ def document(app: FastAPI) -> Json:
             if "model" in schema.get("properties", {}):
                 schema["properties"]["model"] = {"enum": [*context.model_names, None]}
         schemas["CompletionRequest"]["required"] = ["prompt"]
+        for name in ("EmbeddingBody", "ClassifyBody"):
+            schemas[name]["required"] = ["input"]
+        schemas["ScoreBody"]["anyOf"] = [{"required": list(names)} for names in NAMES]
         if not context.config.strict_fields:
             for name in _open_bodies() & schemas.keys():
                 schemas[name]["additionalProperties"] = True
@@ -175,6 +179,15 @@ _RESPONSE = _object(
 )  # fmt: skip
 _EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
+_LIST = {"object": "list", **_HEAD, "usage": _USAGE}
+_SCORES = _object(**_LIST, data=[_object(index="integer", object="score", score="number")])
+_RANKS = _object(
+    id="string", model="string", usage=_USAGE,
+    results=[_object(index="integer", relevance_score="number")],
+)  # fmt: skip
+_EMBEDDING = _object(index="integer", object="embedding", embedding="array or string")
+_CLASSES = _object(index="integer", label="string", probs=["number"], num_classes="integer")
+
 ERROR_SCHEMA = _object(
     error=_object(
         message="string", type="string", param="string or null", code="string or integer or null"
@@ -211,6 +224,10 @@ ANSWERS: dict[tuple[str, str], Json] = {
             has_more="boolean",
         )
     ),
+    ("post", "/v1/embeddings"): _json(_object(**_LIST, data=[_EMBEDDING])),
+    ("post", "/classify"): _json(_object(**_LIST, data=[_CLASSES])),
+    **{("post", path): _json(_SCORES) for path in ("/score", "/v1/score")},
+    **{("post", path): _json(_RANKS) for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
     ("get", "/v1/models"): _json(_MODELS),
     ("get", "/v1/models/{name}"): _json({"anyOf": [_MODEL, _MODELS]}),
     ("post", "/v1/prefixes"): _json(_PREFIX),

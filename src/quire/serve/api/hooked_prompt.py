@@ -12,7 +12,7 @@ from quire.base.hooks import HookContext, HookRequest
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
-from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from quire.serve.api.protocol import ChatCompletionRequest, ServedBody
 from quire.serve.api.rendering import check_model, decode, render_prompt
 from quire.serve.hooks import RequestHooks, asked_of
 
@@ -37,7 +37,7 @@ async def admitted_chat(
 
 
 async def admitted_prompts(
-    api: ApiContext, body: CompletionRequest, scope: Scope, answer_id: str, prompts: list[object]
+    api: ApiContext, body: ServedBody, scope: Scope, answer_id: str, prompts: list[object]
 ) -> tuple[list[object], list[RequestHooks] | None]:
     """Do the same for the prompts of a completion, each a text or token ids, which are requests of
     their own."""
@@ -55,7 +55,7 @@ async def admitted_prompts(
 
 
 async def admitted_ids(
-    api: ApiContext, body: GenerationRequest, hooks: RequestHooks, token_ids: Any
+    api: ApiContext, body: ServedBody, hooks: RequestHooks, token_ids: Any
 ) -> list[int]:
     """Return token ids as hooks leave them: if they changed their text, its own."""
     text = await _text_of(api, token_ids)
@@ -67,9 +67,7 @@ async def admitted_ids(
     return (await render_prompt(api, changed, add_special_tokens=False)).token_ids
 
 
-def _opened(
-    api: ApiContext, body: GenerationRequest, scope: Scope, request_id: str
-) -> RequestHooks:
+def _opened(api: ApiContext, body: ServedBody, scope: Scope, request_id: str) -> RequestHooks:
     assert api.hooks is not None
     tenant = tenant_asking(scope, api.config, body)
     return api.hooks.open(request_id, tenant, check_model(api, body.model))

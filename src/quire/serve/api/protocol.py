@@ -302,10 +302,23 @@ class StreamOptions(BaseModel):
     include_obfuscation: Ignored
 
 
-class GenerationRequest(OpenBody):
-    """The fields that both endpoints have."""
+class ServedBody(OpenBody):
+    """The fields of all bodies that the engine works on: for whom, when, and what of the prompt."""
 
     model: Label | None = None
+    priority: Int32 | None = None
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    request_id: Label | None = None
+
+
+class GenerationRequest(ServedBody):
+    """The fields that both endpoints have."""
+
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = None
 
@@ -345,10 +358,7 @@ class GenerationRequest(OpenBody):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
 
-    # The prompt, and what is shown
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
+    # What is shown
     echo: bool | None = None
     prompt_logprobs: Int32 | None = None
     logprob_token_ids: NamedTokens | None = None
@@ -356,14 +366,7 @@ class GenerationRequest(OpenBody):
     return_tokens_as_token_ids: bool | None = None
     stream_interval: Annotated[int, Field(ge=1, lt=INT32)] | None = None
 
-    # Scheduling
-    priority: Int32 | None = None
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
-
     # Labels and hints of clients
-    request_id: Label | None = None
     session_id: Ignored
     metadata: Ignored
     store: Ignored

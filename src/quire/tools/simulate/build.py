@@ -89,7 +89,7 @@ class Engines:
         most_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
         memory = Memory(kv, most_tokens, cache.watermark)
-        return Scheduler(memory, config.scheduler, config.model.max_model_len or 0, policy)
+        return Scheduler(memory, config.scheduler, config.model.most_tokens, policy)
 
     def _record(self, replica: Replica, number: int | None) -> None:
         """Record the run as an engine would, so that it can be explained."""

@@ -1,0 +1,66 @@
+"""Texts for a model that pools: one, or two that belong together, between their special tokens; cut
+where a request wants it.
+
+    [CLS] first text [SEP]        [CLS] first text [SEP] second text [SEP]
+
+What is cut is the text: the special tokens stay, as the model pools one of them.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from quire.base.errors import RequestError
+from quire.base.pooling_params import PoolingParams
+from quire.render.renderer import RenderedPrompt
+from quire.render.truncation import FITTING, LEFT
+
+FIELD = "truncate_prompt_tokens"
+Ids = Sequence[int]
+
+
+def most_tokens(params: PoolingParams, longest: int) -> int | None:
+    """Return how many tokens a prompt may have before it is cut; None if it is never. Raises
+    RequestError for more than the engine takes."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return None
+    if most < FITTING or most > longest:
+        raise RequestError(
+            f"{FIELD} must be at most max_model_len = {longest}, or -1 for that, got {most}.",
+            FIELD,
+        )
+    return longest if most == FITTING else most
+
+
+def joined(
+    parts: Sequence[Ids], frame: Sequence[Ids], most: int | None, side: str
+) -> RenderedPrompt:
+    """Put special tokens (`Tokenizer.frame`) around texts, of at most so many tokens together.
+    Raises RequestError where there is no room for any text."""
+    if most is not None:
+        room = most - sum(map(len, frame))
+        if room < len(parts):
+            raise RequestError(f"{FIELD}={most} leaves no room beside special tokens.", FIELD)
+        sizes = [len(parts[0])] if len(parts) == 1 else _sizes(len(parts[0]), len(parts[1]), room)
+        parts = [_cut(part, min(size, room), side) for part, size in zip(parts, sizes, strict=True)]
+    between = zip(frame, [*parts, []], strict=True)
+    return RenderedPrompt(list(chain.from_iterable(chain.from_iterable(between))))
+
+
+def _cut(token_ids: Ids, keep: int, side: str) -> Ids:
+    if len(token_ids) <= keep:
+        return token_ids
+    return token_ids[-keep:] if side == LEFT else token_ids[:keep]
+
+
+def _sizes(first: int, second: int, room: int) -> list[int]:
+    """Return how much is left of two texts, of which the longer one is cut first, as transformers'
+    fast tokenizers do it."""
+    if first + second <= room:
+        return [first, second]
+    short, long = min(first, second), max(first, second)
+    long = short if short > room else max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return [long, short] if first > second else [short, long]

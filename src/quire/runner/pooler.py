@@ -1,0 +1,70 @@
+"""What becomes of hidden states in a model that pools, in place of logits and sampling.
+
+A step computes parts of some prompts. Of the last token no more than its own hidden state counts;
+of the mean, and of the first token, a row keeps what its parts have come to so far, in float64 and
+token by token, so that it makes no difference where a prompt is cut.
+
+    sums[row]   0 when a row begins, + each token's hidden state   | mean: / tokens of the prompt
+                the first token's hidden state                     | cls
+
+Shape legend: T tokens of the step, S scheduled rows, N rows that end with it, D model dim, K
+numbers that a prompt comes to.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire.base.plan import Plan
+from quire.base.pooling import CLS, LAST, PoolingSpec
+from quire.models.pooling_layers import PoolingLayer
+from quire.ops.host_memory import to_device
+
+
+class Pooler:
+    """Pools rows, and carries out the layers behind that."""
+
+    def __init__(
+        self,
+        spec: PoolingSpec,
+        layers: Sequence[PoolingLayer],
+        num_rows: int,
+        width: int,
+        device: torch.device,
+    ) -> None:
+        self._kind, self._layers, self._device = spec.kind, layers, device
+        num_kept = num_rows if spec.needs_all else 0
+        self._sums_RD = torch.zeros(num_kept, width, dtype=torch.float64, device=device)
+
+    def take(self, plan: Plan, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Take a step's hidden states in; return what the prompts of the rows that end with it come
+        to, float64 [N, K]."""
+        ends_S = np.cumsum(plan.num_tokens, dtype=np.int64)
+        if self._kind == LAST:
+            places_N = self._index(ends_S[plan.sample_places] - 1)
+            x_ND = hidden_TD.index_select(0, places_N).double()
+        else:
+            self._keep(plan, hidden_TD, ends_S - plan.num_tokens)
+            x_ND = self._sums_RD.index_select(0, self._index(plan.sample_rows))
+            if self._kind != CLS:
+                lengths_S = plan.computed_bound + plan.num_tokens
+                x_ND = x_ND / self._index(lengths_S[plan.sample_places]).double()[:, None]
+        for layer in self._layers:
+            x_ND = layer(x_ND)
+        return x_ND
+
+    def _keep(self, plan: Plan, hidden_TD: torch.Tensor, begins_S: np.ndarray) -> None:
+        """Add a step's part to what rows have."""
+        begin = plan.computed_bound == 0
+        fresh_rows = self._index(plan.rows[begin])
+        if self._kind == CLS:
+            first_ND = hidden_TD.index_select(0, self._index(begins_S[begin]))
+            self._sums_RD.index_copy_(0, fresh_rows, first_ND.double())
+            return
+        self._sums_RD.index_fill_(0, fresh_rows, 0.0)
+        rows_T = self._index(np.repeat(plan.rows, plan.num_tokens))
+        self._sums_RD.index_add_(0, rows_T, hidden_TD[: len(rows_T)].double())
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        return to_device(values.astype(np.int64), self._device)

@@ -1,0 +1,172 @@
+"""From the inputs of an HTTP request to what they come to, of a model that pools."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fastapi
+import msgspec
+from starlette.responses import Response
+
+from quire.base.errors import EngineBusy, RequestError
+from quire.base.outputs import RequestOutput
+from quire.base.plan import Float64
+from quire.base.pooling import PoolingSpec
+from quire.base.pooling_params import PoolingParams, needed_task
+from quire.render.pooling_prompts import joined, most_tokens
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.answers import Json
+from quire.serve.api.asked_core import asked_core
+from quire.serve.api.auth import tenant_asking
+from quire.serve.api.context import ApiContext, new_id
+from quire.serve.api.disconnect import unless_disconnected
+from quire.serve.api.errors import bad_request
+from quire.serve.api.hooked_prompt import admitted_prompts
+from quire.serve.api.jobs import PromptJob, collect
+from quire.serve.api.pooling_protocol import MAX_INPUTS, PoolingBody
+from quire.serve.api.rendering import check_model, render_prompt, tokenizer_of
+from quire.serve.api.unsupported_fields import check_neutral
+from quire.serve.lanes import MAX_CHARS_SHORT
+from quire.serve.pooled_numbers import numbers_of
+
+OF_PROMPTS = (None, "prompt", "prompt_token_ids")  # as errors call what may stand in other fields
+
+
+class PoolingCall:
+    """One HTTP request of a client to a model that does one of these tasks. Raises ApiError or
+    RequestError, as all its methods do."""
+
+    def __init__(
+        self,
+        api: ApiContext,
+        body: PoolingBody,
+        request: fastapi.Request,
+        prefix: str,
+        params: PoolingParams,
+        *tasks: str,
+    ) -> None:
+        self.model = check_model(api, body.model)
+        self.id = new_id(prefix)
+        self.spec: PoolingSpec = needed_task(api.client.ready.pooling, *tasks)
+        self._api, self._body, self._request, self._params = api, body, request, params
+        check_neutral(body)
+
+    async def admitted(self, prompts: list[object]) -> list[object]:
+        """Return texts and token ids as hooks leave them."""
+        scope = self._request.scope
+        return (await admitted_prompts(self._api, self._body, scope, self.id, prompts))[0]
+
+    async def run(
+        self, inputs: Sequence[Sequence[object]], field: str
+    ) -> tuple[list[Float64], Json]:
+        """Pool prompts, or pairs of texts; their numbers, and the usage. field: where they are."""
+        try:
+            jobs = [await self._job(parts, index) for index, parts in enumerate(inputs)]
+        except EngineBusy:  # no field is to blame
+            raise
+        except RequestError as error:
+            named = field if error.field in OF_PROMPTS else error.field
+            raise bad_request(str(error), named, error.code) from error
+        work = collect(self._api.client, jobs)
+        outputs = await unless_disconnected(self._request.receive, work)
+        return [numbers_of(each, self.spec, self._params) for each in outputs], usage_json(outputs)
+
+    async def answer(self, value: Json) -> Response:
+        """Write an answer, which may be long, beside the event loop."""
+        return await self._api.lanes.run(MAX_CHARS_SHORT, _as_json, value)
+
+    async def _job(self, parts: Sequence[object], index: int) -> PromptJob:
+        api, body = self._api, self._body
+        prompt = await self._rendered(parts)
+        await asyncio.sleep(0)  # short texts are tokenised on the event loop
+        request = api.requests.make_pooling(
+            prompt,
+            f"{self.id}-{index}",
+            body.cache_salt or "",
+            body.priority or 0,
+            tenant_asking(self._request.scope, api.config, body),
+            body.timeout_s or 0.0,
+        )
+        request = msgspec.structs.replace(request, core_id=asked_core(self._request.scope))
+        api.client.check(request)
+        return PromptJob(prompt, request)
+
+    async def _rendered(self, parts: Sequence[object]) -> RenderedPrompt:
+        api, has_special = self._api, self._body.add_special_tokens is not False
+        most = most_tokens(self._params, api.client.ready.max_model_len)
+        is_whole = most is None and len(parts) == 1
+        special, is_cut = is_whole and has_special, most is not None
+        texts = [
+            await render_prompt(api, part, add_special_tokens=special, is_cut=is_cut)
+            for part in parts
+        ]
+        if is_whole:
+            return texts[0]
+        frame: list[list[int]] = [[] for _ in range(len(parts) + 1)]
+        if has_special and all(text.text is not None for text in texts):
+            frame = tokenizer_of(api).frame(len(parts))
+        return joined([text.token_ids for text in texts], frame, most, self._params.truncation_side)
+
+
+def params_of(body: PoolingBody) -> PoolingParams:
+    """Return what a body asks for beside embeddings' own fields."""
+    return PoolingParams(
+        use_activation=body.use_activation,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side or "right",
+    )
+
+
+def split_inputs(value: object) -> list[object]:
+    """Return the prompts of the field `input`, each a text or token ids. Raises ApiError."""
+    if value is None:
+        raise bad_request("input is required; add a text or a list of token ids.", "input")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong_input()
+    if isinstance(value[0], int):
+        return [value]
+    if len(value) > MAX_INPUTS:
+        raise bad_request(
+            f"input has {len(value)} entries; at most {MAX_INPUTS} are possible. Send several"
+            " requests.",
+            "input",
+        )
+    if not all(isinstance(item, str | list) for item in value):
+        raise _wrong_input()
+    return list(value)
+
+
+def split_texts(value: object, field: str) -> list[object]:
+    """Return the texts of a field, each as such or as {"text": ...}. Raises ApiError."""
+    found = [value] if isinstance(value, str) else value
+    if isinstance(found, list) and found:
+        texts = [each.get("text") if isinstance(each, Mapping) else each for each in found]
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise bad_request(f"{field} must be a text or a list of texts, and not empty.", field)
+
+
+def usage_json(outputs: Sequence[RequestOutput]) -> Json:
+    """Sum up the tokens of all prompts."""
+    num = sum(len(output.prompt_token_ids or ()) for output in outputs)
+    cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    return {
+        "prompt_tokens": num,
+        "completion_tokens": 0,
+        "total_tokens": num,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _as_json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _wrong_input() -> Exception:
+    return bad_request(
+        "input must be a text, a list of texts, a list of token ids or a list of such lists, and"
+        " not empty.",
+        "input",
+    )

@@ -1,0 +1,80 @@
+"""What clients may send to models that pool: OpenAI's, Jina's and vLLM's fields."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from quire.serve.api.protocol import Ignored, ServedBody, at_most
+from quire.serve.api.unsupported_fields import unsupported
+
+MAX_INPUTS = 2048
+AS_IT_IS = "numbers are float32, little endian; leave it out"
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_INPUT_SCHEMA = {
+    "anyOf": [
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS},
+        _IDS,
+        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_INPUTS},
+    ]
+}
+_TEXTS_SCHEMA = {
+    "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}]
+}
+Input = Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
+Texts = Annotated[Any, at_most(MAX_INPUTS), WithJsonSchema(_TEXTS_SCHEMA)]
+
+
+class PoolingBody(ServedBody):
+    """The fields of all of them. use_activation: of embeddings whether they have length 1, of
+    classes whether their numbers are probabilities; if absent as the model says."""
+
+    use_activation: bool | None = None
+    metadata: Ignored
+    mm_processor_kwargs: Any = unsupported("this model takes text only; leave it out", {})
+
+
+class EmbeddingBody(PoolingBody):
+    """input: a text, token ids, or a list of either. dimensions: numbers, the first ones.
+    normalize: the older name of use_activation."""
+
+    input: Input = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    normalize: bool | None = None
+    embed_dtype: Any = unsupported(AS_IT_IS, "float32")
+    endianness: Any = unsupported(AS_IT_IS, "native", "little")
+
+
+class ClassifyBody(PoolingBody):
+    """input: as of embeddings."""
+
+    input: Input = None
+
+
+class ScoreBody(PoolingBody):
+    """Texts to compare: one with each, or as many with as many. The three pairs of names mean the
+    same."""
+
+    text_1: Texts = None
+    text_2: Texts = None
+    queries: Texts = None
+    documents: Texts = None
+    data_1: Texts = None
+    data_2: Texts = None
+
+
+class RerankBody(PoolingBody):
+    """documents: what is put in the order in which it goes with the query. top_n: how many are
+    shown; 0 is all."""
+
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[
+        list[Any], Field(min_length=1), at_most(MAX_INPUTS), WithJsonSchema(_TEXTS_SCHEMA)
+    ]
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Any = unsupported("use truncate_prompt_tokens", 0, -1)
+    rank_fields: Any = unsupported("documents are texts; leave it out", [])

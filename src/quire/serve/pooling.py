@@ -1,0 +1,133 @@
+"""`LLM.embed` and what goes with it: vLLM's offline interface of models that pool."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.base.messages import Request
+from quire.base.outputs import RequestOutput
+from quire.base.plan import Float64
+from quire.base.pooling import CLASSIFY, EMBED, PoolingSpec
+from quire.base.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.base.pooling_params import PoolingParams, cosine, needed_task
+from quire.engine.build import Engine
+from quire.render.pooling_prompts import joined, most_tokens
+from quire.render.renderer import Prompt, RenderedPrompt
+from quire.serve.core_processes import ProcessEngine
+from quire.serve.pooled_numbers import check_scorer, numbers_of, paired
+
+Finish = Callable[[list[Request], list[RenderedPrompt]], list[RequestOutput]]
+
+
+class Pooling:
+    """engine: whose prompts are pooled. finish: runs requests that were checked."""
+
+    def __init__(self, engine: Engine | ProcessEngine, finish: Finish) -> None:
+        self._engine, self._finish = engine, finish
+
+    def embed(
+        self, prompts: Sequence[Prompt], params: PoolingParams
+    ) -> list[EmbeddingRequestOutput]:
+        """See LLM.embed."""
+        spec = needed_task(self._engine.spec.pooling, EMBED)
+        return [
+            EmbeddingRequestOutput(*_parts(each, EmbeddingOutput(value.tolist())))
+            for each, value in self._pooled([[prompt] for prompt in prompts], spec, params)
+        ]
+
+    def classify(
+        self, prompts: Sequence[Prompt], params: PoolingParams
+    ) -> list[ClassificationRequestOutput]:
+        """See LLM.classify."""
+        spec = needed_task(self._engine.spec.pooling, CLASSIFY)
+        return [
+            ClassificationRequestOutput(*_parts(each, ClassificationOutput(value.tolist())))
+            for each, value in self._pooled([[prompt] for prompt in prompts], spec, params)
+        ]
+
+    def encode(
+        self, prompts: Sequence[Prompt], params: PoolingParams, task: str | None
+    ) -> list[PoolingRequestOutput]:
+        """See LLM.encode."""
+        if task not in (None, EMBED, CLASSIFY):
+            raise RequestError(
+                f"pooling_task must be embed or classify, got {task!r}: quire pools a prompt as a"
+                " whole, not its tokens.",
+                "pooling_task",
+            )
+        spec = needed_task(self._engine.spec.pooling, *([task] if task else [EMBED, CLASSIFY]))
+        return [
+            PoolingRequestOutput(*_parts(each, PoolingOutput(value)))
+            for each, value in self._pooled([[prompt] for prompt in prompts], spec, params)
+        ]
+
+    def score(
+        self, first: Sequence[Prompt], second: Sequence[Prompt], params: PoolingParams
+    ) -> list[ScoringRequestOutput]:
+        """See LLM.score."""
+        spec = needed_task(self._engine.spec.pooling, EMBED, CLASSIFY)
+        pairs = paired(first, second, ("data_1", "data_2"))
+        if spec.task == CLASSIFY:
+            check_scorer(spec)
+            return [
+                ScoringRequestOutput(*_parts(each, ScoringOutput(float(value[0]))))
+                for each, value in self._pooled([list(pair) for pair in pairs], spec, params)
+            ]
+        found = self._pooled([[each] for each in (*first, *second)], spec, params)
+        ones, twos = found[: len(first)], found[len(first) :]
+        outputs = []
+        for (a, value), (b, other) in zip(ones * (len(pairs) // len(ones)), twos, strict=True):
+            made = ScoringRequestOutput(*_parts(b, ScoringOutput(cosine(value, other))))
+            made.request_id = f"{a.request_id}_{b.request_id}"
+            made.prompt_token_ids = (a.prompt_token_ids or []) + made.prompt_token_ids
+            made.num_cached_tokens += a.num_cached_tokens or 0
+            outputs.append(made)
+        return outputs
+
+    def _pooled(
+        self, inputs: list[list[Prompt]], spec: PoolingSpec, params: PoolingParams
+    ) -> list[tuple[RequestOutput, Float64]]:
+        """Run prompts, or pairs of texts; each output with its numbers."""
+        engine = self._engine
+        rendered = [self._rendered(each, params) for each in inputs]
+        salts = [_salt(each[0]) for each in inputs]
+        requests = [
+            engine.requests.make_pooling(prompt, cache_salt=salt)
+            for prompt, salt in zip(rendered, salts, strict=True)
+        ]
+        for request in requests:
+            engine.client.check(request)
+        outputs = self._finish(requests, rendered)
+        return [(each, numbers_of(each, spec, params)) for each in outputs]
+
+    def _rendered(self, parts: list[Prompt], params: PoolingParams) -> RenderedPrompt:
+        renderer = self._engine.renderer
+        most = most_tokens(params, self._engine.client.max_model_len)
+        if most is None and len(parts) == 1:
+            return renderer.render(parts[0])
+        texts = [renderer.render(part, add_special_tokens=False) for part in parts]
+        is_text, tokenizer = [text.text is not None for text in texts], renderer.tokenizer
+        if len(parts) == 2 and not all(is_text):
+            raise RequestError("a pair to score is two texts, not token ids.")
+        frame: list[list[int]] = [[], []]
+        if tokenizer is not None and all(is_text):
+            frame = tokenizer.frame(len(parts))
+        return joined([text.token_ids for text in texts], frame, most, params.truncation_side)
+
+
+def _salt(prompt: Prompt) -> str:
+    return prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
+
+
+def _parts(output: RequestOutput, made: Any) -> tuple[str, Any, list[int], int]:
+    ids, cached = output.prompt_token_ids or [], output.num_cached_tokens or 0
+    return output.request_id, made, list(ids), cached

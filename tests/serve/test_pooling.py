@@ -1,0 +1,271 @@
+"""`LLM` with models that pool, beside transformers: embeddings, classes and scores.
+
+Covers `runner/pooler.py`, `base/pooling_params.py`, `render/pooling_prompts.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, PoolingParams, SamplingParams
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, RequestError
+from quire.base.model_spec import load_spec
+from quire.base.pooling_spec import with_pooling
+from quire.base.step_outputs import SequenceUpdate, StepOutputs
+from quire.engine.recording import read_recording
+from quire.engine.wire import LENGTH, client_codec, core_codec
+from quire.render.pooling_prompts import joined
+from quire.runner.derive import derive_config
+from quire.tools.replay import replay_all
+from tests.models.checkpoints import random_tokens
+from tests.serve.checkpoints import MAX_POSITION
+from tests.serve.pooling_checkpoints import (
+    class_logits,
+    hidden_states,
+    pooling_checkpoint,
+    with_modules,
+)
+
+IDS = random_tokens(23, 5, MAX_POSITION, 1, 61)
+RAW = PoolingParams(use_activation=False)
+CHUNKS = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"disable_log_stats": True, "block_size": 4, "kv_cache_memory_bytes": 4 << 20}
+    return LLM(str(folder), **(defaults | settings))
+
+
+def softmax(numbers: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(numbers).softmax(0).numpy()
+
+
+def sigmoid(numbers: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(numbers).sigmoid().numpy()
+
+
+def embed(llm: LLM, ids: Sequence[list[int]], params: PoolingParams = RAW) -> list[np.ndarray]:
+    outputs = llm.embed([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
+    return [np.array(output.outputs.embedding) for output in outputs]
+
+
+def near(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> None:
+    assert np.std(wanted[0]) > 0.1, "too tame to tell anything"
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-10)
+
+
+# ---- embeddings ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
+def test_hidden_states_are_those_of_transformers(kind: str) -> None:
+    """In chunks, and a second time: from cached blocks where that is right."""
+    folder = pooling_checkpoint("embed")
+    states = hidden_states(folder, IDS)
+    taken = {"LAST": lambda h: h[-1], "MEAN": lambda h: h.mean(0), "CLS": lambda h: h[0]}[kind]
+    config = {"seq_pooling_type": kind}
+    with open_llm(folder, dtype="float64", pooler_config=config, **CHUNKS) as llm:
+        near(embed(llm, IDS), [taken(each) for each in states])
+        again = llm.encode([{"prompt_token_ids": each} for each in IDS], RAW, use_tqdm=False)
+        near([each.outputs.data for each in again], [taken(each) for each in states])
+        assert (again[0].num_cached_tokens > 0) == (kind == "LAST")
+        assert llm.engine.config.model.runner == "pooling"
+
+
+@pytest.mark.parametrize("kind", ["LAST", "MEAN"])
+def test_a_batch_and_chunks_do_not_change_a_bit(kind: str) -> None:
+    """By the C++ core, in float32: alone, beside others, cut, preempted, and behind a cached
+    prefix."""
+    folder, found = pooling_checkpoint("generate"), []
+    config = {"seq_pooling_type": kind}
+    for settings in ({}, CHUNKS, CHUNKS | {"kv_cache_memory_bytes": 72 << 10}):
+        with open_llm(folder, runner="pooling", pooler_config=config, **settings) as llm:
+            if not settings:
+                found += [[embed(llm, [each])[0] for each in IDS]]
+            found += [embed(llm, IDS), embed(llm, IDS[::-1])[::-1]]
+    for other in found[1:]:
+        assert all(np.array_equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_length_and_first_numbers() -> None:
+    with open_llm(pooling_checkpoint("embed")) as llm:
+        whole = embed(llm, IDS[:2])
+        unit = [each / np.linalg.norm(each) for each in whole]
+        for got, wanted in zip(embed(llm, IDS[:2], PoolingParams()), unit, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-12)
+        for got, raw in zip(embed(llm, IDS[:2], PoolingParams(dimensions=8)), whole, strict=True):
+            np.testing.assert_allclose(got, raw[:8] / np.linalg.norm(raw[:8]), rtol=1e-12)
+        with pytest.raises(RequestError, match="dimensions must be from 1 to 32"):
+            embed(llm, IDS[:1], PoolingParams(dimensions=33))
+
+
+def test_dense_layers_and_their_order() -> None:
+    folder = with_modules(
+        pooling_checkpoint("embed"),
+        ("Pooling", "1_Pooling", {"pooling_mode": "mean"}),
+        ("Dense", "2_Dense", {"activation_function": "torch.nn.modules.activation.Tanh"}),
+        ("Normalize", "3_Normalize", None),
+    )
+    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+    save_file({"linear.weight": weight}, folder / "2_Dense" / "model.safetensors")
+    means = [each.mean(0) for each in hidden_states(folder, IDS[:2])]
+    dense = [np.tanh(weight.double().numpy() @ each) for each in means]
+    with open_llm(folder, dtype="float64") as llm:
+        near(embed(llm, IDS[:2], PoolingParams()), [each / np.linalg.norm(each) for each in dense])
+
+
+# ---- classes and scores ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["classify", "llama_score"])
+def test_classes_are_those_of_transformers(kind: str) -> None:
+    folder = pooling_checkpoint(kind)
+    logits = class_logits(folder, IDS)
+    prompts = [{"prompt_token_ids": each} for each in IDS]
+    with open_llm(folder, dtype="float64", **CHUNKS) as llm:
+        raw = llm.encode(prompts, RAW, use_tqdm=False, pooling_task="classify")
+        near([each.outputs.data for each in raw], logits)
+        found = llm.classify(prompts, use_tqdm=False)
+        near([np.array(each.outputs.probs) for each in found], [softmax(each) for each in logits])
+        assert found[0].outputs.num_classes == 3
+        with pytest.raises(RequestError, match="this model has 3 classes"):
+            llm.score("a", "b", use_tqdm=False)
+        with pytest.raises(RequestError, match="gives classes, not embeddings"):
+            llm.embed("a", use_tqdm=False)
+
+
+def test_a_cross_encoder_reads_both_texts() -> None:
+    folder = pooling_checkpoint("classify", num_labels=1)
+    with open_llm(folder, dtype="float64") as llm:
+        tokenizer = llm.get_tokenizer()
+        pairs = [
+            tokenizer.encode("a fox", False) + tokenizer.encode(t, False) for t in ("b", "c d")
+        ]
+        wanted = [sigmoid(each) for each in class_logits(folder, pairs)]
+        found = llm.score("a fox", ["b", "c d"], use_tqdm=False)
+        assert [each.prompt_token_ids for each in found] == pairs
+        for each, score in zip(found, wanted, strict=True):
+            assert each.outputs.score == pytest.approx(score[0], abs=1e-10)
+
+
+def test_tokens_of_a_generating_head_as_a_reranker() -> None:
+    """The weight of its score is the difference of two tokens' rows, as Qwen 3's rerankers want."""
+    folder = pooling_checkpoint("generate")
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["n", "y"],
+        "is_original_qwen3_reranker": True,
+    }
+    table = load_file(folder / "model.safetensors")["lm_head.weight"].double().numpy()
+    with open_llm(folder, dtype="float64", hf_overrides=overrides) as llm:
+        no, yes = (llm.get_tokenizer().token_id(token) for token in "ny")
+        [found] = llm.score("a fox", "a dog", use_tqdm=False)
+    last = hidden_states(folder, [found.prompt_token_ids])[0][-1]
+    two = softmax(table[[no, yes]] @ last)
+    assert found.outputs.score == pytest.approx(two[1], abs=1e-10)
+
+
+def test_scores_of_embeddings_are_cosines() -> None:
+    with open_llm(pooling_checkpoint("embed")) as llm:
+        one, two, three = embed(llm, IDS[:3])
+        texts = [{"prompt_token_ids": each} for each in IDS[:3]]
+        found = llm.score(texts[:1], texts[1:], use_tqdm=False)
+        for got, other in zip(found, (two, three), strict=True):
+            cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+            assert got.outputs.score == pytest.approx(cosine, abs=1e-12)
+        assert found[1].prompt_token_ids == IDS[0] + IDS[2]
+        with pytest.raises(RequestError, match="data_1 has 2 texts and data_2 3"):
+            llm.score(texts[:2], texts, use_tqdm=False)
+
+
+# ---- what goes with it, and what does not ----------------------------------------------------
+
+
+def test_a_recording_replays(tmp_path: Path) -> None:
+    record = str(tmp_path / "record")
+    with open_llm(pooling_checkpoint("embed"), record=record, **CHUNKS) as llm:
+        embed(llm, IDS)
+    outcome = replay_all(read_recording(tmp_path / "record"))
+    assert outcome.difference is None
+
+
+def test_numbers_keep_all_their_bits_on_the_wire() -> None:
+    numbers = np.array([1 / 3, -0.0, 1e300])
+    sent = StepOutputs(details=[SequenceUpdate("a", pooled=numbers)])
+    got = client_codec().decode(core_codec().encode(sent)[LENGTH.size :])
+    assert isinstance(got, StepOutputs)
+    found = got.details[0].pooled
+    assert found is not None and found.dtype == np.float64
+    assert found.tobytes() == numbers.tobytes()
+
+
+def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
+    with open_llm(pooling_checkpoint("generate")) as llm:
+        with pytest.raises(RequestError, match="generates text: it gives no embeddings"):
+            llm.embed("a", use_tqdm=False)
+        assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
+    with open_llm(pooling_checkpoint("embed")) as llm:
+        with pytest.raises(RequestError, match="this engine pools"):
+            llm.generate("a", use_tqdm=False)
+        with pytest.raises(RequestError, match="pooling_task must be embed or classify"):
+            llm.encode("a", use_tqdm=False, pooling_task="token_embed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
+        ({"tensor_parallel_size": 2}, "in its engine's own process"),
+        ({"kv_disk_dir": "/nowhere"}, "disk:/nowhere: a model that pools all tokens"),
+    ],
+)
+def test_settings_of_generating_models(settings: dict[str, Any], words: str) -> None:
+    folder = pooling_checkpoint("embed")
+    pooler = {"pooling_type": "MEAN"}
+    config = config_from_flat(model=str(folder), pooler_config=pooler, **settings)
+    spec = with_pooling(load_spec(folder), folder, config.model)
+    with pytest.raises(ConfigError, match=words):
+        derive_config(config, spec, "cpu")
+
+
+def test_prompts_up_to_the_whole_length_and_cut_ones() -> None:
+    with open_llm(pooling_checkpoint("embed"), max_model_len=32) as llm:
+        whole = {"prompt_token_ids": IDS[2][:32]}
+        wanted = embed(llm, [IDS[2][:32]])[0]
+        for side, kept in (("right", IDS[2][:32]), ("left", IDS[2][-32:])):
+            cut = dataclasses.replace(RAW, truncate_prompt_tokens=-1, truncation_side=side)
+            [found] = llm.embed([{"prompt_token_ids": IDS[2]}], cut, use_tqdm=False)
+            assert found.prompt_token_ids == kept
+            assert (found.outputs.embedding == wanted.tolist()) == (side == "right")
+        assert llm.embed([whole], use_tqdm=False)[0].prompt_token_ids == IDS[2][:32]
+        with pytest.raises(RequestError, match="has 33 tokens; at least 1 and at most max_mod"):
+            embed(llm, [IDS[2][:33]])
+        with pytest.raises(RequestError, match="at most max_model_len = 32, or -1"):
+            embed(llm, IDS, PoolingParams(truncate_prompt_tokens=33))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "most", "kept"),
+    [
+        (9, 4, 20, (9, 4)),
+        (9, 4, 12, (5, 4)),
+        (4, 9, 12, (4, 5)),
+        (9, 8, 10, (4, 3)),
+        (9, 9, 9, (3, 3)),
+    ],
+)
+def test_of_a_pair_the_longer_text_is_cut_first(
+    first: int, second: int, most: int, kept: tuple[int, int]
+) -> None:
+    """As transformers' tokenizers cut with `longest_first`; three special tokens stay."""
+    parts, frame = [[1] * first, [2] * second], [[7], [8], [9]]
+    found = joined(parts, frame, most, "right").token_ids
+    assert found == [7, *[1] * kept[0], 8, *[2] * kept[1], 9]
