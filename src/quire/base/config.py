@@ -22,7 +22,7 @@ from quire.base.plugins import (
     all_names,
     is_installed,
 )
-from quire.base.settings import setting
+from quire.base.settings import json_object, number_of, setting
 from quire.base.speculation import parse_speculation
 
 # vLLM's names.
@@ -568,26 +568,6 @@ def _check_choices(*configs: Any) -> None:
                 raise ConfigError(f"{item.name} must be one of {known}, got {value!r}.")
 
 
-def _number_of(name: str, value: Any, words: dict[str, int]) -> Any:
-    """Return the number that a word stands for."""
-    if not isinstance(value, str):
-        return value
-    if value not in words:
-        raise ConfigError(f"{name} must be a number or {' or '.join(words)}, got {value!r}.")
-    return words[value]
-
-
-def json_object(name: str, given: str | None) -> dict[str, Any]:
-    """Return what a setting says as JSON; {} if it says nothing. Raises ConfigError."""
-    try:
-        value = {} if given is None else json.loads(given)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON ({error}): {given!r}.") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f'{name} must be a JSON object such as {{"name": 1}}, got {given!r}.')
-    return value
-
-
 def config_from_flat(**settings: Any) -> EngineConfig:
     """Build an EngineConfig from flat names, as `LLM(model, max_model_len=...)` gives them.
 
@@ -605,7 +585,7 @@ def config_from_flat(**settings: Any) -> EngineConfig:
         value = json.dumps(given) if is_json else given
         if name in owners:
             part, words = owners[name]
-            parts[part][name] = _number_of(name, value, words) if words else value
+            parts[part][name] = number_of(name, value, words) if words else value
         elif name in top:
             parts[""][name] = value
         else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quire.base.config import ModelConfig, json_object
+from quire.base.config import ModelConfig
 from quire.base.config_fields import Fields
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
@@ -26,6 +26,7 @@ from quire.base.pooling import (
     SOFTMAX,
     PoolingSpec,
 )
+from quire.base.settings import json_object
 
 # What sentence-transformers calls the ways to pool, old (a flag for each) and new (one word).
 ST_KINDS = {"cls_token": CLS, "cls": CLS, "mean_tokens": MEAN, "mean": MEAN, "lasttoken": LAST}

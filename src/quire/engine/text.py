@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.base.config import ModelConfig, json_object
+from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError
+from quire.base.settings import json_object
 from quire.engine.requests import RequestMaker
 from quire.engine.vocabulary import Vocabulary, make_vocabulary
 from quire.models.source import TEXT_FILES, ModelSource, resolve_model

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from quire.base.config import EngineConfig, ModelConfig, json_object
+from quire.base.config import EngineConfig, ModelConfig
 from quire.base.errors import ModelError, ModelNotFound
 from quire.base.gguf import is_gguf
+from quire.base.settings import json_object
 from quire.models.overrides import overridden
 
 DEMO = "demo"
