@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.base.config_checks import check, check_choices, check_installed
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
 from quire.base.parallel import ParallelConfig
@@ -18,9 +19,6 @@ from quire.base.plugins import (
     HOOKS,
     LOGITS_PROCESSORS,
     POLICIES,
-    PluginKind,
-    all_names,
-    is_installed,
 )
 from quire.base.settings import json_object, number_of, setting
 from quire.base.speculation import parse_speculation
@@ -339,25 +337,25 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         cache, scheduler = self.cache, self.scheduler
-        _check(1 <= cache.block_size <= 256, "block_size", cache.block_size, "from 1 to 256")
+        check(1 <= cache.block_size <= 256, "block_size", cache.block_size, "from 1 to 256")
         share = cache.gpu_memory_utilization
-        _check(0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
-        _check(0 <= cache.watermark < 1, "watermark", cache.watermark, "in [0, 1)")
+        check(0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
+        check(0 <= cache.watermark < 1, "watermark", cache.watermark, "in [0, 1)")
         names = "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth"
         for name in names:
             value = getattr(scheduler, name)
-            _check(value is None or value >= 1, name, value, "at least 1")
+            check(value is None or value >= 1, name, value, "at least 1")
         length = self.model.max_model_len
         fits = length is None or length >= 1 or length == AUTO_LENGTH
-        _check(fits, "max_model_len", length, "at least 1, or auto (-1)")
+        check(fits, "max_model_len", length, "at least 1, or auto (-1)")
         interval = self.model.stream_interval
-        _check(interval >= 1, "stream_interval", interval, "at least 1")
+        check(interval >= 1, "stream_interval", interval, "at least 1")
         pool = cache.kv_cache_memory_bytes
-        _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
-        _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
-        _check_installed(LOGITS_PROCESSORS, self.logits_processors)
+        check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
+        check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
+        check_installed(LOGITS_PROCESSORS, self.logits_processors)
         parse_speculation(self.speculative_config)
-        _check_choices(self, self.model, self.cache, self.scheduler, self.parallel)
+        check_choices(self, self.model, self.cache, self.scheduler, self.parallel)
 
 
 @dataclass(frozen=True)
@@ -462,22 +460,22 @@ class ServerConfig:
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 
     def __post_init__(self) -> None:
-        _check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
-        _check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
+        check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
+        check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
         path = self.root_path
         is_path = not path or (path.startswith("/") and not path.endswith("/"))
-        _check(is_path, "root_path", path, "empty, or like /quire")
+        check(is_path, "root_path", path, "empty, or like /quire")
         origins = [part for origin in self.allowed_origins for part in _list_of(origin)]
         object.__setattr__(self, "allowed_origins", tuple(origins))
         timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
-        _check(is_duration(timeout), "shutdown_timeout", timeout, rule)
+        check(is_duration(timeout), "shutdown_timeout", timeout, rule)
         alive, rule = self.sse_keep_alive_interval, duration_rule("for none")
-        _check(is_duration(alive), "sse_keep_alive_interval", alive, rule)
-        _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
+        check(is_duration(alive), "sse_keep_alive_interval", alive, rule)
+        check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         kept = self.response_store_bytes
-        _check(kept >= 0, "response_store_bytes", kept, "at least 0")
+        check(kept >= 0, "response_store_bytes", kept, "at least 0")
         share = self.pin_share
-        _check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
+        check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
         for name in ("urgent_api_key", "admin_api_key"):
             keys = set(getattr(self, name))
             if unknown := keys - set(self.api_key):  # never shown: they are secrets
@@ -486,17 +484,17 @@ class ServerConfig:
                     " them there, too."
                 )
         limit = self.hook_timeout
-        _check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
-        _check_installed(HOOKS, self.hooks)
-        _check(0 < self.files_gb < 1 << 20, "files_gb", self.files_gb, "above 0, and in GB")
+        check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
+        check_installed(HOOKS, self.hooks)
+        check(0 < self.files_gb < 1 << 20, "files_gb", self.files_gb, "above 0, and in GB")
         self._check_rates()
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
-        _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
+        check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
 
     def _check_rates(self) -> None:
         for name in ("requests_per_minute", "tokens_per_minute"):
             values, num_keys = getattr(self, name), len(self.api_key)
-            _check(min(values, default=0) >= 0, name, values, "0 (no limit) or more")
+            check(min(values, default=0) >= 0, name, values, "0 (no limit) or more")
             if len(values) > 1 and len(values) != num_keys:
                 raise ConfigError(
                     f"{name} has {len(values)} numbers for {num_keys} keys; give one for all of"
@@ -539,33 +537,6 @@ SECTIONS: Mapping[str, Any] = {
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
 }
-
-
-def _check(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} must be {rule}, got {value!r}.")
-
-
-def _check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:
-    for name in names:
-        if not is_installed(kind, name, ()):
-            known = all_names(kind, ()) or "none"
-            raise ConfigError(
-                f"there is no {kind.noun} {name!r}; installed packages bring: {known}."
-            )
-
-
-def _check_choices(*configs: Any) -> None:
-    for config in configs:
-        for item in dataclasses.fields(config):
-            choices = item.metadata.get("choices", ())
-            value = getattr(config, item.name)
-            if not choices or value in choices or value is None is item.default:
-                continue
-            kind = item.metadata["plugins"]
-            if kind is None or not is_installed(kind, value, choices):
-                known = ", ".join(choices) if kind is None else all_names(kind, choices)
-                raise ConfigError(f"{item.name} must be one of {known}, got {value!r}.")
 
 
 def config_from_flat(**settings: Any) -> EngineConfig:

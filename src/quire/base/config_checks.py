@@ -1,0 +1,37 @@
+"""Checks of configurations: values, choices, and names that other packages bring."""
+
+import dataclasses
+from typing import Any
+
+from quire.base.errors import ConfigError
+from quire.base.plugins import PluginKind, all_names, is_installed
+
+
+def check(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise ConfigError, saying the rule, for a value that cannot be."""
+    if not ok:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}.")
+
+
+def check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a name that no installed package brings."""
+    for name in names:
+        if not is_installed(kind, name, ()):
+            known = all_names(kind, ()) or "none"
+            raise ConfigError(
+                f"there is no {kind.noun} {name!r}; installed packages bring: {known}."
+            )
+
+
+def check_choices(*configs: Any) -> None:
+    """Raise ConfigError for a value that is none of its field's choices."""
+    for config in configs:
+        for item in dataclasses.fields(config):
+            choices = item.metadata.get("choices", ())
+            value = getattr(config, item.name)
+            if not choices or value in choices or value is None is item.default:
+                continue
+            kind = item.metadata["plugins"]
+            if kind is None or not is_installed(kind, value, choices):
+                known = ", ".join(choices) if kind is None else all_names(kind, choices)
+                raise ConfigError(f"{item.name} must be one of {known}, got {value!r}.")
