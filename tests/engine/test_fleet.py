@@ -183,6 +183,21 @@ def test_aborts_pieces_and_timelines_go_where_the_request_is(cores: list[Served]
     with_client(cores, test)
 
 
+def test_who_watches_names_a_core(cores: list[Served]) -> None:
+    async def test(client: FleetClient) -> None:
+        outputs = client.generate(
+            msgspec.structs.replace(request("mine", max_tokens=60), core_id=1)
+        )
+        await anext(outputs)
+        told = [[row.id for row in (await client.live(core)).state.running] for core in (0, 1)]
+        assert told == [[], ["mine"]]
+        with pytest.raises(RequestError, match="data_parallel_rank=2"):
+            await client.live(2)
+        await outputs.aclose()  # type: ignore[attr-defined]
+
+    with_client(cores, test)
+
+
 def test_pins_and_resets_are_those_of_all_cores(cores: list[Served]) -> None:
     def pinning(name: str) -> Any:
         return msgspec.structs.replace(request(name, LONG), pin_s=0.0)

@@ -36,7 +36,7 @@ export class EngineView {
   private readonly core = make("select", { onchange: () => this.live.choose(Number(this.core.value)) });
   private readonly coreField = field("Core", this.core);
   private readonly story = make("dialog", { class: "story", "aria-label": "What happened to a request" });
-  private readonly live = new Live({ update: (update) => this.update(update), away: (why) => this.away(why) });
+  private readonly live = new Live({ update: (update) => this.update(update), away: (why) => this.away(why), refused: (why) => this.refused(why) });
   private readonly owners = new Map<number, string>(); // the ids of requests, by number
   private steps: { at: number; read: number; written: number }[] = [];
   private times: Times | null = null;
@@ -86,7 +86,14 @@ export class EngineView {
 
   private away(why: string): void {
     this.notice.hidden = false;
-    this.notice.textContent = `${why}. What is shown is the last that is known; it goes on by itself when the engine is back.`;
+    this.notice.textContent = `${why.replace(/\.$/, "")}. What is shown is the last that is known; it goes on by itself when the engine is back.`;
+    this.root.classList.add("stale");
+  }
+
+  private refused(why: string): void {
+    clearInterval(this.timer);
+    this.notice.hidden = false;
+    this.notice.textContent = `${why} Another key can be given above.`;
     this.root.classList.add("stale");
   }
 

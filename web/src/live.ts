@@ -84,7 +84,9 @@ export interface Update {
 
 export interface Watcher {
   update(update: Update): void;
+  /** The engine is away, and asked again; refused: this key may not watch it. */
   away(why: string): void;
+  refused(why: string): void;
 }
 
 const AGAIN_MS = 1000;
@@ -127,11 +129,12 @@ export class Live {
         this.watcher.away("the server is ending");
       } catch (error) {
         if (control.signal.aborted || isAbort(error)) return;
-        this.watcher.away(messageOf(error));
-        if (error instanceof ServerError && [401, 403].includes(error.status)) {
+        if (error instanceof ServerError && [401, 403, 404].includes(error.status)) {
           this.stop();
+          this.watcher.refused(messageOf(error));
           return;
         }
+        this.watcher.away(messageOf(error));
       }
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }

@@ -81,7 +81,7 @@ async function checkHealth(): Promise<void> {
 }
 
 const keyInput = make("input", { type: "password", autocomplete: "off", name: "key" });
-const keyForm = make("form", { method: "dialog", onsubmit: () => { key.set(keyInput.value.trim()); void loadModels(); } },
+const keyForm = make("form", { method: "dialog", onsubmit: () => { key.set(keyInput.value.trim()); void loadModels(); engine.show(false); look(); } },
   field("API key of this server", keyInput),
   make("p", { class: "quiet" }, "It is kept until this tab is closed. The engine's view needs a key of --admin-api-key."),
   make("div", { class: "row" }, button("Cancel", () => keyDialog.close()), make("button", { class: "main" }, "Use it")));
