@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
+.PHONY: help install wheel serve chat doctor run test test-long test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,11 @@ help: ## this list
 	@echo '                    https://download.pytorch.org/whl/cpu (no CUDA, a tenth of the size)'
 
 install: $(VENV)/.installed-test ## make .venv and install quire and the test tools into it
+
+wheel: $(VENV)/bin/python ## build dist/quire-*.whl for this machine's kind, and check what is in it
+	rm -rf dist build/wheel
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps -C build-dir=build/wheel -w dist .
+	.ci/check-wheel dist/*.whl
 
 serve: $(VENV)/.installed ## serve MODEL through OpenAI's HTTP API on 127.0.0.1:8000
 	@exec $(BIN)/quire serve $(GIVEN_MODEL) $(ARGS)
