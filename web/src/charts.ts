@@ -77,10 +77,11 @@ export class Lines extends Chart {
     if (!area || !last) return;
     const { context, width, height } = area;
     const known = this.points.flatMap((point) => point.values).filter(Number.isFinite);
-    const most = Math.max(1e-9, ...known) * 1.1;
+    const highest = Math.max(0, ...known);
+    const most = highest * 1.1 || 1;
     context.fillStyle = this.colour("--quiet");
     context.font = "11px system-ui, sans-serif";
-    context.fillText(this.write(most), 2, 11);
+    if (highest) context.fillText(this.write(most), 2, 11);
     this.lines.forEach((line, i) => {
       context.strokeStyle = this.colour(line.colour);
       context.lineWidth = 2;

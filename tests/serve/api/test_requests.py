@@ -50,6 +50,17 @@ def test_only_the_key_that_asked_is_told(make_context: MakeContext) -> None:
         assert api.get(path).status_code == 401
 
 
+def test_an_admin_key_is_told_of_all(make_context: MakeContext) -> None:
+    app = create_app(make_context(api_key=("one", "boss"), admin_api_key=("boss",)))
+    one, boss = ({"Authorization": f"Bearer {key}"} for key in ("one", "boss"))
+    with TestClient(app) as api:
+        body = {"prompt": "Once", "max_tokens": 1}
+        mine = api.post("/v1/completions", json=body, headers=one).json()["id"]
+        others = api.post("/v1/completions", json=body, headers=boss).json()["id"]
+        assert api.get(f"/v1/requests/{mine}", headers=boss).status_code == 200
+        assert api.get(f"/v1/requests/{others}", headers=one).status_code == 404
+
+
 @pytest.mark.parametrize("method", ["post", "delete", "put"])
 def test_it_is_only_read(api: TestClient, method: str) -> None:
     assert getattr(api, method)("/v1/requests/cmpl-1").status_code == 405
