@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.serve.api.responses.ids import process_of
 from tests.serve.processes import Server, Stream, is_running, kill, wait_until
 
 CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -85,6 +86,27 @@ def test_many_at_once_are_each_as_alone(server: Server) -> None:
     for i in (0, 7, 23):
         ask(i, alone)
         assert alone[i] == together[i]
+
+
+def test_responses_are_found_whichever_process_keeps_them(server: Server) -> None:
+    """Each client has a connection of its own, which the kernel gives to one of the processes."""
+    kept = set()
+    for number in range(8):
+        first = client_of(server).responses.create(
+            model="demo", input=f"I am {number}.", max_output_tokens=4
+        )
+        kept.add(process_of(first.id))
+        assert client_of(server).responses.retrieve(first.id) == first
+        *_, last = client_of(server).responses.create(
+            model="demo", input="Who?", previous_response_id=first.id, stream=True
+        )
+        second = last.response
+        assert process_of(second.id) == process_of(first.id)
+        assert second.usage.input_tokens > first.usage.input_tokens
+        client_of(server).responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            client_of(server).responses.retrieve(first.id)
+    assert kept == {0, 1}
 
 
 def test_metrics_count_all_api_processes(server: Server) -> None:

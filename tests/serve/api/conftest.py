@@ -105,9 +105,9 @@ def openai_client(server_url: str) -> Iterator[openai.OpenAI]:
 class serving:
     """`with serving(context) as url`: uvicorn in a thread, on a free port."""
 
-    def __init__(self, context: ApiContext) -> None:
+    def __init__(self, context: ApiContext, listener: socket.socket | None = None) -> None:
         # Listening before the thread starts: early connections wait, and nobody has to poll.
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket = listener or socket.create_server(("127.0.0.1", 0))
         self._server = ApiServer(uvicorn_config(context, "info"))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
@@ -115,7 +115,8 @@ class serving:
 
     def __enter__(self) -> str:
         self._thread.start()
-        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        port = 0 if self._socket.family == socket.AF_UNIX else self._socket.getsockname()[1]
+        return f"http://127.0.0.1:{port}"
 
     def __exit__(self, *unused: object) -> None:
         self._server.should_exit = True

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.api.listener import Listener, report
 from quire.serve.api.observers import Observers
+from quire.serve.api.peers import Peers
 from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.children import READY
 from quire.serve.hooks import Hooks
@@ -86,9 +88,11 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     client = client_of(options.core, text.tokenizer)
     client.start()
     names = config.server.served_model_name or (source.name,)
+    count, has_tls = config.server.api_server_count, config.server.ssl_certfile is not None
+    peers = Peers(options.index, count, options.core[0].parent, has_tls)
     context = ApiContext(
         client, text.renderer, text.requests, names, config.server, int(time.time()),
-        process=options.index,
+        peers=peers,
     )  # fmt: skip
     if options.rates is not None:
         context.rates = RateLimits(config.server.rate_limits, options.rates)
@@ -124,7 +128,10 @@ async def _serve_until(
     """Answer requests, and run batches; then let open requests finish."""
     if batches is not None:
         batches.start(cast(FastAPI, server.config.app))
-    serving = asyncio.create_task(server.serve([Listener(fileno=options.socket)]))
+    sockets: list[socket.socket] = [Listener(fileno=options.socket)]
+    if (for_peers := context.peers.listener()) is not None:
+        sockets.append(for_peers)
+    serving = asyncio.create_task(server.serve(sockets))
     await _until(lambda: server.started or serving.done())
     if not serving.done():
         os.write(options.ready, READY.pack(options.index))

@@ -9,6 +9,7 @@ import fastapi
 from quire.base.config import ServerConfig
 from quire.engine.requests import RequestMaker
 from quire.render.renderer import Renderer
+from quire.serve.api.peers import Peers
 from quire.serve.api.responses.state import Responses
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
@@ -26,8 +27,8 @@ class ApiContext:
     draining: set when the process is asked to end: new work is refused, open work goes on.
     num_open: HTTP requests that generate and are being answered; the drain ends when it is 0.
     lanes: threads for long texts. hooks: what requests and answers pass through, if anything.
-    process: the number of this API process. responses: what it keeps of /v1/responses.
     rates: what keys may have in a minute, if that is limited.
+    peers: the server's other API processes. responses: what this one keeps of /v1/responses.
     """
 
     client: "AsyncClient"
@@ -41,11 +42,11 @@ class ApiContext:
     lanes: Lanes = field(default_factory=Lanes)
     hooks: "Hooks | None" = None
     rates: RateLimits | None = None
-    process: int = 0
+    peers: Peers = field(default_factory=Peers)
     responses: Responses = field(init=False)
 
     def __post_init__(self) -> None:
-        self.responses = Responses(self.config.response_store_bytes, self.process)
+        self.responses = Responses(self.config.response_store_bytes, self.peers.number)
 
     @property
     def async_renderer(self) -> AsyncRenderer:

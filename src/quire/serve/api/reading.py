@@ -50,23 +50,24 @@ class BoundedRequest(fastapi.Request):
     """A request whose body is read by `read_json`, beside the event loop if it is large.
 
     known: the fields of its body, where others may be left out; None: whoever checks the body finds
-    them.
+    them. whole: the body as it came, once it was read.
     """
 
     known: frozenset[str] | None = None
+    whole: bytes | bytearray = b""
 
     async def body(self) -> bytearray:  # type: ignore[override]
         """Read all of it, which is empty before and cannot be asked for twice."""
         data = bytearray()  # grows in place; a list of pieces takes twice the memory
         async for piece in self.stream():
             data += piece
-        self._whole = data
+        self.whole = data
         return data
 
     async def json(self) -> Any:
         """Decode the body that was read. Raise ApiHttpError for too much of it, and what json
         raises for what is no JSON."""
-        value = await read_beside(self._whole, "the body")
+        value = await read_beside(self.whole, "the body")
         if self.known is None or not isinstance(value, dict):
             return value
         return without_unknown(value, self.known, self.scope)

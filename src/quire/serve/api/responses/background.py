@@ -25,6 +25,13 @@ def error_json(error: BaseException, request_id: str) -> Json:
     return {"code": code, "message": told.message}
 
 
+def error_event(error: BaseException, request_id: str = "") -> bytes:
+    """Return the end of a stream that has broken off, without a response to tell of."""
+    told = as_api_error(error, request_id)
+    fields = {"message": told.message, "code": str(told.code), "param": told.param}
+    return event({"type": "error", "sequence_number": 0, **fields})
+
+
 class RunningResponse:
     """response: returns it as it is now. stop: ends it early. keep: called with all events, once it
     is over."""

@@ -1,5 +1,6 @@
 """/v1/responses: a response is made, and what is stored of those of a key is shown and ended."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import fastapi
@@ -7,13 +8,15 @@ import msgspec
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
+from quire.serve.api.auth import has_key
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, bad_request, request_id_of
 from quire.serve.api.limits import generating
 from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.responses.background import RunningResponse
+from quire.serve.api.responses.background import RunningResponse, error_event
 from quire.serve.api.responses.body import ResponsesRequest
+from quire.serve.api.responses.ids import process_of
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.responses.turn import make_turn, owner_of
 from quire.serve.api.sse import Events, encode, start_stream
@@ -22,27 +25,48 @@ from quire.serve.api.validation_errors import shown
 
 MAX_ITEMS = 100
 
+
+class KeptRoute(BoundedRoute):
+    """A route that is about a response, which may be kept by another API process."""
+
+    def get_route_handler(self) -> Any:
+        handle = super().get_route_handler()
+
+        async def handle_here_or_there(request: fastapi.Request) -> fastapi.Response:
+            api: ApiContext = request.app.state.context
+            number = process_of(request.path_params["response_id"])
+            if api.peers.is_other(number) and has_key(request.scope, api.config.api_key):
+                return await api.peers.pass_on(request, number, error_event)
+            response: fastapi.Response = await handle(request)
+            return response
+
+        return handle_here_or_there
+
+
 router = APIRouter(route_class=BoundedRoute)
+kept = APIRouter(route_class=KeptRoute)
 
 
 @router.post("/v1/responses", dependencies=[Depends(generating)])
 async def create_response(body: ResponsesRequest, request: fastapi.Request, api: Api) -> Response:
     """The next turn of a conversation: reasoning, text and calls of functions."""
+    if (other := _other_of(api, body)) is not None:
+        return await api.peers.pass_on(request, other, error_event)
     turn = await make_turn(api, body, request.scope)
     if body.background:
         running = turn.start()
         if body.stream:
-            response = await start_stream(request, running.follow(0))
+            response = await start_stream(request, running.follow(0), error_event)
         else:
             response = _json(turn.writer.response)
     elif body.stream:
-        response = await start_stream(request, turn.stream(request_id_of(request)))
+        response = await start_stream(request, turn.stream(request_id_of(request)), error_event)
     else:
         response = _json(await unless_disconnected(request.receive, turn.whole()))
     return with_warnings(response, turn.chat.grammar)
 
 
-@router.get("/v1/responses/{response_id}")
+@kept.get("/v1/responses/{response_id}")
 async def show_response(
     response_id: str,
     request: fastapi.Request,
@@ -54,14 +78,15 @@ async def show_response(
     number `starting_after` on."""
     running, stored = _found(api, request, response_id)
     if stream:
-        return await start_stream(request, _events(running, stored, starting_after + 1))
+        events = _events(running, stored, starting_after + 1)
+        return await start_stream(request, events, error_event)
     if running is not None:
         return _json(running.response())
     assert stored is not None
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}")
+@kept.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Keep it no longer. One that runs in the background ends."""
     running, _ = _found(api, request, response_id)
@@ -71,7 +96,7 @@ async def delete_response(response_id: str, request: fastapi.Request, api: Api) 
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@kept.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, request: fastapi.Request, api: Api) -> Response:
     """End a response that runs in the background; one that is over is shown as it is."""
     running, stored = _found(api, request, response_id)
@@ -85,7 +110,7 @@ async def cancel_response(response_id: str, request: fastapi.Request, api: Api) 
     return Response(stored.response, media_type="application/json")
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@kept.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
     request: fastapi.Request,
@@ -115,6 +140,21 @@ async def list_input_items(
         "last_id": ends[1],
         "has_more": len(items) > len(page),
     }
+
+
+def _other_of(api: ApiContext, body: ResponsesRequest) -> int | None:
+    """Return the process that has what a body goes on from; None if it is this one, or nobody."""
+    items = body.input if isinstance(body.input, list) else []
+    named = [body.previous_response_id]
+    named += [item.get("id") for item in items if _is_reference(item)]
+    found = [process_of(each) for each in named if isinstance(each, str)]
+    if api.peers.number in found:
+        return None
+    return next((number for number in found if api.peers.is_other(number)), None)
+
+
+def _is_reference(item: object) -> bool:
+    return isinstance(item, Mapping) and item.get("type", "item_reference") == "item_reference"
 
 
 def _found(
