@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from quire.serve.api import limits
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.peers import Peers
@@ -99,6 +100,19 @@ def test_a_stream_is_passed_on(first: TestClient, other: TestClient, kept: Json)
     assert events_in(first.get(f"{path}?stream=true", headers=MINE).text) == events
     assert first.delete(path, headers=MINE).json()["deleted"]
     assert other.get(path, headers=MINE).status_code == 404
+
+
+def test_what_is_passed_on_counts_once(
+    first: TestClient, other: TestClient, kept: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a key's limits: where it came in."""
+    counted: list[int] = []
+    monkeypatch.setattr(limits, "admit", lambda api, scope: counted.append(api.peers.number))
+    body = BODY | {"previous_response_id": kept["id"]}
+    assert first.post(PATH, json=body, headers=MINE).status_code == 200
+    assert counted == [0]
+    assert other.post(PATH, json=BODY, headers=MINE).status_code == 200
+    assert counted == [0, 1]
 
 
 def test_a_process_that_is_not_there(first: TestClient, home: Path, kept: Json) -> None:

@@ -144,7 +144,8 @@ async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
     handler has nothing to do for that.
     """
     async with open_request(api):
-        admit(api, request.scope)
+        if not api.peers.have_sent(request.scope):
+            admit(api, request.scope)
         yield
 
 

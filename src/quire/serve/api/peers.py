@@ -17,6 +17,7 @@ from typing import TypeGuard
 import fastapi
 import h11
 from starlette.responses import Response
+from starlette.types import Scope
 
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, request_id_of
@@ -60,6 +61,11 @@ class Peers:
     def is_other(self, number: int | None) -> TypeGuard[int]:
         """Tell whether there is a process of this number, and it is not this one."""
         return number is not None and self.home is not None and self.number != number < self.count
+
+    def have_sent(self, scope: Scope) -> bool:
+        """Tell whether a request has come from another process, which has admitted it."""
+        own = None if self.home is None else (str(self._path(self.number)), None)
+        return own is not None and tuple(scope.get("server") or ()) == own
 
     async def pass_on(self, request: fastapi.Request, number: int, last: ErrorEvent) -> Response:
         """Have a request answered by another process. last: the end of a stream that breaks off.
