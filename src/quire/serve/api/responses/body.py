@@ -78,7 +78,9 @@ Include = Annotated[
 ]
 MetadataName = Annotated[str, Field(max_length=MAX_METADATA_NAME_CHARS)]
 MetadataText = Annotated[str, Field(max_length=MAX_METADATA_CHARS)]
-Metadata = Annotated[dict[MetadataName, MetadataText], at_most(MAX_METADATA)]
+Metadata = Annotated[
+    dict[MetadataName, MetadataText], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)
+]
 
 
 class TextConfig(BaseModel):
