@@ -71,9 +71,13 @@ class Peers:
         """Have a request answered by another process. last: the end of a stream that breaks off.
         Raises ApiError if the process is not there."""
         exchange = _Exchange()
-        body = request.whole if isinstance(request, BoundedRequest) else await request.body()
+        body = b""
+        if isinstance(request, BoundedRequest):
+            body = bytes(request.whole)
+        else:
+            await request.body()  # that of a route which takes none
         try:
-            asking = self._ask(exchange, request, bytes(body), number)
+            asking = self._ask(exchange, request, body, number)
             status, headers = await unless_disconnected(request.receive, asking)
             kept = [(name, value) for name, value in headers if name not in OWN]
             if dict(kept).get(b"content-type", b"").startswith(EVENTS):
@@ -132,11 +136,10 @@ class _Exchange:
         )
 
     async def ask(self, head: h11.Request, body: bytes) -> tuple[int, Headers]:
-        """Send a request; return status and headers of the answer."""
+        """Send a request, in one piece; return status and headers of the answer."""
         assert self._writer is not None
         events: list[h11.Event] = [head, h11.Data(data=body), h11.EndOfMessage()]
-        for event in events:
-            self._writer.write(self._connection.send(event) or b"")
+        self._writer.write(b"".join([self._connection.send(event) or b"" for event in events]))
         await self._writer.drain()
         while not isinstance(event := await self._next(), h11.Response):
             pass
