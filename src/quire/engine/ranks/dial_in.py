@@ -90,13 +90,17 @@ class Door:
         self.address = Address(found[0], found[1])
         self._secret, self._welcome = secret, welcome
         self._strangers = threading.Semaphore(MOST_STRANGERS)
-        self._has_warned = False
-        threading.Thread(target=self._accept, name="quire-door", daemon=True).start()
+        self._has_warned = self._is_closed = False
+        self._thread = threading.Thread(target=self._accept, name="quire-door", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Take nobody any more. A second call does nothing."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        if self._thread is not threading.current_thread():
+            self._thread.join(LIMIT_S)  # or it might accept at whatever gets this number next
         self._listener.close()
 
     def _accept(self) -> None:
@@ -104,7 +108,7 @@ class Door:
             try:
                 sock, peer = self._listener.accept()
             except OSError:
-                if self._listener.fileno() < 0:
+                if self._is_closed:
                     return
                 continue
             if not self._strangers.acquire(blocking=False):
