@@ -3,6 +3,7 @@
 Covers `runner/pooler.py`, `base/pooling_params.py`, `render/pooling_prompts.py`.
 """
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire import LLM, PoolingParams, SamplingParams
+from quire import LLM, AsyncLLM, PoolingParams, SamplingParams
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, RequestError
 from quire.base.model_spec import load_spec
@@ -21,8 +22,12 @@ from quire.base.pooling_spec import with_pooling
 from quire.base.step_outputs import SequenceUpdate, StepOutputs
 from quire.engine.recording import read_recording
 from quire.engine.wire import LENGTH, client_codec, core_codec
+from quire.models.source import resolve_source
 from quire.render.pooling_prompts import joined
 from quire.runner.derive import derive_config
+from quire.runner.preview import preview_runner
+from quire.tools.devices import CPU, Device
+from quire.tools.fit import fit
 from quire.tools.replay import replay_all
 from tests.models.checkpoints import random_tokens
 from tests.serve.checkpoints import MAX_POSITION
@@ -205,6 +210,32 @@ def test_numbers_keep_all_their_bits_on_the_wire() -> None:
     found = got.details[0].pooled
     assert found is not None and found.dtype == np.float64
     assert found.tobytes() == numbers.tobytes()
+
+
+def test_a_core_in_another_process_sends_the_same_bits() -> None:
+    async def ask() -> list[np.ndarray]:
+        found = []
+        async with await AsyncLLM.create(str(pooling_checkpoint("embed"))) as llm:
+            for ids in IDS[:3]:
+                outputs = [each async for each in llm.encode({"prompt_token_ids": ids}, RAW)]
+                found += [each.outputs.data for each in outputs]
+            with pytest.raises(RequestError, match="this engine pools"):
+                await anext(llm.generate("a"))
+        return found
+
+    with open_llm(pooling_checkpoint("embed")) as llm:
+        wanted = embed(llm, IDS[:3])
+    for one, other in zip(asyncio.run(ask()), wanted, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
+    for kind in ("embed", "classify"):
+        folder = str(pooling_checkpoint(kind))
+        config = config_from_flat(model=folder, device="cpu")
+        source = resolve_source(config.model)
+        assert preview_runner(config, source).config.model.runner == "pooling"
+        assert not fit(config, source, Device("cpu", CPU, 4 << 30)).warnings
 
 
 def test_who_generates_does_not_pool_and_the_other_way_round() -> None:

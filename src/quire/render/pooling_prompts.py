@@ -11,11 +11,29 @@ from itertools import chain
 
 from quire.base.errors import RequestError
 from quire.base.pooling_params import PoolingParams
-from quire.render.renderer import RenderedPrompt
+from quire.render.renderer import Prompt, RenderedPrompt, Renderer
 from quire.render.truncation import FITTING, LEFT
 
 FIELD = "truncate_prompt_tokens"
 Ids = Sequence[int]
+
+
+def to_pool(
+    renderer: Renderer, parts: Sequence[Prompt], params: PoolingParams, longest: int
+) -> RenderedPrompt:
+    """Render a prompt, or two texts that belong together, for an engine of so many tokens. Raises
+    RequestError."""
+    most = most_tokens(params, longest)
+    if most is None and len(parts) == 1:
+        return renderer.render(parts[0])
+    texts = [renderer.render(part, add_special_tokens=False) for part in parts]
+    is_text, tokenizer = [text.text is not None for text in texts], renderer.tokenizer
+    if len(parts) == 2 and not all(is_text):
+        raise RequestError("a pair to score is two texts, not token ids.")
+    frame: list[list[int]] = [[], []]
+    if tokenizer is not None and all(is_text):
+        frame = tokenizer.frame(len(parts))
+    return joined([text.token_ids for text in texts], frame, most, params.truncation_side)
 
 
 def most_tokens(params: PoolingParams, longest: int) -> int | None:

@@ -6,6 +6,7 @@ import torch
 
 from quire.base.config import EngineConfig
 from quire.base.model_spec import ModelSpec
+from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import parse_speculation
 from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import has_weights, weight_files
@@ -47,6 +48,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
+    spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     num_ranks = config.parallel.tensor_parallel_size

@@ -18,6 +18,8 @@ from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
+from quire.base.pooling_outputs import PoolingOutput, PoolingRequestOutput
+from quire.base.pooling_params import TASK_NAMES, PoolingParams, needed_task
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_open
 from quire.engine.core_choice import check_core
@@ -26,13 +28,15 @@ from quire.engine.remote import pin
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_source
 from quire.render.chat_template import ChatOptions
+from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.render.truncation import truncated_for
-from quire.serve.async_renderer import AsyncRenderer
+from quire.serve.async_renderer import AsyncRenderer, size_of
 from quire.serve.lanes import Lanes
 from quire.serve.managed_core import ManagedCores
 from quire.serve.piece_reader import Piece, PieceReader
+from quire.serve.pooled_numbers import numbers_of, parts_of, salt_of
 from quire.serve.vllm_compat import drop_vllm_settings
 
 CONNECT_S = 1.0  # between two looks at whether the core is still there
@@ -210,6 +214,35 @@ class AsyncLLM:
                 if error is reader.error:  # of an engine that the iterator asks
                     raise
                 raise self._cores.dead() from error
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float = 0.0,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield what a prompt comes to, once, of a model that pools; as `LLM.encode`. The other
+        parameters are those of `generate`, and so is what is raised."""
+        client = await self._connected()
+        params = pooling_params or PoolingParams()
+        spec, longest = needed_task(client.ready.pooling, *TASK_NAMES), client.ready.max_model_len
+        rendered = await self._lanes.run(
+            size_of(prompt), to_pool, self._text.renderer, [prompt], params, longest
+        )
+        request = self._text.requests.make_pooling(
+            rendered, request_id, salt_of(prompt), priority, tenant, timeout_s
+        )
+        try:
+            async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
+                async for output in outputs:
+                    made = PoolingOutput(numbers_of(output, spec, params))
+                    yield PoolingRequestOutput(*parts_of(output, made))
+        except EngineDead as error:
+            raise self._cores.dead() from error
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one request or several: who reads them gets what there is, with finish_reason

@@ -1,6 +1,6 @@
 """What `LLM` and the endpoints of models that pool share: from outputs to numbers, and pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
@@ -44,3 +44,14 @@ def _why(output: RequestOutput) -> str:
     [only] = output.outputs
     error: Failure | None = only.error
     return error.message if error is not None else str(only.finish_reason)
+
+
+def salt_of(prompt: object) -> str:
+    """Return the cache_salt of a prompt of a program's."""
+    return prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
+
+
+def parts_of(output: RequestOutput, made: Any) -> tuple[str, Any, list[int], int]:
+    """Return what makes an output of a pooled prompt, which came to `made`."""
+    ids, cached = output.prompt_token_ids or [], output.num_cached_tokens or 0
+    return output.request_id, made, list(ids), cached

@@ -1,7 +1,6 @@
 """`LLM.embed` and what goes with it: vLLM's offline interface of models that pool."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
@@ -20,10 +19,10 @@ from quire.base.pooling_outputs import (
 )
 from quire.base.pooling_params import PoolingParams, cosine, needed_task
 from quire.engine.build import Engine
-from quire.render.pooling_prompts import joined, most_tokens
+from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Prompt, RenderedPrompt
 from quire.serve.core_processes import ProcessEngine
-from quire.serve.pooled_numbers import check_scorer, numbers_of, paired
+from quire.serve.pooled_numbers import check_scorer, numbers_of, paired, parts_of, salt_of
 
 Finish = Callable[[list[Request], list[RenderedPrompt]], list[RequestOutput]]
 
@@ -40,7 +39,7 @@ class Pooling:
         """See LLM.embed."""
         spec = needed_task(self._engine.spec.pooling, EMBED)
         return [
-            EmbeddingRequestOutput(*_parts(each, EmbeddingOutput(value.tolist())))
+            EmbeddingRequestOutput(*parts_of(each, EmbeddingOutput(value.tolist())))
             for each, value in self._pooled([[prompt] for prompt in prompts], spec, params)
         ]
 
@@ -50,7 +49,7 @@ class Pooling:
         """See LLM.classify."""
         spec = needed_task(self._engine.spec.pooling, CLASSIFY)
         return [
-            ClassificationRequestOutput(*_parts(each, ClassificationOutput(value.tolist())))
+            ClassificationRequestOutput(*parts_of(each, ClassificationOutput(value.tolist())))
             for each, value in self._pooled([[prompt] for prompt in prompts], spec, params)
         ]
 
@@ -66,7 +65,7 @@ class Pooling:
             )
         spec = needed_task(self._engine.spec.pooling, *([task] if task else [EMBED, CLASSIFY]))
         return [
-            PoolingRequestOutput(*_parts(each, PoolingOutput(value)))
+            PoolingRequestOutput(*parts_of(each, PoolingOutput(value)))
             for each, value in self._pooled([[prompt] for prompt in prompts], spec, params)
         ]
 
@@ -79,14 +78,14 @@ class Pooling:
         if spec.task == CLASSIFY:
             check_scorer(spec)
             return [
-                ScoringRequestOutput(*_parts(each, ScoringOutput(float(value[0]))))
+                ScoringRequestOutput(*parts_of(each, ScoringOutput(float(value[0]))))
                 for each, value in self._pooled([list(pair) for pair in pairs], spec, params)
             ]
         found = self._pooled([[each] for each in (*first, *second)], spec, params)
         ones, twos = found[: len(first)], found[len(first) :]
         outputs = []
         for (a, value), (b, other) in zip(ones * (len(pairs) // len(ones)), twos, strict=True):
-            made = ScoringRequestOutput(*_parts(b, ScoringOutput(cosine(value, other))))
+            made = ScoringRequestOutput(*parts_of(b, ScoringOutput(cosine(value, other))))
             made.request_id = f"{a.request_id}_{b.request_id}"
             made.prompt_token_ids = (a.prompt_token_ids or []) + made.prompt_token_ids
             made.num_cached_tokens += a.num_cached_tokens or 0
@@ -98,8 +97,9 @@ class Pooling:
     ) -> list[tuple[RequestOutput, Float64]]:
         """Run prompts, or pairs of texts; each output with its numbers."""
         engine = self._engine
-        rendered = [self._rendered(each, params) for each in inputs]
-        salts = [_salt(each[0]) for each in inputs]
+        longest = engine.client.max_model_len
+        rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]
+        salts = [salt_of(each[0]) for each in inputs]
         requests = [
             engine.requests.make_pooling(prompt, cache_salt=salt)
             for prompt, salt in zip(rendered, salts, strict=True)
@@ -108,26 +108,3 @@ class Pooling:
             engine.client.check(request)
         outputs = self._finish(requests, rendered)
         return [(each, numbers_of(each, spec, params)) for each in outputs]
-
-    def _rendered(self, parts: list[Prompt], params: PoolingParams) -> RenderedPrompt:
-        renderer = self._engine.renderer
-        most = most_tokens(params, self._engine.client.max_model_len)
-        if most is None and len(parts) == 1:
-            return renderer.render(parts[0])
-        texts = [renderer.render(part, add_special_tokens=False) for part in parts]
-        is_text, tokenizer = [text.text is not None for text in texts], renderer.tokenizer
-        if len(parts) == 2 and not all(is_text):
-            raise RequestError("a pair to score is two texts, not token ids.")
-        frame: list[list[int]] = [[], []]
-        if tokenizer is not None and all(is_text):
-            frame = tokenizer.frame(len(parts))
-        return joined([text.token_ids for text in texts], frame, most, params.truncation_side)
-
-
-def _salt(prompt: Prompt) -> str:
-    return prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
-
-
-def _parts(output: RequestOutput, made: Any) -> tuple[str, Any, list[int], int]:
-    ids, cached = output.prompt_token_ids or [], output.num_cached_tokens or 0
-    return output.request_id, made, list(ids), cached

@@ -15,6 +15,7 @@ from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
+from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import parse_speculation
 from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
 from quire.models.checkpoint import has_weights, listed, safetensors_shapes, weight_files
@@ -201,6 +202,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
+    spec = with_pooling(spec, source.directory, config.model)
     speculation = parse_speculation(config.speculative_config)
     spec, draft_source = with_drafter(spec, speculation, CONFIG_ONLY)
     num_ranks = config.parallel.tensor_parallel_size
