@@ -92,7 +92,7 @@ def test_a_stream_says_the_same_as_the_whole(api: TestClient, fields: Any) -> No
     assert cached[0].keys() == cached[1].keys()
     assert without_chance(last) == whole
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
-    assert len(deltas) > 2
+    assert deltas  # who reads late gets several tokens in one
     item = last["output"][0]
     assert "".join(deltas) == item.get("arguments", text_in(last))
     assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
