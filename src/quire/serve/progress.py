@@ -38,11 +38,11 @@ class _Bar:
             self._shown.stop()
             self._shown = None
 
-    def _open(self, text: str, total: int, unit: str) -> None:
+    def _open(self, text: str, total: int, unit: str, width: int = 40) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(unit))
+        columns = (TextColumn("{task.description}"), BarColumn(width), TextColumn(unit))
         console = Console(stderr=True)
         self._shown = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
         self._task = self._shown.add_task(text, total=total, speed="")
@@ -90,7 +90,8 @@ class RequestBar(_Bar):
 
 class BatchBar(_Bar):
     """Lines of a batch that are done, at what rate, and until when; a line in the log now and then
-    where nobody sees a bar. tally: of earlier runs."""
+    where nobody sees a bar. tally: of earlier runs. The tokens per second are those of answers;
+    `cached` is the share of prompt tokens that were."""
 
     def __init__(self, total: int, tally: "Tally") -> None:
         super().__init__(enabled=True)
@@ -98,7 +99,8 @@ class BatchBar(_Bar):
         self._num_before = tally.num_done
         self._tokens_before = tally.num_output_tokens
         if self._enabled:
-            self._open("Lines", total, "{task.completed}/{task.total} {task.fields[speed]}")
+            unit = "{task.completed}/{task.total} {task.fields[speed]}"
+            self._open("Lines", total, unit, width=8)  # the rest needs the place
 
     def update(self, tally: "Tally") -> None:
         text = self._describe(tally)
@@ -118,7 +120,4 @@ class BatchBar(_Bar):
         )
         cached = tally.num_cached_tokens / max(1, tally.num_prompt_tokens)
         failed = f", {tally.num_failed} failed" if tally.num_failed else ""
-        return (
-            f"{rate:.1f} lines/s, output {new:,.0f} tok/s, {cached:.0%} of prompt tokens cached"
-            f"{failed}, {until}"
-        )
+        return f"{rate:.1f}/s, {new:,.0f} tok/s, {cached:.0%} cached{failed}, {until}"

@@ -1,6 +1,7 @@
 """/v1/batches: from a file to its outputs, and every way to end before
 (`serve/api/batches/batch_job.py`, `serve/api/batches/batches_routes.py`)."""
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire.serve.api.batches import batch_store
+from quire.serve.api.app import create_app
+from quire.serve.api.batches import batch_store, line_runner
 from quire.serve.api.batches.batch_job import LOW_PRIORITY
 from quire.serve.api.batches.batch_store import BatchRecord, BatchStore, new_batch_id
+from quire.serve.api.batches.batches import open_batches
 from quire.serve.api.batches.directory import FilesDirectory
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.direct import text_of, wait_until
@@ -221,6 +224,45 @@ def test_live_requests_find_rows(make_context: MakeContext, tmp_path: Path) -> N
         assert client.num_unfinished == rows // 2
         client.release()
         server.wait_for(made["id"], "completed")
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_a_stop_is_heard_whenever_it_comes(
+    make_context: MakeContext, tmp_path: Path, num_turns: int
+) -> None:
+    """Also just when there is news."""
+
+    async def run() -> None:
+        context = make_context(files_dir=str(tmp_path))
+        kept = open_batches(context.config)
+        assert kept is not None
+        kept.start(create_app(context, kept))
+        while not (tmp_path / "runner.lock").exists():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.005)  # it looks around, and waits
+        kept.wake()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await asyncio.wait((asyncio.create_task(kept.stop()),), timeout=5)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+
+
+def test_lines_wait_for_an_engine_that_is_started_anew(
+    make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_runner, "FIRST_PAUSE_S", 0.001)
+    with serving(make_context, tmp_path) as server:
+        client = server.context.client
+        made = begun(server, 20, num_done=2)
+        client.kill()
+        client.release()
+        wait_until(lambda: not client.num_unfinished)
+        assert server.get(f"/v1/batches/{made['id']}")["status"] == "in_progress"
+        client.revive()
+        done = server.wait_for(made["id"], "completed", "failed")
+        assert done["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
 def test_batches_take_turns(make_context: MakeContext, tmp_path: Path) -> None:

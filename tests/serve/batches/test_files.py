@@ -86,6 +86,17 @@ def test_a_wrong_form_is_told_what_is_wrong(
     assert [path.name for path in tmp_path.iterdir()] == ["room.lock"]
 
 
+def test_a_form_may_come_in_any_pieces(make_context: MakeContext, tmp_path: Path) -> None:
+    content = b"\r\n--quire-boundary-\r\n\n--" * 3
+    body = form(PURPOSE, (FILE[0], content))
+    head = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    with serving(make_context, tmp_path) as server:
+        for size in (1, 2, 7, 40):
+            pieces = (body[at : at + size] for at in range(0, len(body), size))
+            made = server.client.post("/v1/files", content=pieces, headers=head).json()
+            assert server.client.get(f"/v1/files/{made['id']}/content").content == content
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "status"),
     [

@@ -93,7 +93,7 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
         operation["security"] = [{"key": []}, {"x-api-key": []}]
     if operation.get("parameters"):
         errors |= WITH_NAME
-        if path.startswith("/v1/responses"):
+        if any(parameter["in"] == "query" for parameter in operation["parameters"]):
             errors |= WITH_QUERY
     if "requestBody" in operation:
         errors |= WITH_BODY

@@ -72,7 +72,8 @@ class Batches:
             except OSError as error:
                 logger.error("batches cannot be read (%s); it is tried again", error)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):  # wait_for may lose a cancellation
+                    await self._news.wait()
             self._news.clear()
 
     def _take_lock(self) -> bool:

@@ -32,6 +32,7 @@ from quire.serve.api.reading import ON_LOOP_BYTES
 UNAVAILABLE = (429, 503)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
 DEAD = re.compile(rb'"code":\s*"engine_dead"')
+CANCEL_AGAIN_S = 0.2
 YIELD_EVERY = 64  # lines that are written without a request
 
 
@@ -152,9 +153,12 @@ class LineRunner:
         self.tally.add(line)
 
     async def _cancel_open(self) -> None:
-        for task in self._open:
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        """Cancel what is open, until all of it has ended: before Python 3.12 `asyncio.wait_for`, by
+        which the app waits for bodies, may lose a cancellation."""
+        while self._open:
+            for task in self._open:
+                task.cancel()
+            await asyncio.wait(set(self._open), timeout=CANCEL_AGAIN_S)
 
 
 def _response(reply: Reply) -> Response:

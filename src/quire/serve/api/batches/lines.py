@@ -8,6 +8,7 @@ The id of an output line is made of the input line, its place and the model. So 
 by itself which lines of which input are done.
 """
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -104,11 +105,15 @@ class Line:
 
 def id_of(data: bytes, number: int, model: str) -> bytes:
     """Return the id of a line, `ID_BYTES` long. data: the line; number: its place, from 1."""
-    key = hashlib.blake2b(model.encode(), digest_size=32).digest()
-    found = hashlib.blake2b(digest_size=ID_BYTES, key=key)
+    found = hashlib.blake2b(digest_size=ID_BYTES, key=_key_of(model))
     found.update(b"%d " % number)
     found.update(data.strip())
     return found.digest()
+
+
+@functools.cache
+def _key_of(model: str) -> bytes:
+    return hashlib.blake2b(model.encode(), digest_size=32).digest()
 
 
 def shown_id(digest: bytes) -> str:
@@ -121,8 +126,11 @@ def custom_id_of(data: bytes) -> str | None:
         found = msgspec.json.decode(data, type=_Wire).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    is_id = isinstance(found, str) and 0 < len(found) <= MAX_CUSTOM_ID_CHARS
-    return found if is_id else None
+    return found if _is_custom_id(found) else None
+
+
+def _is_custom_id(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_CUSTOM_ID_CHARS
 
 
 def parse_line(data: bytes, urls: Collection[str] | None = None) -> Line:
@@ -133,7 +141,7 @@ def parse_line(data: bytes, urls: Collection[str] | None = None) -> Line:
         raise LineError("invalid_json_line", f"the line is not a JSON object: {error}.") from error
     except RecursionError as error:
         raise LineError("invalid_json_line", "the line is nested too deeply.") from error
-    if custom_id_of(data) is None:
+    if not _is_custom_id(wire.custom_id):
         raise LineError(
             "missing_required_parameter" if wire.custom_id is None else "invalid_custom_id",
             f"custom_id must be a text of 1 to {MAX_CUSTOM_ID_CHARS} characters, got"
@@ -146,7 +154,8 @@ def parse_line(data: bytes, urls: Collection[str] | None = None) -> Line:
     if not isinstance(wire.url, str) or (urls is not None and wire.url not in urls):
         known = f"one of {', '.join(sorted(urls))}" if urls is not None else "a text"
         raise LineError("invalid_url", f"url must be {known}, got {shown(wire.url)}.", "url")
-    return Line(wire.custom_id, wire.url, bytes(wire.body), _fields(bytes(wire.body)))
+    body = bytes(wire.body)
+    return Line(wire.custom_id, wire.url, body, _fields(body))
 
 
 def _fields(body: bytes) -> dict[str, Any]:
