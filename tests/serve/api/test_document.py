@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.serve.processes import Server
 
-PROMPTS = ("prompt", "messages", "tokens")
+PROMPTS = ("prompt", "messages", "tokens", "input")
 REQUIRED = {"POST /v1/messages": ("max_tokens",)}  # beside prompts
 WITH_BODY, WITHOUT = 450, 60  # examples of an operation, of what is allowed and of what is not
 

@@ -55,6 +55,7 @@ def document(app: FastAPI) -> Json:
             if "model" in schema.get("properties", {}):
                 schema["properties"]["model"] = {"enum": [*context.model_names, None]}
         schemas["CompletionRequest"]["required"] = ["prompt"]
+        schemas["ResponsesRequest"]["required"] = ["input"]
         for name in ("EmbeddingBody", "ClassifyBody"):
             schemas[name]["required"] = ["input"]
         schemas["ScoreBody"]["anyOf"] = [{"required": list(names)} for names in NAMES]

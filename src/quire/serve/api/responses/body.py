@@ -35,15 +35,28 @@ MAX_METADATA = 16
 MAX_METADATA_NAME_CHARS = 64
 MAX_METADATA_CHARS = 512
 
+_MESSAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": {"type": "string"},
+    },
+    "required": ["role", "content"],
+}
+_ITEM_SCHEMA = {
+    "type": "object",
+    "description": "a function_call, its output, reasoning, or the name of a stored item",
+    "properties": {
+        "type": {"enum": ["function_call", "function_call_output", "reasoning", "item_reference"]}
+    },
+    "required": ["type"],
+}
 _INPUT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {
-            "type": "array",
-            "maxItems": MAX_MESSAGES,
-            "items": {"type": "object", "properties": {"type": {"type": "string"}}},
-        },
-        {"type": "null"},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _MESSAGE_SCHEMA},
+        {"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": _ITEM_SCHEMA},
     ]
 }
 _CHOICE_SCHEMA = {
