@@ -21,7 +21,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
     && python .ci/check-wheel /wheels/*.whl
 
 FROM python:${PYTHON}-slim AS base
-ENV PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
+ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
 # Models, packed weights and what was measured of the machine are kept in the home.
 RUN useradd --uid 10001 --create-home --home-dir /var/lib/quire quire
 EXPOSE 8000
@@ -44,7 +44,7 @@ WORKDIR /var/lib/quire
 # test of the rest, and leaves compiled what a server imports.
 FROM base AS cpu
 COPY --from=wheel /wheels /wheels
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu "$(ls /wheels/*.whl)[otel]" \
+RUN pip install --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "$(ls /wheels/*.whl)[otel]" \
     && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
     && rm -rf torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
