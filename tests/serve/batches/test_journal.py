@@ -87,6 +87,21 @@ def test_answers_of_another_input_or_model_are_refused(tmp_path: Path, index: In
         assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}},
+        {"input_tokens": 9, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 4}},
+        {"input_tokens": 5, "output_tokens": 3, "cache_read_input_tokens": 4},
+    ],
+)
+def test_usage_is_counted_under_every_endpoints_names(usage: dict[str, object]) -> None:
+    body = msgspec.Raw(msgspec.json.encode({"usage": usage}))
+    tally = Tally()
+    tally.add(OutputLine("", "a", Response(200, "r", body), None))
+    assert (tally.num_prompt_tokens, tally.num_cached_tokens, tally.num_output_tokens) == (9, 4, 3)
+
+
 def test_an_input_may_grow(tmp_path: Path, index: InputIndex) -> None:
     path = tmp_path / "out"
     path.write_bytes(answered(index, 1).encode())

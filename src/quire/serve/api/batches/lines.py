@@ -187,7 +187,7 @@ def beginning_of(line: Line) -> bytes:
 
 def _parts(line: Line) -> Iterator[str]:
     fields = line.fields
-    for name in ("cache_salt", "tools", "instructions"):
+    for name in ("cache_salt", "tools", "instructions", "system"):
         if fields.get(name):
             yield _text(fields[name])
     messages = fields.get("messages")

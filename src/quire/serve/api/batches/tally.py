@@ -14,10 +14,17 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    """Under the names of all endpoints, of which an answer has some."""
+
     prompt_tokens: int | None = 0
+    input_tokens: int | None = 0
     completion_tokens: int | None = 0
+    output_tokens: int | None = 0
+    cache_read_input_tokens: int | None = 0  # beside input_tokens
     prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
+    output_tokens_details: _Details | None = None
 
 
 class _Body(msgspec.Struct):
@@ -51,12 +58,13 @@ class Tally:
             return
         if usage is None:
             return
-        self.num_prompt_tokens += usage.prompt_tokens or 0
-        self.num_output_tokens += usage.completion_tokens or 0
-        if usage.prompt_tokens_details is not None:
-            self.num_cached_tokens += usage.prompt_tokens_details.cached_tokens or 0
-        if usage.completion_tokens_details is not None:
-            self.num_reasoning_tokens += usage.completion_tokens_details.reasoning_tokens or 0
+        read = usage.cache_read_input_tokens or 0
+        self.num_prompt_tokens += usage.prompt_tokens or (usage.input_tokens or 0) + read
+        self.num_output_tokens += usage.completion_tokens or usage.output_tokens or 0
+        prompt = usage.prompt_tokens_details or usage.input_tokens_details
+        self.num_cached_tokens += read if prompt is None else prompt.cached_tokens or 0
+        output = usage.completion_tokens_details or usage.output_tokens_details
+        self.num_reasoning_tokens += 0 if output is None else output.reasoning_tokens or 0
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens as OpenAI's batches tell them."""
