@@ -39,7 +39,8 @@ def _object(required: tuple[str, ...] = (), **properties: Any) -> Json:
 
 _TEXT = {"type": "string"}
 _TEXT_BLOCK = _object(("type", "text"), type={"const": "text"}, text=_TEXT)
-_TEXTS = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT_BLOCK, "minItems": 1}]}
+_BLOCKS = {"type": "array", "items": _TEXT_BLOCK, "minItems": 1}
+_TEXTS = {"anyOf": [_TEXT, _BLOCKS]}
 _USER_BLOCK = {
     "anyOf": [
         _TEXT_BLOCK,
@@ -86,7 +87,8 @@ Conversation = Annotated[
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
     at_most(MAX_MESSAGES),
 ]
-System = Annotated[str | Objects, at_most(MAX_BLOCKS), WithJsonSchema(_TEXTS)]
+_SYSTEM = {"anyOf": [_TEXT, _BLOCKS | {"maxItems": MAX_BLOCKS}]}
+System = Annotated[str | Objects, at_most(MAX_BLOCKS), WithJsonSchema(_SYSTEM)]
 CustomTools = Annotated[
     list[Annotated[dict[str, Any], WithJsonSchema(_TOOL_SCHEMA)]],
     Field(max_length=MAX_TOOLS, fail_fast=True),
