@@ -112,9 +112,12 @@ def test_as_many_are_open_as_there_are_slots(tmp_path: Path) -> None:
     assert read(tmp_path / "out")[0]["response"]["body"] == {"a": 1}
 
 
-def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("status", "code"), [(503, "engine_busy"), (429, "rate_limit_exceeded")])
+def test_a_busy_server_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str
+) -> None:
     monkeypatch.setattr(line_runner, "FIRST_PAUSE_S", 0.001)
-    busy = Reply(503, "r", b'{"error": {"code": "engine_busy"}}')
+    busy = Reply(status, "r", b'{"error": {"code": "%s"}}' % code.encode())
     runner = make_runner(tmp_path, [request("a"), request("b")])
 
     async def run() -> Scripted:
