@@ -1,5 +1,6 @@
-"""openai-agents over chat completions: texts, output types, tools, handoffs, streams."""
+"""openai-agents over both of OpenAI's APIs: texts, output types, tools, handoffs, streams."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -19,22 +21,38 @@ from tests.clients.given import ASK, FORMS, KEY, SEED, Fox, Served
 set_tracing_disabled(True)
 
 
-def agent_of(server: Served, *, settings: dict[str, Any] | None = None, **more: Any) -> Any:
+AgentOf = Callable[..., Any]
+# A text that ends by itself: a response that max_tokens cuts off is an error to this client.
+BRIEF = {"extra_body": {"seed": SEED, "structured_outputs": {"regex": "[a-z]{1,8}"}}}
+
+
+APIS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
+
+
+@pytest.fixture(params=APIS)
+def agent_of(server: Served, request: pytest.FixtureRequest) -> AgentOf:
+    """Makes agents that speak one of the two APIs."""
     client = AsyncOpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
-    model = OpenAIChatCompletionsModel(model=server.model, openai_client=client)
-    how = {"max_tokens": 400, "extra_args": {"seed": SEED}} | (settings or {})
-    return Agent(**({"name": "Fox", "model": model, "model_settings": ModelSettings(**how)} | more))
+    model = APIS[request.param](model=server.model, openai_client=client)
+
+    def make(*, settings: dict[str, Any] | None = None, **more: Any) -> Any:
+        seed = {"extra_body": {"seed": SEED}}
+        how = {"max_tokens": 400} | seed | (settings or {})
+        given = {"name": "Fox", "model": model, "model_settings": ModelSettings(**how)}
+        return Agent(**(given | more))
+
+    return make
 
 
-def test_text(server: Served, run: Any) -> None:
-    agent = agent_of(server, settings={"max_tokens": 8}, instructions="Be brief.")
+def test_text(agent_of: AgentOf, run: Any) -> None:
+    agent = agent_of(settings=BRIEF, instructions="Be brief.")
     result = run(Runner.run(agent, ASK))
-    assert result.final_output and result.context_wrapper.usage.output_tokens <= 8
+    assert result.final_output and 0 < result.context_wrapper.usage.output_tokens < 16
 
 
-def test_text_stream(server: Served, run: Any) -> None:
+def test_text_stream(agent_of: AgentOf, run: Any) -> None:
     async def read() -> tuple[list[str], Any]:
-        result = Runner.run_streamed(agent_of(server, settings={"max_tokens": 8}), ASK)
+        result = Runner.run_streamed(agent_of(settings=BRIEF), ASK)
         events = [event async for event in result.stream_events()]
         raw = [event.data for event in events if event.type == "raw_response_event"]
         texts = [data.delta for data in raw if data.type == "response.output_text.delta"]
@@ -45,14 +63,14 @@ def test_text_stream(server: Served, run: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_output(server: Served, run: Any, form: str) -> None:
-    agent = agent_of(server, output_type=FORMS[form])
+def test_output(agent_of: AgentOf, run: Any, form: str) -> None:
+    agent = agent_of(output_type=FORMS[form])
     assert isinstance(run(Runner.run(agent, ASK)).final_output, FORMS[form])
 
 
-def test_output_stream(server: Served, run: Any) -> None:
+def test_output_stream(agent_of: AgentOf, run: Any) -> None:
     async def read() -> Any:
-        result = Runner.run_streamed(agent_of(server, output_type=Fox), ASK)
+        result = Runner.run_streamed(agent_of(output_type=Fox), ASK)
         async for _ in result.stream_events():
             pass
         return result.final_output
@@ -80,20 +98,20 @@ def tools() -> tuple[list[Any], list[str]]:
 
 
 @pytest.mark.parametrize("choice", ["required", "add", "get_weather"])
-def test_tools(server: Served, run: Any, choice: str) -> None:
+def test_tools(agent_of: AgentOf, run: Any, choice: str) -> None:
     """A tool runs with what the model wrote, and its result is the run's."""
     functions, called = tools()
     how = {"tool_choice": choice, "parallel_tool_calls": False}
     more = {"tools": functions, "tool_use_behavior": "stop_on_first_tool"}
-    result = run(Runner.run(agent_of(server, settings=how, **more), ASK))
+    result = run(Runner.run(agent_of(settings=how, **more), ASK))
     assert len(called) == 1 and choice in ("required", called[0])
     assert result.final_output is not None
 
 
-def test_tools_stream(server: Served, run: Any) -> None:
+def test_tools_stream(agent_of: AgentOf, run: Any) -> None:
     functions, called = tools()
     more = {"tools": functions, "tool_use_behavior": "stop_on_first_tool"}
-    agent = agent_of(server, settings={"tool_choice": "required"}, **more)
+    agent = agent_of(settings={"tool_choice": "required"}, **more)
 
     async def read() -> set[str]:
         result = Runner.run_streamed(agent, ASK)
@@ -103,23 +121,23 @@ def test_tools_stream(server: Served, run: Any) -> None:
     assert {"tool_call_item", "tool_call_output_item"} <= run(read()) and called
 
 
-def test_tools_then_text(server: Served, run: Any) -> None:
+def test_tools_then_text(agent_of: AgentOf, run: Any) -> None:
     """The result goes back; what the model makes of it is a text, or calls until the turns end."""
     functions, called = tools()
-    agent = agent_of(server, settings={"tool_choice": "add"}, tools=functions)
+    agent = agent_of(settings={"tool_choice": "add"}, tools=functions)
     result = run(Runner.run(agent, ASK, max_turns=4))
     assert called[0] == "add" and isinstance(result.final_output, str)
 
 
-def test_handoff(server: Served, run: Any) -> None:
+def test_handoff(agent_of: AgentOf, run: Any) -> None:
     """A handoff is a call that has no arguments; the other agent ends with a form."""
-    other = agent_of(server, name="Den", output_type=Fox)
-    first = agent_of(server, settings={"tool_choice": "required"}, handoffs=[other])
+    other = agent_of(name="Den", output_type=Fox)
+    first = agent_of(settings={"tool_choice": "required"}, handoffs=[other])
     result = run(Runner.run(first, ASK))
     assert result.last_agent is other and isinstance(result.final_output, Fox)
 
 
-def test_extra_body(server: Served, run: Any) -> None:
-    extra = {"extra_body": {"structured_outputs": {"choice": ["red", "blue"]}}}
-    result = run(Runner.run(agent_of(server, settings=extra), ASK))
+def test_extra_body(agent_of: AgentOf, run: Any) -> None:
+    extra = {"extra_body": {"seed": SEED, "structured_outputs": {"choice": ["red", "blue"]}}}
+    result = run(Runner.run(agent_of(settings=extra), ASK))
     assert result.final_output in ("red", "blue")
