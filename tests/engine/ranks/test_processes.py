@@ -122,7 +122,7 @@ if "quire.engine.ranks.rank_main" in sys.orig_argv:
     ("rank", "number", "place"),
     [
         (1, signal.SIGUSR1, r"sitecustomize.py:\d+ \(spin\)"),
-        (0, signal.SIGUSR2, r"sign of life came [12]\.\d s ago"),
+        (0, signal.SIGUSR2, r"it had begun no step|MainThread at"),
     ],
 )
 def test_who_spins_is_told_from_who_waits_for_it(
@@ -130,7 +130,7 @@ def test_who_spins_is_told_from_who_waits_for_it(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SPIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(quire.engine.heartbeat, "LEAST_S", 1.0)
+    monkeypatch.setattr(quire.engine.heartbeat, "LEAST_S", 2.0)
     with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
         core, pids = llm.engine.client.core, ranks_of()
         next(llm.stream(WORDS, LONG))
@@ -140,9 +140,9 @@ def test_who_spins_is_told_from_who_waits_for_it(
         began = time.monotonic()
         with pytest.raises(EngineError, match=f"rank {rank} of 2 .process {pids[rank]}. is stuck"):
             core.step()
-        assert 0.8 < time.monotonic() - began < 4.0
+        assert 1.6 < time.monotonic() - began < 30.0
         said = str(core._death)
-        assert re.search(r"step \d+ was not over after [12]\.\d s", said)
+        assert re.search(r"step \d+ was not over after \d+\.\d s", said)
         assert re.search(place, said)
         with pytest.raises(EngineError, match="the engine has stopped"):
             llm.generate(WORDS, GREEDY, use_tqdm=False)
