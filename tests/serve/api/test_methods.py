@@ -19,12 +19,27 @@ def readable(api: TestClient) -> list[str]:
     return [*found, JSON_SCHEMA, "/docs", "/v1/nothing"]
 
 
+ENDLESS = "/v1/engine/live"
+
+
 def test_head_has_what_get_has(api: TestClient) -> None:
-    for path in readable(api):
+    paths = readable(api)
+    paths.remove(ENDLESS)
+    for path in paths:
         got, asked = api.get(path), api.head(path)
         assert (asked.status_code, asked.content) == (got.status_code, b"")
         for name in ("content-type", "content-length"):
             assert asked.headers.get(name) == got.headers.get(name)
+
+
+def test_head_of_what_never_ends_ends(server_url: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server_url).netloc, timeout=30)
+    for _ in range(2):  # on one connection
+        connection.request("HEAD", ENDLESS)
+        response = connection.getresponse()
+        assert (response.status, response.read()) == (200, b"")
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+    connection.close()
 
 
 def test_a_connection_goes_on_after_head(server_url: str) -> None:

@@ -105,7 +105,8 @@ class _Body:
             return await self._receive()
         seconds = min(BODY_S, self._end_s - time.monotonic())
         try:
-            return await asyncio.wait_for(self._receive(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for may lose a cancellation
+                return await self._receive()
         except TimeoutError:
             raise ApiHttpError(too_slow()) from None
 

@@ -1,5 +1,6 @@
 """Methods of HTTP that no route names: HEAD, which is GET without its body, and what is allowed."""
 
+import asyncio
 from typing import Any
 
 from starlette.routing import Match
@@ -9,7 +10,8 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 class HeadAsGet:
-    """Plain ASGI: answers HEAD with status and headers of GET (RFC 9110, 9.3.2)."""
+    """Plain ASGI: answers HEAD with status and headers of GET (RFC 9110, 9.3.2). The answer ends
+    with them: whoever streams is told that nobody reads."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -18,13 +20,25 @@ class HeadAsGet:
         if scope["type"] != "http" or scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
+        ended = asyncio.Event()
 
         async def send_head(message: Message) -> None:
-            if message["type"] == "http.response.body":
-                message = {**message, "body": b""}
-            await send(message)
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b""})
+                ended.set()
 
-        await self._app({**scope, "method": "GET"}, receive, send_head)
+        async def receive_until_then() -> Message:
+            coming = asyncio.ensure_future(receive())
+            ending = asyncio.ensure_future(ended.wait())
+            try:
+                await asyncio.wait((coming, ending), return_when=asyncio.FIRST_COMPLETED)
+                return coming.result() if coming.done() else {"type": "http.disconnect"}
+            finally:
+                coming.cancel()
+                ending.cancel()
+
+        await self._app({**scope, "method": "GET"}, receive_until_then, send_head)
 
 
 def allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
