@@ -4,26 +4,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from quire.serve.api.protocol import Ignored, ServedBody, at_most
+from quire.serve.api.protocol import Ignored, ServedBody, at_most, prompts_schema
 from quire.serve.api.unsupported_fields import unsupported
 
 MAX_INPUTS = 2048
 AS_IT_IS = "numbers are float32, little endian; leave it out"
 
 _TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_INPUT_SCHEMA = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS},
-        _IDS,
-        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
 _TEXTS_SCHEMA = {
     "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_INPUTS}]
 }
-Input = Annotated[Any, WithJsonSchema(_INPUT_SCHEMA)]
+Input = Annotated[Any, WithJsonSchema(prompts_schema(MAX_INPUTS))]
 Texts = Annotated[Any, at_most(MAX_INPUTS), WithJsonSchema(_TEXTS_SCHEMA)]
 
 

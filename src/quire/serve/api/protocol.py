@@ -50,14 +50,14 @@ TEXT_ONLY = "this model takes text only; leave it out"
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 ONE_PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKEN_IDS]}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        _TEXT,
-        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
+
+
+def prompts_schema(most: int) -> dict[str, Any]:
+    """Describe a field of one prompt, or of several, each a text or token ids."""
+    several = {"type": "array", "minItems": 1, "maxItems": most}
+    return {
+        "anyOf": [_TEXT, several | {"items": _TEXT}, _TOKEN_IDS, several | {"items": _TOKEN_IDS}]
+    }
 
 
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -302,29 +302,28 @@ class StreamOptions(BaseModel):
     include_obfuscation: Ignored
 
 
-class ServedBody(OpenBody):
-    """The fields of all bodies that the engine works on: for whom, when, and what of the prompt."""
+class ScheduledBody(OpenBody):
+    """The fields of all bodies that the engine works on: for whom, and when."""
 
     model: Label | None = None
     priority: Int32 | None = None
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+
+class ServedBody(ScheduledBody):
+    """Besides, what of the prompt."""
+
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     request_id: Label | None = None
 
 
-class GenerationRequest(ServedBody):
-    """The fields that both endpoints have."""
+class SampledBody(OpenBody):
+    """How tokens are chosen, when an answer ends, and what it must be."""
 
-    stream: bool | None = None
-    stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = None
-
-    # How tokens are chosen, and when a text ends
-    n: Count | None = None
-    max_tokens: Int32 | None = None
     min_tokens: Int32 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -336,6 +335,24 @@ class GenerationRequest(ServedBody):
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None
+    seed: int | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: StopTokens | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class GenerationRequest(SampledBody, ServedBody):
+    """The fields that both endpoints have."""
+
+    stream: bool | None = None
+    stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = None
+
+    # How tokens are chosen, and when a text ends
+    n: Count | None = None
+    max_tokens: Int32 | None = None
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: Int32 | None = None
@@ -344,12 +361,6 @@ class GenerationRequest(ServedBody):
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     logits_processors: Processors | None = None
-    seed: int | None = None
-    stop: StopStrings | None = None
-    stop_token_ids: StopTokens | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    repetition_detection: RepetitionDetection | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
@@ -377,7 +388,6 @@ class GenerationRequest(ServedBody):
 
     # What the answer must be (`structured.py`)
     response_format: Format | None = None
-    structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -411,7 +421,7 @@ class CompletionRequest(GenerationRequest):
     """logprobs: how many candidates are shown per token, beside the chosen one. best_of: how many
     continuations are made, of which the best n are shown. suffix: what follows the continuation."""
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    prompt: Annotated[Any, WithJsonSchema(prompts_schema(MAX_PROMPTS))] = None
     suffix: str | None = None
     logprobs: Int32 | None = None
 

@@ -7,23 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from quire.serve.api.open_body import OpenBody
 from quire.serve.api.protocol import (
     MAX_FORMAT_FIELDS,
     MAX_MESSAGES,
     MAX_SALT_CHARS,
     NOT_HERE,
-    AllowedTokens,
-    BadWords,
     Format,
     Ignored,
     Int32,
     Label,
-    LogitBias,
-    RepetitionDetection,
-    StopStrings,
-    StopTokens,
-    StructuredOutputs,
+    SampledBody,
+    ScheduledBody,
     TemplateKwargs,
     Tools,
     at_most,
@@ -112,11 +106,10 @@ class ReasoningConfig(BaseModel):
     generate_summary: Label | None = None
 
 
-class ResponsesRequest(OpenBody):
+class ResponsesRequest(SampledBody, ScheduledBody):
     """input: a text or items, checked where they are read. tools and tool_choice: those of
     functions."""
 
-    model: Label | None = None
     input: Input = None
     instructions: str | None = None
     previous_response_id: Label | None = None
@@ -131,24 +124,7 @@ class ResponsesRequest(OpenBody):
     # How tokens are chosen, and when the answer ends
     max_output_tokens: Int32 | None = None
     max_tool_calls: Int32 | None = None
-    min_tokens: Int32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int32 | None = None
-    min_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: LogitBias | None = None
-    allowed_token_ids: AllowedTokens | None = None
-    bad_words: BadWords | None = None
-    seed: int | None = None
-    stop: StopStrings | None = None
-    stop_token_ids: StopTokens | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    repetition_detection: RepetitionDetection | None = None
 
     # What the answer must be
     tools: Tools | None = None
@@ -158,15 +134,8 @@ class ResponsesRequest(OpenBody):
     reasoning: Annotated[ReasoningConfig, at_most(MAX_FORMAT_FIELDS)] | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-
-    # Scheduling
-    priority: Int32 | None = None
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     # Labels and hints of clients
     safety_identifier: Label | None = None
