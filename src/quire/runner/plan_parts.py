@@ -9,6 +9,7 @@ import numpy.typing as npt
 from quire.base.plan import Plan, RowFork
 from quire.base.sampling_params import SamplingParams
 from quire.ops.attention.base import AttentionBackend
+from quire.runner.named_tokens import padded
 from quire.runner.sampling_flags import ALL_LOGPROBS
 
 SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
@@ -70,13 +71,7 @@ class NamedRows:
     def of(cls, params: SamplingParams) -> "NamedRows | None":
         """Make those of a whole prompt."""
         rows = params.named_in_prompt
-        if not rows:
-            return None
-        counts = np.array([len(row) for row in rows], np.int64)
-        ids = np.zeros((len(rows), int(counts.max())), np.int64)
-        for place, row in enumerate(rows):
-            ids[place, : len(row)] = row
-        return cls(counts, ids)
+        return cls(*padded(rows)) if rows else None
 
     def part(self, first: int, last: int) -> "NamedRows":
         return NamedRows(self.counts[first:last], self.ids[first:last])

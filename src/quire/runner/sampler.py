@@ -107,7 +107,7 @@ class Sampler:
             len(asked.masked) > 0,
             bool(asked.masked_beams.any()),
             asked.extras is not None,
-            bool(self._named.among(asked.rows).any()),
+            self._named.has_any(asked.rows),
         )
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:

@@ -83,12 +83,10 @@ class BatchStore:
         """Return a batch; None if there is none of that id, or it is not this owner's."""
         if not is_id(batch_id, BATCH):
             return None
-        try:
-            data = self.directory.path(batch_id, STATE).read_bytes()
-        except FileNotFoundError:
+        record = self.directory.read(self.directory.path(batch_id, STATE), BatchRecord)
+        if record is None or owner not in (None, record.owner):
             return None
-        record = msgspec.json.decode(data, type=BatchRecord)
-        return record if owner is None or record.owner == owner else None
+        return record
 
     def seen(self, owner: str | None) -> list[BatchRecord]:
         """Return batches, oldest first."""

@@ -113,8 +113,11 @@ async def list_batches(
 ) -> dict[str, Any]:
     """List the batches of the key that asks, newest first; without keys, all."""
     owner = seen_by(request.scope, api.config.api_key)
-    found = await asyncio.to_thread(kept.records.seen, owner)
-    return page([batch_json(record, kept.records) for record in found], limit, after)
+
+    def told() -> list[dict[str, Any]]:
+        return [batch_json(record, kept.records) for record in kept.records.seen(owner)]
+
+    return page(await asyncio.to_thread(told), limit, after)
 
 
 @router.get("/v1/batches/{batch_id}")

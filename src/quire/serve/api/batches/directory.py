@@ -18,11 +18,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.base.errors import ConfigError, RequestError
+
+T = TypeVar("T")
 
 GB = 10**9
 ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
@@ -56,6 +58,14 @@ class FilesDirectory:
             found = (entry.name for entry in entries if entry.name.endswith(suffix))
             ids = (name.removesuffix(suffix) for name in found if name.startswith(prefix))
             return sorted(name for name in ids if ID.fullmatch(name))
+
+    def read(self, path: Path, kind: type[T]) -> T | None:
+        """Return what `write` has put there; None if there is nothing."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return msgspec.json.decode(data, type=kind)
 
     def write(self, path: Path, value: Any) -> None:
         """Put a value there as JSON, so that it survives whatever happens."""

@@ -72,11 +72,9 @@ class FileStore:
         """Return a file; None if there is none of that id, or it is not this owner's."""
         if not is_id(file_id, FILE):
             return None
-        try:
-            data = self.directory.path(file_id, INFO).read_bytes()
-        except FileNotFoundError:
+        record = self.directory.read(self.directory.path(file_id, INFO), FileRecord)
+        if record is None:
             return None
-        record = msgspec.json.decode(data, type=FileRecord)
         if record.expires_at is not None and record.expires_at <= time.time():
             self._remove(file_id)
             return None

@@ -153,8 +153,8 @@ class LineRunner:
         self.tally.add(line)
 
     async def _cancel_open(self) -> None:
-        """Cancel what is open, until all of it has ended: before Python 3.12 `asyncio.wait_for`, by
-        which the app waits for bodies, may lose a cancellation."""
+        """Cancel what is open, until all of it has ended: before Python 3.12 what awaits by
+        `asyncio.wait_for`, as hooks may, can lose a cancellation."""
         while self._open:
             for task in self._open:
                 task.cancel()
