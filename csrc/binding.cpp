@@ -445,6 +445,8 @@ NB_MODULE(_core, m) {
              "gate_up_biases"_a, "down_biases"_a, "first"_a, "all"_a, "num_chosen"_a,
              "normalises"_a, "alpha"_a, "limit"_a)
         .def_prop_ro("expert_pairs", &quire::Program::expert_pairs)
+        .def("time_phases", &quire::Program::time_phases)
+        .def_prop_ro("phase_seconds", &quire::Program::phase_seconds)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
              "heads"_a, "size"_a, "stride"_a, "layer"_a, "first"_a, "count"_a, "input"_a, "element"_a, "table"_a,
              "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "soft_cap"_a,

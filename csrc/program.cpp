@@ -1,6 +1,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -9,6 +10,8 @@
 
 namespace quire {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kAlign = 16;  // floats of a cache line
 
@@ -38,8 +41,20 @@ void Program::add(const Instruction& instruction, bool begins_phase) {
 void Program::run(ProgramStep step, int num_threads) {
     step_ = std::move(step);
     reserve(step_.rows);
-    for (const Phase& phase : phases_) run_phase(phase, num_threads);
+    if (phase_seconds_.empty()) {
+        for (const Phase& phase : phases_) run_phase(phase, num_threads);
+        return;
+    }
+    auto before = Clock::now();
+    for (size_t i = 0; i < phases_.size(); ++i) {
+        run_phase(phases_[i], num_threads);
+        const auto now = Clock::now();
+        phase_seconds_[i] += std::chrono::duration<double>(now - before).count();
+        before = now;
+    }
 }
+
+void Program::time_phases(bool on) { phase_seconds_.assign(on ? phases_.size() : 0, 0.0); }
 
 void Program::reserve(int64_t rows) {
     if (rows <= capacity_) return;

@@ -133,6 +133,10 @@ class Program {
     void add(const Instruction& instruction, bool begins_phase);
     void run(ProgramStep step, int num_threads);
 
+    // Measure how long each phase takes from now on, or no longer; what was measured is forgotten.
+    void time_phases(bool on);
+    const std::vector<double>& phase_seconds() const { return phase_seconds_; }  // added up
+
     // How often rows were sent to experts that are here.
     int64_t expert_pairs() const { return expert_pairs_; }  // from any thread
 
@@ -162,6 +166,7 @@ class Program {
     std::atomic<int64_t> expert_pairs_ = 0;
     std::vector<Instruction> instructions_;
     std::vector<Phase> phases_;
+    std::vector<double> phase_seconds_;  // empty unless they are measured
     ProgramStep step_{};
     std::unique_ptr<float[]> memory_;
     float* arena_ = nullptr;

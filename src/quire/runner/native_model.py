@@ -18,7 +18,7 @@ from quire.ops.attention.traced import TracedAttention
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CorePlan, CoreProgram, CoreStatePlan
 from quire.ops.packed import PackedWeight
-from quire.ops.program import Kind, ProgramDraft, Untraceable
+from quire.ops.program import Instruction, Kind, ProgramDraft, Untraceable
 from quire.ops.registry import record_ops
 from quire.ops.threads import num_threads
 from quire.ops.torch_threads import torch_threads
@@ -71,17 +71,31 @@ class NativePass:
         """Count how often tokens were sent to experts that are here."""
         return self._program.expert_pairs
 
+    def time_phases(self) -> None:
+        """Begin to measure how long each phase takes; forget what was measured."""
+        self._program.time_phases(True)
+
+    def phase_times(self) -> list[tuple[list[Instruction], float]]:
+        """Return each phase's instructions, and its seconds since `time_phases`."""
+        seconds, found = self._program.phase_seconds, list[tuple[list[Instruction], float]]()
+        for phase, instruction in zip(self._draft.phases, self._draft.instructions, strict=True):
+            if phase == len(found):
+                found.append(([], seconds[phase]))
+            found[phase][0].append(instruction)
+        return found
+
     def _slots(self, group: int) -> int:
         return address(self._backend.slots(group), torch.int64)
 
 
 class NativeModel:
-    """Has what the runner needs of a model; raises Untraceable for one that the core cannot run."""
+    """Has what the runner needs of a model; raises Untraceable for one that the core cannot run.
+    compiled: its forward pass."""
 
     def __init__(self, model: Any, backend: CpuBackend) -> None:
         self._model, self._backend = model, backend
         draft, self._size = trace(model)
-        self._pass = NativePass(draft, backend)
+        self.compiled = NativePass(draft, backend)
         self._read_widths = draft.widths[1 : draft.num_outside - _takes_rows(model)]
         self._read: list[torch.Tensor] = []
         self._kept = KeptByProgram(draft)
@@ -105,9 +119,9 @@ class NativeModel:
         if intermediate_TE is not None:
             outside.append(intermediate_TE.float())
         if kept is None:
-            self._pass.run(input_ids_T, positions_T, outside)
+            self.compiled.run(input_ids_T, positions_T, outside)
         else:
-            self._pass.run(input_ids_T, positions_T, outside, self._kept.memory_for(kept))
+            self.compiled.run(input_ids_T, positions_T, outside, self._kept.memory_for(kept))
             self._kept.tell(kept)
         return out_TD
 
@@ -118,7 +132,7 @@ class NativeModel:
     @property
     def expert_pairs(self) -> int:
         """Count how often tokens were sent to experts that are here, in all mixtures so far."""
-        return self._pass.expert_pairs
+        return self.compiled.expert_pairs
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V], float32."""

@@ -1,0 +1,289 @@
+"""Where every millisecond of a step on this CPU goes: each operation beside its limit.
+
+    python -m benchmarks.operations [--model shape:qwen3-0.6b] [--quantization int8]
+                                    [--steps 1x128 16x128 64x128 1x8192 prompt:1024 prompt:8192]
+
+A step `16x128` decodes 16 rows with 128 tokens of context each; `prompt:1024` computes one prompt
+in chunks of --chunk tokens. Each operation has its time, summed over the layers, its share of the
+step, the bytes of memory and the arithmetic that it cannot do without, and the share of its limit:
+the longer of reading these bytes at the machine's bandwidth and of the arithmetic at the peak of
+the format's instructions, both measured in the same run. What happens in the cache (norms,
+rotations, rounding of activations) has no limit there. `rest` is what the program does not do:
+gathering inputs, sampling, Python. The fastest of several steps counts, whole.
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cpu.limits import Ceilings, measure_ceilings
+from quire.base.config import config_from_flat
+from quire.base.plan import BlockWrites, Plan, RowStart
+from quire.base.sampling_params import SamplingParams
+from quire.models.source import resolve_model
+from quire.ops.packed import PackedWeight
+from quire.ops.program import Instruction, Kind
+from quire.ops.threads import num_threads
+from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.native_model import NativeModel
+from quire.tools.report import benchmark_parser, print_head, write_report
+
+STEPS = ("1x128", "16x128", "64x128", "1x8192", "prompt:1024", "prompt:8192")
+ROUNDS, PROMPT_ROUNDS = 12, 2
+BLOCK_SIZE, POOL_BYTES = 16, 2 << 30
+REST, HEAD, ATTENTION = "rest", "head", "attention"
+
+
+@dataclass(frozen=True)
+class Step:
+    """num_rows rows, each with `context` tokens when they are done; chunk: how many of these are
+    computed at a time, from the first on; 0: the last alone."""
+
+    name: str
+    num_rows: int
+    context: int
+    chunk: int = 0
+
+    @classmethod
+    def parsed(cls, text: str, chunk: int) -> "Step":
+        """Read a step as the command line names it. Raises ValueError."""
+        if text.startswith("prompt:"):
+            return cls(text, 1, int(text.removeprefix("prompt:")), chunk)
+        num_rows, context = text.split("x")
+        return cls(text, int(num_rows), int(context))
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """What is computed one after the other: tokens known before, and new ones."""
+        if not self.chunk:
+            return [(self.context - 1, 1)]
+        starts = range(0, self.context, self.chunk)
+        return [(start, min(self.chunk, self.context - start)) for start in starts]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operation did, over all layers and chunks. least_s: no machine of these ceilings is
+    faster; 0 where that is not known."""
+
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+    operations: float = 0.0
+    least_s: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
+        return Cost(*(a + b for a, b in pairs))
+
+
+class TimedHead:
+    """A model whose head's time is measured."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self.model, self.seconds = model, 0.0
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.model(*args, **named)
+
+    def logits(self, hidden_RD: Any) -> Any:
+        began = time.perf_counter()
+        found = self.model.logits(hidden_RD)
+        self.seconds += time.perf_counter() - began
+        return found
+
+
+class Machine:
+    """A runner over random weights, and the ceilings of the machine."""
+
+    def __init__(self, options: argparse.Namespace, steps: Sequence[Step]) -> None:
+        longest = max(step.context for step in steps) + 1
+        rows = max(step.num_rows for step in steps)
+        blocks = max(step.num_rows * -(-(step.context + 1) // BLOCK_SIZE) for step in steps)
+        config = config_from_flat(
+            model=options.model,
+            dtype="bfloat16",
+            device="cpu",
+            load_format="dummy",
+            quantization=options.quantization,
+            block_size=BLOCK_SIZE,
+            max_model_len=longest,
+            max_num_seqs=rows,
+            max_num_batched_tokens=max(options.chunk, rows),
+            kv_cache_memory_bytes=POOL_BYTES,
+            disable_log_stats=True,
+        )
+        self.built: BuiltRunner = build_runner(config, resolve_model(options.model))
+        model = self.built.runner.model
+        if not isinstance(model, NativeModel):
+            raise SystemExit(f"{options.model} does not run as a program of the C++ core.")
+        self.model, self.head = model, TimedHead(model)
+        self.built.runner.model = self.head
+        if blocks > self.built.memory.num_blocks[0]:
+            raise SystemExit(f"the steps need {blocks} blocks of {BLOCK_SIZE}; take shorter ones.")
+        self.ceilings = Ceilings.of(measure_ceilings(num_threads()))
+        self.is_int8 = options.quantization in ("int8", "int4")
+        self._step_id = 0
+
+    def best(self, step: Step) -> dict[str, Cost]:
+        """Measure a step several times; the fastest counts."""
+        rounds = PROMPT_ROUNDS if step.chunk else ROUNDS
+        found = [self.run(step) for _ in range(rounds)]
+        return min(found, key=lambda costs: sum(cost.seconds for cost in costs.values()))
+
+    def run(self, step: Step) -> dict[str, Cost]:
+        """Carry out a step on fresh rows; returns the cost of each operation."""
+        found: dict[str, Cost] = defaultdict(Cost)
+        for plan in self._plans(step):
+            self.head.seconds = 0.0
+            self.model.compiled.time_phases()
+            began = time.perf_counter()
+            self.built.run(plan)
+            whole = time.perf_counter() - began
+            for instructions, seconds in self.model.compiled.phase_times():
+                name = operation_name(instructions)
+                found[name] += self._cost(instructions[0], plan, seconds)
+                whole -= seconds
+            found[HEAD] += self._head(len(plan.sample_rows))
+            found[REST] += Cost(whole - self.head.seconds)
+        return dict(found)
+
+    def _plans(self, step: Step) -> list[Plan]:
+        """Make plans of a step whose earlier tokens count as computed, whatever their blocks hold.
+        Tokens are random; keys that nobody computed are zeros or another round's."""
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, self.built.spec.vocab_size, (step.num_rows, step.context + 1))
+        params, rows = SamplingParams(temperature=0.0), np.arange(step.num_rows, dtype=np.int32)
+        plans: list[Plan] = []
+        for known, new in step.parts:
+            is_last = known + new == step.context
+            plan = Plan(
+                self._step_id,
+                rows,
+                np.full(len(rows), new, np.int32),
+                np.full(len(rows), known, np.int32),
+                rows if is_last else rows[:0],
+                np.full(len(rows) if is_last else 0, -1, np.int32),
+            )
+            if not plans:
+                given = tokens[:, : step.context].astype(np.int32)
+                starts = (
+                    RowStart(row, given[row], known, step.context, params, seed=row)
+                    for row in range(step.num_rows)
+                )
+                writes = self._tables(step)
+                plan = replace(plan, released=rows, started=tuple(starts), block_writes=writes)
+            plans.append(plan)
+            self._step_id += 1
+        return plans
+
+    def _tables(self, step: Step) -> BlockWrites:
+        """Give each row blocks of its own, in all cache groups."""
+        num_blocks, num_groups = (
+            -(-(step.context + 1) // BLOCK_SIZE),
+            len(self.built.spec.cache_groups),
+        )
+        group, row, index = np.meshgrid(
+            np.arange(num_groups), np.arange(step.num_rows), np.arange(num_blocks), indexing="ij"
+        )
+        block = row * num_blocks + index
+        return BlockWrites(*(each.ravel().astype(np.int32) for each in (group, row, index, block)))
+
+    def _cost(self, first: Instruction, plan: Plan, seconds: float) -> Cost:
+        if first.kind == Kind.MULTIPLY and first.packed is not None:
+            return self._product(first.packed, plan.num_scheduled_tokens, seconds)
+        if first.kind == Kind.ATTEND:
+            return self._attention(first, plan, seconds)
+        return Cost(seconds)
+
+    def _product(self, weight: PackedWeight, num_tokens: int, seconds: float) -> Cost:
+        outputs, inputs = weight.shape
+        operations = 2.0 * num_tokens * outputs * inputs
+        rate = self.ceilings.operations_per_s("int8" if self.is_int8 else "float")
+        least_s = max(weight.nbytes / self.ceilings.bytes_per_s, operations / rate)
+        return Cost(seconds, weight.nbytes, operations, least_s)
+
+    def _attention(self, first: Instruction, plan: Plan, seconds: float) -> Cost:
+        """Count pairs of a query and a key that the mask leaves, and each key and value once."""
+        group = next(each for each in self.built.spec.cache_groups if first.layer in each.layers)
+        before, new = plan.computed_bound.astype(float), plan.num_tokens.astype(float)
+        if not group.keeps_all:
+            return Cost(seconds)
+        pairs = float((new * before + new * (new + 1) / 2).sum())
+        token_bytes = group.block_bytes(1, self.built.dtype.itemsize) / len(group.layers)
+        num_bytes = float((before + new).sum()) * token_bytes
+        operations = 4.0 * pairs * first.heads * group.head_dim
+        rate = self.ceilings.operations_per_s("float")
+        least_s = max(num_bytes / self.ceilings.bytes_per_s, operations / rate)
+        return Cost(seconds, num_bytes, operations, least_s)
+
+    def _head(self, num_rows: int) -> Cost:
+        """Count the head's product, whose weights stay in 16 bits."""
+        if not num_rows:
+            return Cost(self.head.seconds)
+        elements = self.built.spec.vocab_size * self.built.spec.hidden_size
+        num_bytes = elements * self.built.dtype.itemsize
+        operations = 2.0 * num_rows * elements
+        rate = self.ceilings.operations_per_s("float")
+        least_s = max(num_bytes / self.ceilings.bytes_per_s, operations / rate)
+        return Cost(self.head.seconds, num_bytes, operations, least_s)
+
+
+def operation_name(instructions: Sequence[Instruction]) -> str:
+    """Name a phase by what it does."""
+    first = instructions[0]
+    if first.kind == Kind.MULTIPLY and first.packed is not None:
+        outputs, inputs = first.packed.shape
+        return f"product {outputs} x {inputs}"
+    if first.kind == Kind.ATTEND:
+        return ATTENTION
+    return " + ".join(dict.fromkeys(each.kind.name.lower() for each in instructions))
+
+
+def share(part: float, whole: float) -> str:
+    """Return a share in per cent, or that there is none."""
+    return f"{100 * part / whole:.0f} %" if part and whole else "-"
+
+
+def show(step: Step, costs: dict[str, Cost]) -> None:
+    """Print a table of a step's operations, the longest first."""
+    whole = sum((cost for cost in costs.values()), Cost())
+    print(
+        f"\n{step.name}: {1e3 * whole.seconds:.2f} ms, limit {1e3 * whole.least_s:.2f} ms, "
+        f"{share(whole.least_s, whole.seconds)}"
+    )
+    print(f"{'operation':<44} {'ms':>9} {'of step':>8} {'MB':>8} {'GFLOP':>8} {'of limit':>9}")
+    for name, cost in sorted(costs.items(), key=lambda item: -item[1].seconds):
+        print(
+            f"{name:<44} {1e3 * cost.seconds:9.2f} {share(cost.seconds, whole.seconds):>8}"
+            f" {cost.num_bytes / 1e6:8.1f} {cost.operations / 1e9:8.2f}"
+            f" {share(cost.least_s, cost.seconds):>9}"
+        )
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--model", default="shape:qwen3-0.6b")
+    parser.add_argument("--quantization", choices=("int8", "int4", "fp8"))
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--steps", nargs="+", default=STEPS)
+    options = parser.parse_args()
+    steps = [Step.parsed(text, options.chunk) for text in options.steps]
+    machine = Machine(options, steps)
+    print_head(f"{options.model}, {options.quantization or 'bfloat16'}: the operations of a step")
+    gigabytes = machine.ceilings.bytes_per_s / 1e9
+    print(f"# reading {gigabytes:.1f} GB/s, {asdict(machine.ceilings)}")
+    results: dict[str, Any] = {}
+    for step in steps:
+        costs = machine.best(step)
+        show(step, costs)
+        results[step.name] = {name: asdict(cost) for name, cost in costs.items()}
+    write_report(options.output_json, {"ceilings": asdict(machine.ceilings), "steps": results})
+
+
+if __name__ == "__main__":
+    main()
