@@ -24,7 +24,8 @@ namespace quire {
 
 constexpr int64_t kSpan = 256;  // positions that are reduced together
 
-// int8: H values, then a float32 scale. The scale is the largest magnitude / 127.
+// int8: H numbers and their float32 scale, which is the largest magnitude / 127. It stands behind a
+// value's numbers and before a key's.
 enum class KvFormat : int { kFloat32, kBfloat16, kFloat16, kInt8 };
 
 // Bytes of one token's key or value of one head.
@@ -33,7 +34,9 @@ inline int64_t kv_row_bytes(KvFormat format, int64_t head_dim) {
     return head_dim * (format == KvFormat::kFloat32 ? 4 : 2);
 }
 
-// Keys and values of one layer: [K, B, P] rows of kv_row_bytes each, contiguous.
+// Keys and values of one layer: [K, B] blocks of P rows of kv_row_bytes each, contiguous. Values of a
+// block stand row by row. Its keys are turned, so that the same elements of neighbouring tokens are a
+// vector: the rows' words of 4 bytes as [W, P], then the bytes of each row that make no word, [P, rest].
 struct KvLayer {
     KvFormat format;
     int64_t heads;

@@ -47,23 +47,6 @@ struct Isa {
         const __m128i bytes = _mm_loadl_epi64(static_cast<const __m128i*>(at));
         return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
     }
-    static inline void transpose(I (&rows)[kLanes]) {
-        __m256i pairs[kLanes], fours[kLanes];
-        for (int i = 0; i < kLanes; i += 2) {
-            pairs[i] = _mm256_unpacklo_epi32(raw(rows[i]), raw(rows[i + 1]));
-            pairs[i + 1] = _mm256_unpackhi_epi32(raw(rows[i]), raw(rows[i + 1]));
-        }
-        for (int i = 0; i < kLanes; i += 4) {
-            for (int k = 0; k < 2; ++k) {
-                fours[i + 2 * k] = _mm256_unpacklo_epi64(pairs[i + k], pairs[i + k + 2]);
-                fours[i + 2 * k + 1] = _mm256_unpackhi_epi64(pairs[i + k], pairs[i + k + 2]);
-            }
-        }
-        for (int i = 0; i < 4; ++i) {
-            rows[i] = words_of(_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20));
-            rows[i + 4] = words_of(_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31));
-        }
-    }
 
    private:
     static inline __m256i raw(I words) { return reinterpret_cast<__m256i>(words); }

@@ -44,34 +44,6 @@ struct Isa {
         const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     }
-    // Within the 128-bit quarters first, then the quarters themselves.
-    static inline void transpose(I (&rows)[kLanes]) {
-        __m512i pairs[kLanes], fours[kLanes];
-#pragma GCC unroll 8
-        for (int i = 0; i < kLanes; i += 2) {
-            pairs[i] = _mm512_unpacklo_epi32(raw(rows[i]), raw(rows[i + 1]));
-            pairs[i + 1] = _mm512_unpackhi_epi32(raw(rows[i]), raw(rows[i + 1]));
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < kLanes; i += 4) {
-#pragma GCC unroll 2
-            for (int k = 0; k < 2; ++k) {
-                fours[i + 2 * k] = _mm512_unpacklo_epi64(pairs[i + k], pairs[i + k + 2]);
-                fours[i + 2 * k + 1] = _mm512_unpackhi_epi64(pairs[i + k], pairs[i + k + 2]);
-            }
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const __m512i a = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0x88);
-            const __m512i b = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0xDD);
-            const __m512i c = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0x88);
-            const __m512i d = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0xDD);
-            rows[i] = words_of(_mm512_shuffle_i32x4(a, c, 0x88));
-            rows[i + 8] = words_of(_mm512_shuffle_i32x4(a, c, 0xDD));
-            rows[i + 4] = words_of(_mm512_shuffle_i32x4(b, d, 0x88));
-            rows[i + 12] = words_of(_mm512_shuffle_i32x4(b, d, 0xDD));
-        }
-    }
 
    private:
     static inline __m512i raw(I words) { return reinterpret_cast<__m512i>(words); }

@@ -71,7 +71,8 @@ class ItemRun {
           queries_(item.tokens * step_.group),
           row_bytes_(kv_row_bytes(call.kv.format, dim_)) {
         const int64_t head_bytes = call.kv.num_blocks * call.kv.block_size * row_bytes_;
-        keys_ = call.kv.keys + head * head_bytes;
+        keys_ = {call.kv.keys + head * head_bytes, 4 * step_.block_size,
+                 step_.block_size * row_bytes_, row_bytes_, step_.block_size % kLanes == 0};
         values_ = call.kv.values + head * head_bytes;
         const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
         const int64_t tile_size = kTile * padded_;
@@ -144,12 +145,23 @@ class ItemRun {
         for (int64_t t = begin_; t < end_;) {
             const int64_t block = (start + t) / step_.block_size;
             const int64_t next = minimum((block + 1) * step_.block_size - start, end_);
-            int64_t slot = table[block] * step_.block_size + start + t - block * step_.block_size;
-            for (; t < next; ++t) offsets_[t] = slot++ * row_bytes_;
+            int64_t in_block = start + t - block * step_.block_size;
+            for (const int64_t at = table[block] * keys_.block_bytes; t < next; ++t, ++in_block) {
+                offsets_[t] = at + in_block * row_bytes_;
+                columns_[t] = at + in_block * 4;
+            }
         }
-        // Nothing else is ever read: neighbours in a vector are tokens that are seen.
-        fill(offsets_ + begin_ / kTile * kTile, offsets_ + begin_, offsets_[begin_]);
+        // No other block is ever read: neighbours in a vector stand in the same one, or are tokens
+        // that are seen.
         fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
+        int64_t first = begin_, last = end_ - 1;
+        if (keys_.together) {
+            first = begin_ / kLanes * kLanes;
+            columns_[first] = columns_[begin_] - 4 * (begin_ - first);
+            last = last / kLanes * kLanes;
+        }
+        fill(columns_ + begin_ / kTile * kTile, columns_ + first, columns_[first]);
+        fill(columns_ + end_, columns_ + kSpan + kKeysAhead, columns_[last]);
         return true;
     }
 
@@ -163,26 +175,33 @@ class ItemRun {
     }
 
     void score() {
+        const bool widens = queries_ > Isa::kTileRows || !keys_.together || keys_.rest() != 0;
         for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
             int64_t first, last;
             rows_of(tile, first, last);
             const int64_t left = minimum(kTile, end_ - tile);
             const int64_t tokens = (left + kSumLanes - 1) / kSumLanes * kSumLanes;
-            load_keys<Kv>(tile_, keys_, offsets_ + tile, tokens, dim_);
-            const ScoreTile products{weights_ + tile, q_, padded_, tile_, dim_};
-            run_rows(products, first, last, tokens / kLanes);
+            if (widens) {
+                load_keys<Kv>(tile_, keys_, columns_ + tile, tokens);
+                const ScoreTile<WidenedKeys> products{weights_ + tile, q_, padded_, {tile_}, dim_};
+                run_rows(products, first, last, tokens / kLanes);
+            } else {
+                const StoredKeys<Kv> stored{keys_, columns_ + tile};
+                const ScoreTile<StoredKeys<Kv>> products{weights_ + tile, q_, padded_, stored, dim_};
+                run_rows(products, first, last, tokens / kLanes);
+            }
         }
         for (int64_t t = begin_; t < minimum(begin_ + kAhead, end_); ++t) {
             const uint8_t* token = values_ + offsets_[t];
             for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(token + b);
         }
-        if constexpr (Kv::kScaled) read_scales(keys_);
+        if constexpr (Kv::kScaled) read_scales(keys_.data, columns_);
     }
 
-    // Scales of the tokens from begin_ to end_ and of those around them.
-    void read_scales(const uint8_t* rows) {
-        for (int64_t t = begin_ / kSumLanes * kSumLanes; t < kSpan; ++t) {
-            std::memcpy(scales_ + t, rows + offsets_[t] + dim_, sizeof(float));
+    // Scales of the tokens from begin_ to end_.
+    void read_scales(const uint8_t* scales, const int64_t* places) {
+        for (int64_t t = begin_; t < end_; ++t) {
+            std::memcpy(scales_ + t, scales + places[t], sizeof(float));
         }
     }
 
@@ -209,7 +228,7 @@ class ItemRun {
             if (query.high < end_) fill(row + query.high, row + end_, 0.0f);
         }
         if constexpr (Kv::kScaled) {
-            read_scales(values_);
+            read_scales(values_ + dim_, offsets_);
             for (int64_t m = 0; m < queries_; ++m) {
                 if (all_[m].low < all_[m].high) {
                     scale_row(weights_ + m * kSpan, all_[m].low, all_[m].high);
@@ -298,11 +317,13 @@ class ItemRun {
     const AttentionStep& step_;
     const QueryPiece* pieces_;
     const int64_t head_, dim_, padded_, queries_, row_bytes_;
-    const uint8_t *keys_, *values_;
+    KeyBlocks keys_;
+    const uint8_t* values_;
     float *tile_, *q_, *weights_, *states_, *parts_, *scales_;
     Query* all_;
     int64_t begin_ = 0, end_ = 0;  // of the span at hand: what any query sees
-    int64_t offsets_[kSpan + kAhead];  // of its tokens, in bytes
+    int64_t offsets_[kSpan + kAhead];      // of its tokens' values, in bytes
+    int64_t columns_[kSpan + kKeysAhead];  // and where the words of their keys begin
 };
 
 void run_item(const AttentionCall& call, const AttentionItem& item, int64_t head) {

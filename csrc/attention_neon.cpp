@@ -44,16 +44,6 @@ struct Isa {
         const int16x8_t widened = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(bytes)));
         return vcvtq_f32_s32(vmovl_s16(vget_low_s16(widened)));
     }
-    static inline void transpose(I (&rows)[kLanes]) {
-        const int64x2_t a = pairs(vtrn1q_s32(rows[0], rows[1]));  // 00 10 02 12
-        const int64x2_t b = pairs(vtrn2q_s32(rows[0], rows[1]));  // 01 11 03 13
-        const int64x2_t c = pairs(vtrn1q_s32(rows[2], rows[3]));  // 20 30 22 32
-        const int64x2_t d = pairs(vtrn2q_s32(rows[2], rows[3]));  // 21 31 23 33
-        rows[0] = words(vtrn1q_s64(a, c));
-        rows[1] = words(vtrn1q_s64(b, d));
-        rows[2] = words(vtrn2q_s64(a, c));
-        rows[3] = words(vtrn2q_s64(b, d));
-    }
 
    private:
     // The bytes of a head need not be aligned.

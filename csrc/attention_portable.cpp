@@ -43,10 +43,6 @@ struct Isa {
         const auto* from = static_cast<const int8_t*>(at);
         return F{float(from[0]), float(from[1]), float(from[2]), float(from[3])};
     }
-    static inline void transpose(I (&rows)[kLanes]) {
-        const I a = rows[0], b = rows[1], c = rows[2], d = rows[3];
-        for (int i = 0; i < kLanes; ++i) rows[i] = I{a[i], b[i], c[i], d[i]};
-    }
 
    private:
     static inline I bits(F values) { return reinterpret_cast<I>(values); }

@@ -16,7 +16,7 @@ void store_head(uint8_t* to, const From* from, int64_t dim) {
 
 // To the nearest. Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
 template <class From>
-void store_int8_head(uint8_t* to, const From* from, int64_t dim) {
+void store_int8_head(uint8_t* to, uint8_t* scale_to, const From* from, int64_t dim) {
     int32_t peak = 0;
     for (int64_t h = 0; h < dim; ++h) {
         const int32_t magnitude = bits_of(widen(from[h])) & 0x7FFFFFFF;
@@ -28,24 +28,49 @@ void store_int8_head(uint8_t* to, const From* from, int64_t dim) {
     for (int64_t h = 0; h < dim; ++h) {
         to[h] = static_cast<uint8_t>(bits_of(widen(from[h]) * inverse + 12582912.0f));
     }
-    std::memcpy(to + dim, &scale, sizeof scale);
+    std::memcpy(scale_to, &scale, sizeof scale);
 }
 
-// One tensor's tokens [begin, end).
 template <class From>
+void store_value(uint8_t* to, const KvLayer& kv, const From* from) {
+    switch (kv.format) {
+        case KvFormat::kFloat32: return store_head<float>(to, from, kv.head_dim);
+        case KvFormat::kBfloat16: return store_head<Bfloat16>(to, from, kv.head_dim);
+        case KvFormat::kFloat16: return store_head<Float16>(to, from, kv.head_dim);
+        default: return store_int8_head(to, to + kv.head_dim, from, kv.head_dim);
+    }
+}
+
+// The words of a row go to a block's column `in_block`, its rest behind all words. row: memory for it.
+template <class From>
+void store_key(uint8_t* block, int64_t in_block, const KvLayer& kv, const From* from, uint8_t* row) {
+    if (kv.format == KvFormat::kInt8) {
+        store_int8_head(row + sizeof(float), row, from, kv.head_dim);
+    } else {
+        store_value(row, kv, from);
+    }
+    const int64_t bytes = kv_row_bytes(kv.format, kv.head_dim), words = bytes / 4, rest = bytes % 4;
+    uint8_t* to = block + in_block * 4;
+    for (int64_t w = 0; w < words; ++w, to += 4 * kv.block_size) std::memcpy(to, row + 4 * w, 4);
+    std::memcpy(block + words * 4 * kv.block_size + in_block * rest, row + 4 * words,
+                static_cast<size_t>(rest));
+}
+
+// One tensor's tokens [begin, end), head by head.
+template <bool kKeys, class From>
 void store_rows(const KvLayer& kv, uint8_t* to, const HeadRows& rows, const int64_t* slots,
                 int64_t begin, int64_t end) {
     const int64_t dim = kv.head_dim, bytes = kv_row_bytes(kv.format, dim);
-    const int64_t head_bytes = kv.num_blocks * kv.block_size * bytes;
-    for (int64_t t = begin; t < end; ++t) {
-        const From* from = static_cast<const From*>(rows.data) + t * rows.stride;
-        uint8_t* place = to + slots[t] * bytes;
-        for (int64_t k = 0; k < kv.heads; ++k, from += dim, place += head_bytes) {
-            switch (kv.format) {
-                case KvFormat::kFloat32: store_head<float>(place, from, dim); break;
-                case KvFormat::kBfloat16: store_head<Bfloat16>(place, from, dim); break;
-                case KvFormat::kFloat16: store_head<Float16>(place, from, dim); break;
-                default: store_int8_head(place, from, dim);
+    auto* row = reinterpret_cast<uint8_t*>(attention_scratch(dim + 1));
+    for (int64_t k = 0; k < kv.heads; ++k, to += kv.num_blocks * kv.block_size * bytes) {
+        for (int64_t t = begin; t < end; ++t) {
+            const From* from = static_cast<const From*>(rows.data) + t * rows.stride + k * dim;
+            if constexpr (kKeys) {
+                const int64_t block = slots[t] / kv.block_size;
+                const int64_t in_block = slots[t] - block * kv.block_size;
+                store_key(to + block * kv.block_size * bytes, in_block, kv, from, row);
+            } else {
+                store_value(to + slots[t] * bytes, kv, from);
             }
         }
     }
@@ -53,15 +78,18 @@ void store_rows(const KvLayer& kv, uint8_t* to, const HeadRows& rows, const int6
 
 void store_tokens(const KvLayer& kv, const HeadRows& k, const HeadRows& v, const int64_t* slots,
                   int64_t begin, int64_t end) {
-    const auto store = [&](uint8_t* to, const HeadRows& rows) {
+    const auto store = [&](auto keys, uint8_t* to, const HeadRows& rows) {
+        constexpr bool kKeys = decltype(keys)::value;
         switch (rows.element) {
-            case Element::kFloat32: return store_rows<float>(kv, to, rows, slots, begin, end);
-            case Element::kBfloat16: return store_rows<Bfloat16>(kv, to, rows, slots, begin, end);
-            default: return store_rows<Float16>(kv, to, rows, slots, begin, end);
+            case Element::kFloat32:
+                return store_rows<kKeys, float>(kv, to, rows, slots, begin, end);
+            case Element::kBfloat16:
+                return store_rows<kKeys, Bfloat16>(kv, to, rows, slots, begin, end);
+            default: return store_rows<kKeys, Float16>(kv, to, rows, slots, begin, end);
         }
     };
-    store(kv.keys, k);
-    store(kv.values, v);
+    store(std::true_type{}, kv.keys, k);
+    store(std::false_type{}, kv.values, v);
 }
 
 const AttentionKernels kKernels = {Isa::kName, run_item, run_merge, store_tokens};

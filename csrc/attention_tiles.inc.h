@@ -9,7 +9,6 @@
 //   where_at_least(x, limit, value)   value where x >= limit, else 0
 //   load_bfloat16, load_float16, load_int8   kLanes of them, widened
 //   float16_of(words)                 the lower halves of words, widened
-//   transpose(rows)                   of kLanes x kLanes words, in place
 #pragma once
 
 #include "attention_softmax.inc.h"
@@ -19,7 +18,8 @@ namespace {
 
 constexpr int64_t kTile = 64;      // tokens whose keys or values are widened at once
 constexpr int kTileVectors = 4;    // most of a register tile
-constexpr int64_t kAhead = 32;     // tokens between those that are read and those that are fetched
+constexpr int64_t kAhead = 32;     // values between those that are read and those that are fetched
+constexpr int64_t kKeysAhead = kTile;
 
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 
@@ -66,65 +66,120 @@ struct Int8Kv {
 
 // --- keys ---
 
-// Elements of kLanes tokens from byte `byte` of their keys on go to tile[h][token].
-template <class Kv, bool kWhole>
-QUIRE_INLINE void transpose_keys(float* tile, const uint8_t* keys, const int64_t* offsets,
-                                 int64_t byte, int64_t row_bytes) {
-    constexpr int64_t kChunk = kLanes * 4;
-    I rows[kLanes];
-    unrolled<kLanes>(QUIRE_EACH(t) {
-        const uint8_t* from = keys + offsets[t] + byte;
-        __builtin_prefetch(keys + offsets[t + kAhead] + byte);
-        if constexpr (kWhole) {
-            rows[t] = Isa::load_words(from);
-        } else {
-            uint8_t padded[kChunk] = {};
-            std::memcpy(padded, from, static_cast<size_t>(row_bytes - byte));
-            rows[t] = Isa::load_words(padded);
-        }
-    });
-    Isa::transpose(rows);
-    const int64_t first = byte / Kv::kBytes, left = row_bytes / Kv::kBytes - first;
-    unrolled<kLanes>(QUIRE_EACH(w) {
-        unrolled<Kv::kPerWord>(QUIRE_EACH(e) {
-            const int64_t h = w * Kv::kPerWord + e;
-            if (kWhole || h < left) {
-                Isa::store(tile + (first + h) * kTile, Kv::template element<e>(rows[w]));
+// The blocks of one head's keys. Word w of a token stands at data + columns[token] + w * stride. If
+// vectors of tokens stand together, in one block each, columns of their first ones are enough.
+struct KeyBlocks {
+    const uint8_t* data;
+    int64_t stride;       // bytes between the words of a token
+    int64_t block_bytes;
+    int64_t row_bytes;
+    bool together;
+
+    int64_t words() const { return row_bytes / 4; }
+    int64_t rest() const { return row_bytes % 4; }
+};
+
+template <bool kTogether>
+QUIRE_INLINE I load_key_words(const KeyBlocks& keys, const int64_t* columns, int64_t word) {
+    const uint8_t* from = keys.data + word * keys.stride;
+    if constexpr (kTogether) return Isa::load_words(from + columns[0]);
+    uint32_t words[kLanes];
+    for (int64_t t = 0; t < kLanes; ++t) std::memcpy(words + t, from + columns[t], sizeof *words);
+    return Isa::load_words(words);
+}
+
+// The bytes of kLanes tokens that make no word, as words.
+inline I load_key_rest(const KeyBlocks& keys, const int64_t* columns) {
+    uint32_t words[kLanes] = {};
+    for (int64_t t = 0; t < kLanes; ++t) {
+        // Of a vector that stands together the first column counts.
+        const int64_t column = keys.together ? columns[0] + 4 * t : columns[t];
+        const int64_t in_block = column % keys.block_bytes / 4;
+        const int64_t at = column / keys.block_bytes * keys.block_bytes +
+                           keys.words() * keys.stride + in_block * keys.rest();
+        std::memcpy(words + t, keys.data + at, static_cast<size_t>(keys.rest()));
+    }
+    return Isa::load_words(words);
+}
+
+template <class Kv, bool kTogether>
+void load_keys(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; t += kLanes) {
+        float* to = tile + t;
+        for (int64_t word = Kv::kScaled; word < keys.words(); ++word) {
+            if constexpr (kTogether) {
+                __builtin_prefetch(keys.data + columns[t + kKeysAhead] + word * keys.stride);
             }
+            const I words = load_key_words<kTogether>(keys, columns + t, word);
+            unrolled<Kv::kPerWord>(QUIRE_EACH(e) {
+                Isa::store(to, Kv::template element<e>(words));
+                to += kTile;
+            });
+        }
+        if (keys.rest() == 0) continue;
+        const I words = load_key_rest(keys, columns + t);
+        unrolled<Kv::kPerWord>(QUIRE_EACH(e) {
+            if (e < keys.rest() / Kv::kBytes) Isa::store(to + e * kTile, Kv::template element<e>(words));
         });
-    });
+    }
 }
 
 // tile[h][t] = the keys of `tokens` tokens, a multiple of 16.
 template <class Kv>
-void load_keys(float* tile, const uint8_t* keys, const int64_t* offsets, int64_t tokens,
-               int64_t dim) {
-    const int64_t row_bytes = dim * Kv::kBytes;
-    for (int64_t t = 0; t < tokens; t += kLanes) {
-        int64_t byte = 0;
-        for (; byte + kLanes * 4 <= row_bytes; byte += kLanes * 4) {
-            transpose_keys<Kv, true>(tile + t, keys, offsets + t, byte, row_bytes);
-        }
-        if (byte < row_bytes) {
-            transpose_keys<Kv, false>(tile + t, keys, offsets + t, byte, row_bytes);
-        }
-    }
+void load_keys(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens) {
+    if (keys.together) return load_keys<Kv, true>(tile, keys, columns, tokens);
+    load_keys<Kv, false>(tile, keys, columns, tokens);
 }
 
-// scores[r][vectors of tokens] = q[r] . tile.
-template <int kRows, int kVectors>
-void score_tile(float* scores, const float* q, int64_t q_stride, const float* tile, int64_t dim) {
+// Keys where they stand, together and without a rest, and keys that were widened: kStep elements of
+// kVectors vectors of tokens at a time.
+template <class Kv>
+struct StoredKeys {
+    static constexpr int kStep = Kv::kPerWord;
+    KeyBlocks blocks;
+    const int64_t* columns;
+
+    template <int kVectors>
+    QUIRE_INLINE void load(F (&keys)[kStep][kVectors], int64_t vector, int64_t h) const {
+        const uint8_t* from = blocks.data + (Kv::kScaled + h / kStep) * blocks.stride;
+        unrolled<kVectors>(QUIRE_EACH(v) {
+            const int64_t* column = columns + (vector + v) * kLanes;
+            __builtin_prefetch(from + column[kKeysAhead]);
+            const I words = Isa::load_words(from + column[0]);
+            unrolled<kStep>(QUIRE_EACH(e) { keys[e][v] = Kv::template element<e>(words); });
+        });
+    }
+};
+
+struct WidenedKeys {
+    static constexpr int kStep = 1;
+    const float* tile;
+
+    template <int kVectors>
+    QUIRE_INLINE void load(F (&keys)[kStep][kVectors], int64_t vector, int64_t h) const {
+        unrolled<kVectors>(QUIRE_EACH(v) {
+            keys[0][v] = Isa::load(tile + h * kTile + (vector + v) * kLanes);
+        });
+    }
+};
+
+// scores[r][vectors of tokens] = q[r] . keys.
+template <class Keys, int kRows, int kVectors>
+void score_tile(float* scores, const float* q, int64_t q_stride, const Keys& keys, int64_t vector,
+                int64_t dim) {
     F sums[kRows][kVectors];
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kVectors>(QUIRE_EACH(v) { sums[r][v] = F{}; });
     });
-    for (int64_t h = 0; h < dim; ++h) {
-        F keys[kVectors];
-        unrolled<kVectors>(QUIRE_EACH(v) { keys[v] = Isa::load(tile + h * kTile + v * kLanes); });
-        unrolled<kRows>(QUIRE_EACH(r) {
-            const F query = Isa::all(q[r * q_stride + h]);
-            unrolled<kVectors>(
-                QUIRE_EACH(v) { sums[r][v] = Isa::fma(query, keys[v], sums[r][v]); });
+    for (int64_t h = 0; h < dim; h += Keys::kStep) {
+        F loaded[Keys::kStep][kVectors];
+        keys.load(loaded, vector, h);
+        unrolled<Keys::kStep>(QUIRE_EACH(e) {
+            unrolled<kRows>(QUIRE_EACH(r) {
+                const F query = Isa::all(q[r * q_stride + h + e]);
+                unrolled<kVectors>(
+                    QUIRE_EACH(v) { sums[r][v] = Isa::fma(query, loaded[e][v], sums[r][v]); });
+            });
         });
     }
     unrolled<kRows>(QUIRE_EACH(r) {
@@ -133,17 +188,18 @@ void score_tile(float* scores, const float* q, int64_t q_stride, const float* ti
     });
 }
 
+template <class Keys>
 struct ScoreTile {
     float* scores;
     const float* q;
     int64_t q_stride;
-    const float* tile;
+    Keys keys;
     int64_t dim;
 
     template <int kRows, int kVectors>
     void run(int64_t row, int64_t vector) const {
-        score_tile<kRows, kVectors>(scores + row * kSpan + vector * kLanes, q + row * q_stride,
-                                    q_stride, tile + vector * kLanes, dim);
+        score_tile<Keys, kRows, kVectors>(scores + row * kSpan + vector * kLanes,
+                                          q + row * q_stride, q_stride, keys, vector, dim);
     }
 };
 

@@ -147,7 +147,7 @@ class Batch {
             double score = 0;
             for (int64_t h = 0; h < dim; ++h) {
                 const double q = q_.at((token * case_.heads() + head) * dim + h);
-                score += q * stored(keys_, row, kv_head, t, h);
+                score += q * stored_key(row, kv_head, t, h);
             }
             score *= scale();
             const double cap = case_.soft_cap;
@@ -160,7 +160,7 @@ class Batch {
             const double weight = std::exp(scores[static_cast<size_t>(t - first)] - peak);
             total += weight;
             for (int64_t h = 0; h < dim; ++h) {
-                sums[static_cast<size_t>(h)] += weight * stored(values_, row, kv_head, t, h);
+                sums[static_cast<size_t>(h)] += weight * stored_value(row, kv_head, t, h);
             }
         }
         for (double& sum : sums) sum /= total;
@@ -197,20 +197,42 @@ class Batch {
         return total;
     }
 
-    double stored(const std::vector<uint8_t>& data, int64_t row, int64_t head, int64_t position,
-                  int64_t h) const {
+    // Of a position the byte where its head's block begins.
+    int64_t block_at(int64_t row, int64_t head, int64_t position) const {
         const int64_t entry = row * table_stride_ + position / case_.block_size;
         const int64_t block = head * num_blocks_ + tables_[static_cast<size_t>(entry)];
-        const int64_t slot = block * case_.block_size + position % case_.block_size;
-        const uint8_t* at = data.data() + slot * row_bytes();
-        switch (case_.format) {
-            case KvFormat::kFloat32: return read_as<float>(at, h);
-            case KvFormat::kBfloat16: return read_as<Bfloat16>(at, h);
-            case KvFormat::kFloat16: return read_as<Float16>(at, h);
-            default: break;
+        return block * case_.block_size * row_bytes();
+    }
+
+    // A key's bytes are put together from the words of its block, [W, P], and from [P, rest].
+    double stored_key(int64_t row, int64_t head, int64_t position, int64_t h) const {
+        const uint8_t* block = keys_.data() + block_at(row, head, position);
+        const int64_t size = case_.block_size, in_block = position % size;
+        const int64_t words = row_bytes() / 4, rest = row_bytes() % 4;
+        std::vector<uint8_t> bytes;
+        for (int64_t b = 0; b < words * 4; ++b) {
+            bytes.push_back(block[(b / 4 * size + in_block) * 4 + b % 4]);
         }
-        const double scale = read_as<float>(at + case_.head_dim, 0);
-        return static_cast<int8_t>(at[h]) * scale;
+        for (int64_t b = 0; b < rest; ++b) {
+            bytes.push_back(block[words * size * 4 + in_block * rest + b]);
+        }
+        if (case_.format != KvFormat::kInt8) return number(bytes.data(), h);
+        return static_cast<int8_t>(bytes[static_cast<size_t>(4 + h)]) * read_as<float>(bytes.data(), 0);
+    }
+
+    double stored_value(int64_t row, int64_t head, int64_t position, int64_t h) const {
+        const int64_t in_block = position % case_.block_size;
+        const uint8_t* at = values_.data() + block_at(row, head, position) + in_block * row_bytes();
+        if (case_.format != KvFormat::kInt8) return number(at, h);
+        return static_cast<int8_t>(at[h]) * read_as<float>(at + case_.head_dim, 0);
+    }
+
+    double number(const uint8_t* row, int64_t h) const {
+        switch (case_.format) {
+            case KvFormat::kFloat32: return read_as<float>(row, h);
+            case KvFormat::kBfloat16: return read_as<Bfloat16>(row, h);
+            default: return read_as<Float16>(row, h);
+        }
     }
 
     Case case_;
