@@ -197,6 +197,17 @@ def test_other_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) ->
     assert run(first, tmp_path / "kv")[0] > 0
 
 
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_blocks_of_another_layout_are_not_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = checkpoint("gpt2")
+    run(model, tmp_path / "kv")
+    assert run(model, tmp_path / "kv")[0] > 0
+    monkeypatch.setattr("quire.engine.identity.BLOCK_LAYOUT", 1)
+    assert run(model, tmp_path / "kv")[0] == 0
+
+
 SETTINGS: list[dict[str, Any]] = [
     {"dtype": "bfloat16"},
     {"block_size": 8},

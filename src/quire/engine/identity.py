@@ -13,6 +13,7 @@ from quire.models.file_identity import file_identity
 from quire.models.formats import weight_formats
 from quire.models.source import ModelSource, load_format_of
 from quire.ops.formats import ATTENTION, FORMATS, chosen_variants
+from quire.ops.native_types import BLOCK_LAYOUT
 
 
 def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
@@ -46,12 +47,13 @@ def _of_drafter(built: LoadedModel) -> tuple[str, ...]:
 
 
 def _kernels(built: LoadedModel) -> str:
-    """Name the instruction sets whose rounding is in the blocks. Integers have the same bits in
-    all."""
+    """Name the layout of the core's blocks and the instruction sets whose rounding is in them.
+    Integers have the same bits in all."""
     if built.device_type != "cpu":
         return ""
     dtype = str(built.dtype).removeprefix("torch.")
-    return repr(chosen_variants(each for each in (dtype, ATTENTION) if each in FORMATS))
+    chosen = chosen_variants(each for each in (dtype, ATTENTION) if each in FORMATS)
+    return repr((BLOCK_LAYOUT, chosen))
 
 
 def weights_identity(config: EngineConfig, source: ModelSource) -> str:

@@ -7,6 +7,8 @@ No torch here.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+BLOCK_LAYOUT = 2  # of keys and values; raised when their bytes mean something else
+
 
 class CorePlan(Protocol):
     """How a step's attention is shared between threads (csrc/attention.h)."""
