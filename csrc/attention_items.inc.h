@@ -119,6 +119,7 @@ class ItemRun {
                 const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
                     all_[m] = {piece.token + i, position, maximum(hidden, 0), 0, 0};
+                    seen_ = maximum(seen_, position + 1);
                     read_query(q_ + m * padded_, call_.q, piece.token + i,
                                head_ * step_.group + g, factor, dim_, padded_);
                     clear(state(m));
@@ -141,19 +142,9 @@ class ItemRun {
             end_ = maximum(end_, query.high);
         }
         if (begin_ >= end_) return false;
-        const int32_t* table = step_.tables + pieces_->row * step_.table_stride;
-        for (int64_t t = begin_; t < end_;) {
-            const int64_t block = (start + t) / step_.block_size;
-            const int64_t next = minimum((block + 1) * step_.block_size - start, end_);
-            int64_t in_block = start + t - block * step_.block_size;
-            for (const int64_t at = table[block] * keys_.block_bytes; t < next; ++t, ++in_block) {
-                offsets_[t] = at + in_block * row_bytes_;
-                columns_[t] = at + in_block * 4;
-            }
-        }
+        place(start, begin_, end_);
         // No other block is ever read: neighbours in a vector stand in the same one, or are tokens
         // that are seen.
-        fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
         int64_t first = begin_, last = end_ - 1;
         if (keys_.together) {
             first = begin_ / kLanes * kLanes;
@@ -161,8 +152,24 @@ class ItemRun {
             last = last / kLanes * kLanes;
         }
         fill(columns_ + begin_ / kTile * kTile, columns_ + first, columns_[first]);
-        fill(columns_ + end_, columns_ + kSpan + kKeysAhead, columns_[last]);
+        fill(columns_ + end_, columns_ + kSpan + kAhead, columns_[last]);
+        fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
+        if (end_ == kSpan) place(start, kSpan, minimum(seen_ - start, kSpan + kAhead));  // to fetch
         return true;
+    }
+
+    // Finds where span positions [from, to) stand, of the span that begins at `start`.
+    void place(int64_t start, int64_t from, int64_t to) {
+        const int32_t* table = step_.tables + pieces_->row * step_.table_stride;
+        for (int64_t t = from; t < to;) {
+            const int64_t block = (start + t) / step_.block_size;
+            const int64_t next = minimum((block + 1) * step_.block_size - start, to);
+            int64_t in_block = start + t - block * step_.block_size;
+            for (const int64_t at = table[block] * keys_.block_bytes; t < next; ++t, ++in_block) {
+                offsets_[t] = at + in_block * row_bytes_;
+                columns_[t] = at + in_block * 4;
+            }
+        }
     }
 
     // The queries [first, last) that see something of the tile of tokens from `tile` on.
@@ -193,7 +200,7 @@ class ItemRun {
         }
         for (int64_t t = begin_; t < minimum(begin_ + kAhead, end_); ++t) {
             const uint8_t* token = values_ + offsets_[t];
-            for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(token + b);
+            for (int64_t b = 0; b < row_bytes_; b += 64) fetch_line(token + b);
         }
         if constexpr (Kv::kScaled) read_scales(keys_.data, columns_);
     }
@@ -321,9 +328,10 @@ class ItemRun {
     const uint8_t* values_;
     float *tile_, *q_, *weights_, *states_, *parts_, *scales_;
     Query* all_;
+    int64_t seen_ = 0;             // tokens of the row that stand in the item's blocks
     int64_t begin_ = 0, end_ = 0;  // of the span at hand: what any query sees
-    int64_t offsets_[kSpan + kAhead];      // of its tokens' values, in bytes
-    int64_t columns_[kSpan + kKeysAhead];  // and where the words of their keys begin
+    int64_t offsets_[kSpan + kAhead];  // of its tokens' values, in bytes
+    int64_t columns_[kSpan + kAhead];  // and where the words of their keys begin
 };
 
 void run_item(const AttentionCall& call, const AttentionItem& item, int64_t head) {

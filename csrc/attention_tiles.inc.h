@@ -18,8 +18,10 @@ namespace {
 
 constexpr int64_t kTile = 64;      // tokens whose keys or values are widened at once
 constexpr int kTileVectors = 4;    // most of a register tile
-constexpr int64_t kAhead = 32;     // values between those that are read and those that are fetched
-constexpr int64_t kKeysAhead = kTile;
+constexpr int64_t kAhead = 64;     // tokens between those that are read and those that are fetched
+
+// Into the second-level cache: few lines can be on their way into the first.
+inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 
@@ -108,7 +110,7 @@ void load_keys(float* tile, const KeyBlocks& keys, const int64_t* columns, int64
         float* to = tile + t;
         for (int64_t word = Kv::kScaled; word < keys.words(); ++word) {
             if constexpr (kTogether) {
-                __builtin_prefetch(keys.data + columns[t + kKeysAhead] + word * keys.stride);
+                fetch_line(keys.data + columns[t + kAhead] + word * keys.stride);
             }
             const I words = load_key_words<kTogether>(keys, columns + t, word);
             unrolled<Kv::kPerWord>(QUIRE_EACH(e) {
@@ -144,7 +146,7 @@ struct StoredKeys {
         const uint8_t* from = blocks.data + (Kv::kScaled + h / kStep) * blocks.stride;
         unrolled<kVectors>(QUIRE_EACH(v) {
             const int64_t* column = columns + (vector + v) * kLanes;
-            __builtin_prefetch(from + column[kKeysAhead]);
+            fetch_line(from + column[kAhead]);
             const I words = Isa::load_words(from + column[0]);
             unrolled<kStep>(QUIRE_EACH(e) { keys[e][v] = Kv::template element<e>(words); });
         });
@@ -211,7 +213,7 @@ struct StoredValues {
     const uint8_t* values;
     const int64_t* offsets;
     QUIRE_INLINE void fetch(int64_t t, int64_t h) const {
-        __builtin_prefetch(values + offsets[t + kAhead] + h * Kv::kBytes);
+        fetch_line(values + offsets[t + kAhead] + h * Kv::kBytes);
     }
     QUIRE_INLINE F load(int64_t t, int64_t h) const {
         return Kv::load(values + offsets[t] + h * Kv::kBytes);
@@ -276,7 +278,7 @@ void widen_values(float* tile, int64_t stride, const uint8_t* values, const int6
     for (int64_t t = 0; t < tokens; ++t, tile += stride) {
         const uint8_t* from = values + offsets[t];
         const uint8_t* next = values + offsets[t + kAhead];
-        for (int64_t b = 0; b < dim * Kv::kBytes; b += 64) __builtin_prefetch(next + b);
+        for (int64_t b = 0; b < dim * Kv::kBytes; b += 64) fetch_line(next + b);
         for (int64_t h = 0; h < whole; h += kLanes) {
             Isa::store(tile + h, Kv::load(from + h * Kv::kBytes));
         }
