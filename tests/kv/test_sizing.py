@@ -144,8 +144,9 @@ def test_states_have_half_of_the_memory_unless_a_sequence_needs_it(
     assert fewest <= num_states <= min(full, worth)
     if num_states > fewest:
         assert num_states * costs[-1] <= budget / 2
-    if num_states < min(full, worth) and full > per_sequence:
-        assert (num_states + 1) * costs[-1] > budget / 2
+    if num_states < min(full, worth):
+        left = budget - (least - min(per_sequence, LEAST_STATES) * costs[-1])  # by one sequence
+        assert (num_states + 1) * costs[-1] > min(budget / 2, left)
     needs = KVManager(groups, pools, block_size).group_blocks(length, 0, 1, min(64, length))
     assert all(need <= num for need, num in zip(needs, pools, strict=True))
 

@@ -111,6 +111,28 @@ def test_a_program_has_each_operation() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-5)
 
 
+def test_phases_are_timed_where_it_is_asked_for() -> None:
+    """Each instruction is in one phase; what was measured is forgotten with the next time."""
+    groups = CacheGroup("full", (0, 2), 1, 4, None), CacheGroup("window", (1,), 1, 4, 7)
+    backend = make_backend("cpu", KVLayout(groups, (24, 24), 4, torch.float32, CPU))
+    model, ids = NativeModel(SomeOperations(), backend), torch.tensor(random_tokens(40)[0])
+    step = make_step([RowPart(0, 40, (range(23), range(1, 24)))], 4)
+    backend.prepare(step)
+
+    def run() -> list[float]:
+        model(ids, step.positions_T, backend)
+        return [seconds for _, seconds in model.compiled.phase_times()]
+
+    model.compiled.time_phases()
+    once, twice = run(), run()
+    assert all(0 < before < after for before, after in zip(once, twice, strict=True))
+    kinds = [each.kind for phase, _ in model.compiled.phase_times() for each in phase]
+    assert kinds == [each.kind for each in trace(SomeOperations())[0].instructions]
+    assert kinds.count(Kind.ATTEND) == len(groups) + 1
+    model.compiled.time_phases()
+    assert sum(seconds for _, seconds in model.compiled.phase_times()) == 0
+
+
 class StatesBesideAttention:
     """A layer that remembers a state, of which convolution, delta rule and gates read columns of
     one product; then attention with a gate. only_core: without what torch rounds in another way."""

@@ -90,10 +90,10 @@ class NativePass:
 
 class NativeModel:
     """Has what the runner needs of a model; raises Untraceable for one that the core cannot run.
-    compiled: its forward pass."""
+    model: as it was loaded; compiled: its forward pass."""
 
     def __init__(self, model: Any, backend: CpuBackend) -> None:
-        self._model, self._backend = model, backend
+        self.model, self._backend = model, backend
         draft, self._size = trace(model)
         self.compiled = NativePass(draft, backend)
         self._read_widths = draft.widths[1 : draft.num_outside - _takes_rows(model)]
@@ -136,7 +136,7 @@ class NativeModel:
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V], float32."""
-        logits_RV: torch.Tensor = self._model.logits(hidden_RD)
+        logits_RV: torch.Tensor = self.model.logits(hidden_RD)
         return logits_RV
 
 

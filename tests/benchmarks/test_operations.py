@@ -1,0 +1,33 @@
+"""What a step's operations must read and compute, counted as the docstring says."""
+
+import pytest
+import torch
+
+from benchmarks.cpu.limits import Ceilings
+from benchmarks.operations import Cost, Step, product
+from quire.ops.formats import Quantization
+from quire.ops.native import core
+from quire.ops.packed import pack
+
+CEILINGS = Ceilings(bytes_per_s=10.0, float_per_s=4.0, float32_per_s=2.0, int8_per_s=8.0)
+
+
+def test_the_longer_of_reading_and_arithmetic_is_the_limit() -> None:
+    assert Cost(1.0, num_bytes=30.0, floats=4.0, int8=8.0).least_s(CEILINGS) == 3.0
+    assert Cost(1.0, num_bytes=10.0, floats=4.0, int8=8.0).least_s(CEILINGS) == 2.0
+    assert Cost(1.0, 1.0, 2.0, 3.0) + Cost(1.0, 1.0, 1.0, 1.0) == Cost(2.0, 2.0, 3.0, 4.0)
+
+
+def test_steps_are_read_and_prompts_are_cut() -> None:
+    assert Step.parsed("16x128", 256).parts == [(127, 1)]
+    assert Step.parsed("16x128", 256).num_rows == 16
+    assert Step.parsed("prompt:600", 256).parts == [(0, 256), (256, 256), (512, 88)]
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_a_product_reads_its_weight_once_and_counts_by_its_format() -> None:
+    weight = pack(torch.ones(64, 128, dtype=torch.bfloat16), None)
+    assert product(weight, 3, 0.5) == Cost(0.5, weight.nbytes, floats=2.0 * 3 * 64 * 128)
+    coarse = pack(torch.ones(64, 128), Quantization("int8", 32))
+    assert product(coarse, 3, 0.5) == Cost(0.5, coarse.nbytes, int8=2.0 * 3 * 64 * 128)
+    assert product(weight, 0, 0.0) == Cost()
