@@ -9,8 +9,8 @@ from starlette.types import Message
 from quire.serve.api.document import document
 
 JSON = "application/json"
-# Files and batches themselves are nothing that a batch may ask for.
-NOT_IN_BATCHES = ("/v1/files", "/v1/batches")
+# What an operator does, and files and batches themselves, are nothing that a batch may ask for.
+NOT_IN_BATCHES = ("/v1/files", "/v1/batches", "/v1/prefixes", "/abort_requests")
 
 
 def batch_urls(app: FastAPI) -> frozenset[str]:
