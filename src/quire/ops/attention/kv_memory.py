@@ -1,7 +1,8 @@
 """Block memory of a backend's cache groups, and the moves of whole blocks.
 
 Shape legend: Y layers of a group, K KV heads, B blocks, P tokens per block, H head dim.
-Keys and values of a group stand as [2, Y, K, B, P, H].
+Keys and values of a group stand as [2, Y, K, B, P, H]; within a block the C++ core has its keys in
+another order (csrc/attention.h).
 """
 
 import torch
