@@ -8,6 +8,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
+from quire.ops.torch_import import import_torch
 
 logger = logging.getLogger("quire")
 
@@ -30,6 +31,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
+    import_torch()
     from quire.serve.llm import LLM
 
     prompt = _prompt(arguments)

@@ -28,6 +28,7 @@ from quire.engine.status import StatusLine
 from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines
 from quire.models.source import resolve_source
+from quire.ops.torch_import import import_torch
 from quire.serve.launch import FAILURE, StartFailure
 from quire.serve.progress import LoadBar
 
@@ -43,6 +44,8 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         ranks = start_ranks(config)
+        if ranks is None:
+            import_torch()
         clock = MonotonicClock()
         with LoadBar(enabled=options.core == 0) as bar, ended_if_raised(ranks):
             source = resolve_source(config.model, progress=False)

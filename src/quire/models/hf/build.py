@@ -32,6 +32,7 @@ from quire.models.hf.steps import Steps
 from quire.models.hf.watch import Watch, watch
 from quire.models.layers import Layer, ParamFactory
 from quire.ops.attention.traced import TracedAttention
+from quire.ops.torch_import import import_rest
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Empty:
 
 def empty(found: Architecture, dtype: torch.dtype) -> Empty:
     """Make it and watch it. Raises ModelError for what cannot run over paged memory."""
+    import_rest()
     config = found.config
     config._experts_implementation = "batched_mm"  # for the pass: it looks at no values
     try:
