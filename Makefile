@@ -103,8 +103,9 @@ bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenV
 paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evaluation.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
-migrating: $(VENV)/.installed ## write the flags of vLLM, and what becomes of them, into docs/migrating.md
+migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests into docs/migrating.md
 	$(BIN)/python -m quire.cli.migrating docs/migrating.md
+	$(BIN)/python -m tests.serve.vllm_cases.table
 
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)

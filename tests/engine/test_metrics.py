@@ -130,6 +130,7 @@ def test_tokens_of_one_request() -> None:
     assert_seen(series, "request_prompt_tokens", 20)
     assert_seen(series, "request_generation_tokens", 3)
     assert_seen(series, "request_params_max_tokens", 7)
+    assert_seen(series, "request_params_n", 1)
     assert_seen(series, "request_num_preemptions", 0)
     assert_seen(series, "iteration_tokens_total", 10, 2, 1, 1)
     assert metrics.num_computed_prompt_tokens == 12
@@ -313,7 +314,7 @@ def test_names_types_and_labels() -> None:
         "num_preemptions",
         "request_success",
     }
-    assert len(by_type["histogram"]) == 13
+    assert len(by_type["histogram"]) == 14
     assert ours.keys() == set().union(*by_type.values())
     assert all(name.startswith(("quire:", "process_")) for name in types)
     for family in text_string_to_metric_families(text_of(metrics)):

@@ -141,12 +141,19 @@ def test_text_that_is_not_unicode() -> None:
 def test_bad_words_with_and_without_space() -> None:
     tok = tokenizer("byte_level")
     plain, spaced = tok.encode("dog"), tok.encode(" dog")
-    expected = {tuple(plain)}
-    if len(plain) == len(spaced):
-        expected.add(tuple(spaced))
-    assert set(bad_words_token_ids(["dog", " dog"], tok)) == expected
+    assert len(plain) != len(spaced) and spaced[-len(plain) :] != plain
+    assert set(bad_words_token_ids(["dog", " dog"], tok)) == {tuple(plain), tuple(spaced)}
     the = bad_words_token_ids([" the"], tok)
     assert tuple(tok.encode("the")) in the
+
+
+def test_bad_words_behind_a_space_of_its_own() -> None:
+    """Such a space stays allowed: to forbid the word behind it is enough."""
+    tok = tokenizer("byte_level")
+    word = "\u4e00"
+    space, plain = tok.encode(" "), tok.encode(word)
+    assert tok.encode(f" {word}") == space + plain
+    assert bad_words_token_ids([word], tok) == (tuple(plain),)
 
 
 @pytest.mark.parametrize("work", ["encode", "encode_batch", "decode"])

@@ -54,6 +54,7 @@ HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
         "request_prompt_tokens": (TOKENS, "Tokens of the prompt."),
         "request_generation_tokens": (TOKENS, "Tokens written."),
         "request_params_max_tokens": (TOKENS, "max_tokens of requests that gave it."),
+        "request_params_n": (TIMES, "Sequences of a request: its n, best_of or beams."),
         "request_num_preemptions": (TIMES, "How often a request lost its row and blocks."),
         "iteration_tokens_total": (STEP_TOKENS, "Tokens computed in a step."),
     }
@@ -264,6 +265,7 @@ class EngineMetrics:
         num_tokens, histograms = event.num_output_tokens, self.histograms
         histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
         histograms["request_generation_tokens"].observe(num_tokens)
+        histograms["request_params_n"].observe(event.num_sequences)
         histograms["request_num_preemptions"].observe(times.num_preemptions)
         if times.max_tokens is not None:
             histograms["request_params_max_tokens"].observe(times.max_tokens)

@@ -8,8 +8,9 @@ from quire.render.tokenizer import Tokenizer
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return each word as it is tokenised at the start of a text and behind a space.
 
-    The form with a space counts only where it is as long and begins with another token:
-    otherwise it is the same word, or the space is a token by itself that must stay allowed.
+    Where the form with a space is a token for the space and then the word's, it is left out: it
+    cannot come without the word. (vLLM also leaves it out where the two forms differ in length, and
+    so lets a word come that is one token behind a space and several without one.)
     """
     found: list[tuple[int, ...]] = []
     for word in words:
@@ -18,6 +19,6 @@ def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tup
         spaced = tuple(tokenizer.encode(" " + bare, add_special_tokens=False))
         if plain:
             found.append(plain)
-        if spaced and (not plain or (len(spaced) == len(plain) and spaced[0] != plain[0])):
+        if spaced and (not plain or spaced[-len(plain) :] != plain):
             found.append(spaced)
     return tuple(dict.fromkeys(found))

@@ -81,13 +81,16 @@ def test_reranked_documents_are_in_the_order_of_their_scores(
         ("/rerank", {"query": "a"}, "documents"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 3}, None),
+        ("/score", {"queries": "a", "data_2": "b"}, "documents"),
+        (
+            "/rerank",
+            {"query": "a", "documents": ["b"], "max_tokens_per_doc": -2},
+            "max_tokens_per_doc",
+        ),
     ],
 )
-def test_wrong_bodies(
-    scorer: TestClient, path: str, body: dict[str, Any], param: str | None
-) -> None:
-    assert ask(scorer, path, 400, **body)["param"] == (param or "max_tokens_per_doc")
+def test_wrong_bodies(scorer: TestClient, path: str, body: dict[str, Any], param: str) -> None:
+    assert ask(scorer, path, 400, **body)["param"] == param
 
 
 def test_models_of_several_classes_give_no_scores(api: TestClient) -> None:

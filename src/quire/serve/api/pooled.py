@@ -1,7 +1,9 @@
 """From the inputs of an HTTP request to what they come to, of a model that pools."""
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import fastapi
@@ -30,6 +32,14 @@ from quire.serve.lanes import MAX_CHARS_SHORT
 from quire.serve.pooled_numbers import numbers_of
 
 OF_PROMPTS = (None, "prompt", "prompt_token_ids")  # as errors call what may stand in other fields
+
+
+@dataclass(frozen=True)
+class CutText:
+    """A text of which only the first tokens count."""
+
+    text: str
+    most: int
 
 
 class PoolingCall:
@@ -94,18 +104,21 @@ class PoolingCall:
     async def _rendered(self, parts: Sequence[object]) -> RenderedPrompt:
         api, has_special = self._api, self._body.add_special_tokens is not False
         most = most_tokens(self._params, api.client.ready.max_model_len)
-        is_whole = most is None and len(parts) == 1
+        is_whole = most is None and len(parts) == 1 and not isinstance(parts[0], CutText)
         special, is_cut = is_whole and has_special, most is not None
-        texts = [
-            await render_prompt(api, part, add_special_tokens=special, is_cut=is_cut)
-            for part in parts
-        ]
+        texts = [await self._text(part, special, is_cut) for part in parts]
         if is_whole:
             return texts[0]
         frame: list[list[int]] = [[] for _ in range(len(parts) + 1)]
         if has_special and all(text.text is not None for text in texts):
             frame = tokenizer_of(api).frame(len(parts))
         return joined([text.token_ids for text in texts], frame, most, self._params.truncation_side)
+
+    async def _text(self, part: object, special: bool, is_cut: bool) -> RenderedPrompt:
+        if not isinstance(part, CutText):
+            return await render_prompt(self._api, part, add_special_tokens=special, is_cut=is_cut)
+        whole = await render_prompt(self._api, part.text, add_special_tokens=False, is_cut=True)
+        return dataclasses.replace(whole, token_ids=whole.token_ids[: part.most])
 
 
 def params_of(body: PoolingBody) -> PoolingParams:

@@ -46,20 +46,21 @@ class ClassifyBody(PoolingBody):
 
 
 class ScoreBody(PoolingBody):
-    """Texts to compare: one with each, or as many with as many. The three pairs of names mean the
+    """Texts to compare: one with each, or as many with as many. All pairs of names mean the
     same."""
 
     text_1: Texts = None
     text_2: Texts = None
     queries: Texts = None
     documents: Texts = None
+    items: Texts = None
     data_1: Texts = None
     data_2: Texts = None
 
 
 class RerankBody(PoolingBody):
     """documents: what is put in the order in which it goes with the query. top_n: how many are
-    shown; 0 is all."""
+    shown; 0 is all. max_tokens_per_doc: after which a document is cut; 0 and -1 are never."""
 
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[
@@ -67,5 +68,5 @@ class RerankBody(PoolingBody):
     ]
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Any = unsupported("use truncate_prompt_tokens", 0, -1)
+    max_tokens_per_doc: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     rank_fields: Any = unsupported("documents are texts; leave it out", [])

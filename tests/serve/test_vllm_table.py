@@ -1,0 +1,17 @@
+"""The table of vLLM's cases in docs/migrating.md is that of the cases as they are."""
+
+from tests.serve.vllm_cases.table import PAGE, page, topics_of_cases
+
+
+def test_the_page_has_the_cases_as_they_are() -> None:
+    text = PAGE.read_text("utf-8")
+    assert page(text) == text, "run `make migrating`"
+
+
+def test_every_case_says_what_it_is_in_a_line() -> None:
+    cases = [case for _, found in topics_of_cases() for case in found]
+    names = [(topic, case.what) for topic, found in topics_of_cases() for case in found]
+    assert len(cases) >= 150 and len(set(names)) == len(names)
+    for case in cases:
+        assert "|" not in case.what + case.difference and len(case.what) < 120, case
+        assert not case.what.startswith("test_"), "a case has a docstring"
