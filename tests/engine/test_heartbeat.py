@@ -8,9 +8,9 @@ from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig, config_from_flat
 from quire.base.plan import Plan
+from quire.engine.beating import BeatingExecutor
 from quire.engine.heartbeat import (
     LEAST_S,
-    BeatingExecutor,
     Heartbeat,
     HeartbeatReader,
     StuckWatch,

@@ -17,9 +17,10 @@ from quire.base.masks import MaskPromise
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
+from quire.engine.beating import BeatingExecutor
 from quire.engine.core import EngineCore
 from quire.engine.executor import failed_step
-from quire.engine.heartbeat import BeatingExecutor, Heartbeat, HeartbeatReader
+from quire.engine.heartbeat import Heartbeat, HeartbeatReader
 from quire.engine.pacing import LEAD_S, SHARE, Pacing
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from tests.engine.bench import Bench, prompt, with_poison

@@ -166,6 +166,11 @@ def test_async_llm_leaves_torch_to_its_core() -> None:
     assert not {"torch", "fastapi", "uvicorn", "transformers", "rich"} & loaded
 
 
+def test_a_supervisor_starts_its_processes_before_it_imports_much() -> None:
+    code = "import quire.cli.main as cli\ncli._parse(['serve'])\nimport quire.serve.supervisor"
+    assert not {"torch", "fastapi", "asyncio", "numpy"} & loaded_by(code)
+
+
 def test_every_public_name_resolves() -> None:
     import quire
 

@@ -10,25 +10,11 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 
 from quire.base.config import JSON_SETTINGS
 from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
-from quire.cli import (
-    batch,
-    bench,
-    chat,
-    doctor,
-    explain,
-    fit,
-    generate,
-    port,
-    replay,
-    serve,
-    simulate,
-    trace,
-    verify,
-)
 from quire.cli.config_file import describe, resolve
 from quire.cli.json_flags import join_parts
 from quire.cli.settings import add_vllm_settings, vllm_flags
@@ -36,9 +22,10 @@ from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
 
+# Modules of this room, in the order of the help.
 COMMANDS = (
-    serve, chat, generate, batch, bench, simulate, doctor, fit, verify, port, replay, explain,
-    trace,
+    "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
+    "replay", "explain", "trace",
 )  # fmt: skip
 LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
@@ -69,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser, words = _parser(), list(with_dashes(argv))
+    words = list(with_dashes(argv))
+    parser = _parser(words)
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
@@ -83,7 +71,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Make the parser of all commands, or, which is sooner done, of the one that comes first."""
     parser = argparse.ArgumentParser(
         prog="quire",
         description="An LLM inference engine on paged KV memory.",
@@ -92,8 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--version", action="version", version=f"quire {QUIRE_VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    for command in COMMANDS:
-        command.add_command(commands)
+    is_named = bool(words) and words[0] in COMMANDS
+    for name in words[:1] if is_named else COMMANDS:
+        import_module(f"quire.cli.{name}").add_command(commands)
     return parser
 
 

@@ -8,14 +8,9 @@ how many steps there were, and how much work is open (`engine/core_choice.py`).
 
 import mmap
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
-from quire.base.clock import Clock
 from quire.base.config import EngineConfig
-from quire.base.masks import MaskPromise
-from quire.base.plan import Plan, StepResult
-from quire.engine.executor import Executor
 
 FIELDS = struct.Struct("<dq")
 LOAD = struct.Struct("<q")  # behind them
@@ -82,41 +77,6 @@ class Heartbeat:
     def tell_load(self, load: int) -> None:
         """Tell those who choose between cores how much work is open here."""
         LOAD.pack_into(self._memory, FIELDS.size, load)
-
-
-class BeatingExecutor:
-    """An executor whose every result is a sign of life: a step that is repeated in parts takes
-    long, and is not stuck. A plan that is handed over behind another one is none."""
-
-    def __init__(self, executor: Executor, heartbeat: Heartbeat, clock: Clock) -> None:
-        self._executor = executor
-        self._heartbeat = heartbeat
-        self._clock = clock
-        self._num_unanswered = 0
-
-    def start(self, on_result: Callable[[], None]) -> None:
-        self._executor.start(on_result)
-
-    def copy_bytes_per_s(self) -> float:
-        return self._executor.copy_bytes_per_s()
-
-    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
-        if self._num_unanswered == 0:
-            self._heartbeat.begin(self._clock.now())
-        self._num_unanswered += 1
-        self._executor.submit(plan, masks)
-
-    def is_ready(self) -> bool:
-        return self._executor.is_ready()
-
-    def next_result(self) -> StepResult:
-        result = self._executor.next_result()
-        self._num_unanswered -= 1
-        self._heartbeat.end(self._clock.now())
-        return result
-
-    def close(self) -> None:
-        self._executor.close()
 
 
 class HeartbeatReader:
