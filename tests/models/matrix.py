@@ -369,6 +369,12 @@ that runs by a class of ours (`tests/models/test_eagle3.py`, `tests/models/test_
 classes and scores ([operating.md](operating.md#embeddings-classes-and-scores)) of the types above.
 Qwen 3 and Llama stand beside transformers' `AutoModel` and `AutoModelForSequenceClassification`,
 within 1e-10 in float64 (`tests/serve/test_pooling.py`).
+
+**Encoders** (`bert`, `roberta`, `xlm-roberta`, `camembert`, `modernbert`) give embeddings, classes
+and scores of pairs, each within 1e-10 of transformers' in float64, whatever shares a step with
+them; they run in float32 and bfloat16 and with weights in int8 as well
+(`tests/serve/test_encoders.py`; [operating.md](operating.md#encoders)). GGUF files of them are not
+read.
 """
 
 

@@ -9,17 +9,20 @@ much a sequence holds follow from it.
     window    the last w - 1
     chunked   those since the chunk of c tokens began in which n is
     state     the last one: its block holds the layers' state behind it, not each token's part
+    step      all of them, and all behind it, by the same step: nothing is kept
 
 A block of a `state` group stands for P tokens as the others' do, but holds one state. As long as
 the last of these tokens is not there, that is the state behind the sequence's last token, written
 in place; then, for good, the one behind the block. So a sequence holds few of them, and a hit needs
-one.
+one. Blocks of a `step` group, in which tokens see each other in both directions, only count tokens
+and take no memory: a prompt is computed whole, in one step, and then it ends.
 """
 
 from dataclasses import dataclass, replace
 
 FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
-KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE)
+STEP = "step"
+KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE, STEP)
 KEPT_STATES = 2  # at most, of a prompt: behind its end, and where others parted from it
 
 
@@ -27,7 +30,8 @@ KEPT_STATES = 2  # at most, of a prompt: behind its end, and where others parted
 class CacheGroup:
     """Layers that cache the same kind of thing and so share one block table per sequence.
 
-    window: tokens of the window, or of a chunk. state_size: elements of a layer's state.
+    window: tokens of the window, or of a chunk; of a `step` group a token sees those that are less
+    than so many away, on both sides. state_size: elements of a layer's state.
     """
 
     kind: str
@@ -55,7 +59,7 @@ class CacheGroup:
     @property
     def keeps_all(self) -> bool:
         """Whether all tokens are needed until the sequence ends."""
-        return self.kind in (FULL, LATENT)
+        return self.kind in (FULL, LATENT, STEP)
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 0) -> int:
         """Return the most blocks that a sequence of so many tokens holds at any time. chunk: how
@@ -70,7 +74,9 @@ class CacheGroup:
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
         """Return the bytes of a block in all layers of the group: keys and values of `block_size`
-        tokens, or a state."""
+        tokens, a state, or nothing."""
+        if self.kind == STEP:
+            return 0
         if self.kind == STATE:
             return len(self.layers) * self.state_size * max(4, dtype_bytes)
         vectors = 1 if self.kind == LATENT else 2

@@ -8,6 +8,8 @@ fields that change what is computed, and whose default is not already the reader
 from collections.abc import Mapping
 from typing import Any
 
+BERT: Mapping[str, Any] = {"tie_word_embeddings": True, "max_position_embeddings": 512}
+ROBERTA = {**BERT, "pad_token_id": 1}
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "gpt2": {"tie_word_embeddings": True},
@@ -108,6 +110,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "shared_expert_intermediate_size": 512,
     },
+    "bert": BERT,
+    "roberta": ROBERTA,
+    "xlm-roberta": ROBERTA,
+    "camembert": ROBERTA,
+    "modernbert": {**BERT, "max_position_embeddings": 8192},
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from quire.base.config_fields import Fields
 from quire.base.cuts import cut_evenly
+from quire.base.encoders import ENCODER_TYPES, MODERNBERT
 from quire.base.errors import ModelError
 from quire.base.linear_attention import HYBRID_TYPES
 
@@ -22,8 +23,11 @@ ACTIVATION_FIELDS = {
     "gpt_neox": ("hidden_act", "gelu"),
     "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
     "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
+    **dict.fromkeys(ENCODER_TYPES, ("hidden_act", "gelu")),
+    MODERNBERT: ("hidden_activation", "gelu"),
 }
-UNGATED_TYPES = ("gpt2", "opt", "gpt_neox")
+UNGATED_TYPES = ("gpt2", "opt", "gpt_neox", *ENCODER_TYPES[:-1])
+NORM_OF_BERT = ("layer_norm_eps", 1e-12)
 ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
 INNER_SIZE, SHARED_SIZE = "moe_intermediate_size", "shared_expert_intermediate_size"
@@ -130,6 +134,9 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
         eps = fields.number("layer_norm_epsilon", 1e-5, above=False)
     elif model_type == "opt":
         eps = 1e-5  # transformers leaves it to torch
+    elif model_type in ENCODER_TYPES:
+        name, default = ("norm_eps", 1e-5) if model_type == MODERNBERT else NORM_OF_BERT
+        eps = fields.number(name, default, above=False)
     else:
         eps = fields.number("rms_norm_eps", 1e-6, above=False)
     has_bias = model_type not in ("mistral", "qwen2")  # of these the architecture says it

@@ -12,10 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire.base.cache_group import FULL, STATE, WINDOW, CacheGroup
+from quire.base.cache_group import FULL, STATE, STEP, WINDOW, CacheGroup
 from quire.base.config_defaults import DEFAULTS, defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.cuts import cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.base.encoders import (
+    ENCODER_TYPES,
+    check_encoder,
+    encoder_windows,
+    is_encoder,
+    padding_rows,
+)
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
@@ -53,8 +60,12 @@ QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
 }
 
+# Types whose configs have neither heads of keys and values nor a head's size.
+UNGROUPED_TYPES = ("gpt2", "opt", "gpt_neox", *ENCODER_TYPES)
+
 # What a config may say at most: far beyond every model, and small enough to be counted with.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
+POSITIONS = ("max_position_embeddings", "n_positions")
 LEAST_POSITIONS = 4  # a model is traced with three tokens
 
 
@@ -125,7 +136,7 @@ class ModelSpec:
         windows = sorted(set(attending.values()), key=lambda w: (w is not None, w or 0))
         groups = [
             CacheGroup(
-                kind=FULL if window is None else WINDOW,
+                kind=STEP if self.is_encoder else FULL if window is None else WINDOW,
                 layers=tuple(
                     layer for layer, w in attending.items() if w == window and layer in here
                 ),
@@ -140,6 +151,11 @@ class ModelSpec:
             layers = tuple(layer for layer in self.linear_layers if layer in here)
             groups.append(CacheGroup(STATE, layers, state_size=size))
         return tuple(groups)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Tell whether tokens see each other in both directions, and nothing is kept of them."""
+        return self.implementation == QUIRE and is_encoder(self.model_type)
 
     @property
     def identity(self) -> str:
@@ -245,6 +261,8 @@ class ModelSpec:
         fields = self.fields
         refuse_what_is_ignored(fields, self.model_type)
         _ = self.quantization
+        if self.is_encoder:
+            check_encoder(fields, self.model_type)
         check_activation(self.layers, self.model_type)
         _ = self.experts
         if self.linear_layers:
@@ -317,12 +335,10 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
         num_kv_heads=kv_heads,
         head_dim=_head_dim(fields, model_type, hidden, heads),
         vocab_size=fields.integer("vocab_size", most=MAX_VOCABULARY),
-        max_position=fields.integer(
-            "max_position_embeddings", "n_positions", least=LEAST_POSITIONS, most=MAX_COUNT
-        ),
+        max_position=_max_position(fields, model_type),
         dtype=_dtype(fields),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        layer_windows=layer_windows(fields, model_type, num_layers),
+        layer_windows=_windows(fields, model_type, num_layers),
         linear_layers=linear_layers(fields, model_type, num_layers),
         eos_token_ids=fields.integers("eos_token_id"),
         bos_token_id=_bos(fields),
@@ -331,9 +347,22 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
     return spec.served_up_to(None)
 
 
+def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    if is_encoder(model_type):
+        return encoder_windows(fields, model_type, num_layers)
+    return layer_windows(fields, model_type, num_layers)
+
+
+def _max_position(fields: Fields, model_type: str) -> int:
+    """Return how many tokens a sequence may have."""
+    before = padding_rows(fields, model_type)
+    least = before + LEAST_POSITIONS
+    return fields.integer(*POSITIONS, least=least, most=MAX_COUNT) - before
+
+
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
     """Return the number: as many as query heads where there is none."""
-    if model_type in ("gpt2", "opt", "gpt_neox"):
+    if model_type in UNGROUPED_TYPES:
         return heads
     found = fields.integer("num_key_value_heads", default=heads, most=MAX_HEADS)
     if heads % found:
@@ -343,7 +372,7 @@ def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
-    if model_type not in ("gpt2", "opt", "gpt_neox") and fields.has("head_dim"):
+    if model_type not in UNGROUPED_TYPES and fields.has("head_dim"):
         return fields.integer("head_dim", most=MAX_HEAD_DIM)
     if hidden % heads:
         name = "hidden_size" if fields.has("hidden_size") else "n_embd"

@@ -10,6 +10,7 @@ import msgspec
 
 EMBED, CLASSIFY = "embed", "classify"
 LAST, MEAN, CLS = "last", "mean", "cls"
+SECOND_TEXT = 1 << 30  # is added to the ids of a second text's tokens, for models that are told
 SOFTMAX, SIGMOID, NONE = "softmax", "sigmoid", "none"
 
 
@@ -21,7 +22,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     tokens whose rows of the generating head are the classes' weights; is_difference: the second's
     less the first's is the only one. dense: directories of sentence-transformers' dense layers,
     each with its activation. dimensions: numbers of an embedding's that requests may ask for; None
-    is any, () none but all.
+    is any, () none but all. tells_texts: the model is told which of two texts a token belongs to.
     """
 
     task: str
@@ -33,6 +34,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     is_difference: bool = False
     dense: tuple[tuple[str, str], ...] = ()
     dimensions: tuple[int, ...] | None = None
+    tells_texts: bool = False
 
     @property
     def needs_all(self) -> bool:
@@ -44,3 +46,8 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     def is_scorer(self) -> bool:
         """Tell whether its one class is a score for a pair of texts."""
         return self.task == CLASSIFY and len(self.labels) == 1
+
+
+def plain_id(token_id: int) -> int:
+    """Return a token's id without what says that it is of a second text."""
+    return token_id - SECOND_TEXT if token_id >= SECOND_TEXT else token_id

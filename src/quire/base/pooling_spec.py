@@ -11,6 +11,7 @@ import msgspec
 
 from quire.base.config import ModelConfig
 from quire.base.config_fields import Fields
+from quire.base.encoders import encoder_pooling, is_encoder, tells_segments
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
 from quire.base.json_file import MAX_JSON_BYTES, read_object
@@ -33,6 +34,7 @@ ST_KINDS = {"cls_token": CLS, "cls": CLS, "mean_tokens": MEAN, "mean": MEAN, "la
 ST_ACTIVATIONS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}
 MAX_LABELS = 1 << 16
 CLASSIFIERS = ("ForSequenceClassification",)
+OF_TOKENS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 POOLER_FIELDS = ("pooling_type", "seq_pooling_type", "use_activation", "normalize")
 
 
@@ -65,27 +67,50 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
         )
     fields = Fields(read_config(directory))
     asked = json_object("pooler_config", model.pooler_config)
+    kind = encoder_pooling(fields, task) or LAST
     if task == CLASSIFY:
-        return _as_asked(_classifier(fields, directory), asked)
-    found = msgspec.structs.replace(_embedder(directory), dimensions=_dimensions(fields))
+        found = _classifier(fields, directory, kind)
+    else:
+        found = _embedder(directory, kind)
+        found = msgspec.structs.replace(found, dimensions=_dimensions(fields))
+    found = msgspec.structs.replace(found, tells_texts=tells_segments(fields))
     return _as_asked(found, asked)
 
 
 def _task(directory: Path, model: ModelConfig) -> str | None:
     """Return EMBED or CLASSIFY; None for a model that generates."""
-    if model.runner == "generate":
-        return None
     if is_gguf(directory):
         return EMBED if model.runner == "pooling" else None
-    names = Fields(read_config(directory)).texts("architectures") or ("",)
+    fields = Fields(read_config(directory))
+    names = fields.texts("architectures") or ("",)
+    always_pools = is_encoder(fields.text("model_type", ""))
+    if always_pools:
+        _check_encoder(names[0], model)
+    elif model.runner == "generate":
+        return None
     is_classifier = names[0].endswith(CLASSIFIERS)
     is_bare = names[0].endswith("Model") and not names[0].endswith(("LMHeadModel", "ChatModel"))
-    pools = is_classifier or is_bare or (directory / "modules.json").is_file()
+    pools = always_pools or is_classifier or is_bare or (directory / "modules.json").is_file()
     if model.convert in (EMBED, CLASSIFY):
         return model.convert
     if model.runner == "pooling" or pools:
         return CLASSIFY if is_classifier else EMBED
     return None
+
+
+def _check_encoder(architecture: str, model: ModelConfig) -> None:
+    """Raise ConfigError for what an encoder is not asked for here."""
+    if model.runner == "generate":
+        raise ConfigError(
+            "runner is generate, but the tokens of this model see each other in both directions: it"
+            " gives embeddings, scores or classes, and no text. Leave it out."
+        )
+    is_of_tokens = architecture.endswith(OF_TOKENS)
+    if is_of_tokens and model.runner == "auto" and model.convert != EMBED:
+        raise ConfigError(
+            f"{architecture} answers for each token, which quire does not serve; give"
+            " runner='pooling' (--runner pooling) for embeddings of whole prompts."
+        )
 
 
 def _refuse_for_generating(model: ModelConfig) -> None:
@@ -124,8 +149,8 @@ def _as_asked(found: PoolingSpec, asked: Mapping[str, Any]) -> PoolingSpec:
 # ---- classes ---------------------------------------------------------------------------------
 
 
-def _classifier(fields: Fields, directory: Path) -> PoolingSpec:
-    """Read the classes of a config and what becomes of their numbers."""
+def _classifier(fields: Fields, directory: Path, kind: str) -> PoolingSpec:
+    """Read the classes of a config and what becomes of their numbers. kind: as the type pools."""
     tokens = fields.texts("classifier_from_token") or ()
     is_difference = fields.flag("is_original_qwen3_reranker")
     if is_difference and len(tokens) != 2:
@@ -133,7 +158,7 @@ def _classifier(fields: Fields, directory: Path) -> PoolingSpec:
     labels = ("LABEL_0",) if is_difference else tokens or _labels(fields)
     return PoolingSpec(
         CLASSIFY,
-        LAST,
+        kind,
         activation=_activation(fields, len(labels)),
         labels=labels,
         label_tokens=tuple(_token_id(directory, token) for token in tokens),
@@ -197,12 +222,13 @@ def _token_id(directory: Path, token: str) -> int:
 # ---- embeddings ------------------------------------------------------------------------------
 
 
-def _embedder(directory: Path) -> PoolingSpec:
-    """Read modules.json; without it the last token is normalised, as decoders are trained."""
+def _embedder(directory: Path, kind: str) -> PoolingSpec:
+    """Read modules.json; without it a token is normalised: the last, as decoders are trained, or
+    an encoder's first."""
     path = directory / "modules.json"
     if not path.is_file():
-        return PoolingSpec(EMBED, LAST, normalize=True)
-    kind, normalize, dense = LAST, False, list[tuple[str, str]]()
+        return PoolingSpec(EMBED, kind, normalize=True)
+    normalize, dense = False, list[tuple[str, str]]()
     for each in _modules(path):
         name, place = each.text("type", "").rpartition(".")[2], each.text("path", "")
         if name == "Pooling":

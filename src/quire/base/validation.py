@@ -8,6 +8,7 @@ import msgspec
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
 from quire.base.messages import Draft, Request
+from quire.base.pooling import plain_id
 from quire.base.sampling_params import SamplingParams, processor_name
 
 MAX_CACHE_SALT = 1024
@@ -21,7 +22,7 @@ class RequestLimits:
 
     max_num_seqs: its rows, so a request of more sequences could never run as a whole.
     logits_processors: names that requests may ask for. takes_functions: they may bring their own.
-    pools: it serves requests that pool, and no others.
+    pools: it serves requests that pool, and no others. tells_texts: see PoolingSpec.
     """
 
     vocab_size: int
@@ -31,6 +32,7 @@ class RequestLimits:
     logits_processors: tuple[str, ...] = ()
     takes_functions: bool = True
     pools: bool = False
+    tells_texts: bool = False
 
     def known_part(self, draft: Draft) -> Draft:
         """Return a draft up to the first guess that is no token of the vocabulary."""
@@ -91,11 +93,7 @@ class RequestLimits:
                 code=WRONG_RUNNER,
             )
         if self.pools and not request.pools:
-            raise RequestError(
-                "this engine pools: it gives embeddings, scores or classes, and no text. Start one"
-                " with runner='generate' (--runner generate) if the model can generate.",
-                code=WRONG_RUNNER,
-            )
+            raise gives_no_text()
 
     def check_piece(self, token_ids: list[int], num_before: int) -> None:
         """Raise RequestError for a piece that a prompt of num_before tokens cannot take in."""
@@ -150,7 +148,18 @@ class RequestLimits:
                 f"the prompt has {len(prompt)} tokens; at least 1 and at most max_model_len - 1 ="
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
+        if self.tells_texts:
+            prompt = list(map(plain_id, prompt))
         check_vocabulary(prompt, self.vocab_size)
+
+
+def gives_no_text() -> RequestError:
+    """Return the error for who wants text of an engine that pools."""
+    return RequestError(
+        "this engine pools: it gives embeddings, scores or classes, and no text. Start one with"
+        " runner='generate' (--runner generate) if the model can generate.",
+        code=WRONG_RUNNER,
+    )
 
 
 def check_open(params: SamplingParams) -> None:

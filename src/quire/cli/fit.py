@@ -26,6 +26,7 @@ SETTINGS = (
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30
+NOTHING_KEPT = "none: a prompt is computed in one step"
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -125,10 +126,8 @@ def _lines(found: "Fit") -> Iterator[str]:
         ("weights", f"{_size(memory.weights_bytes)} ({formats})"),
         ("workspace", f"{_size(memory.workspace_bytes)}{' (from the shape)' if is_gpu else ''}"),
         *([("graphs", _size(memory.graph_bytes))] if memory.graph_bytes else []),
-        *_of_groups(found),
-        ("KV pool", f"{_size(memory.pool_bytes)} = {memory.num_slots:,} tokens in"
-         f" {max(memory.num_blocks):,} blocks of {memory.block_size}"),
-    )  # fmt: skip
+        *(_of_pool(found) if memory.pool_bytes else [("KV", NOTHING_KEPT)]),
+    )
     yield f"requests that fit at once (max_num_seqs {rows}, max_model_len {memory.max_model_len:,})"
     lengths = [f"{each.length:,}" for each in found.requests]
     yield from _table(
@@ -153,6 +152,13 @@ def _ranks(found: "Fit") -> str:
     if num_cores > 1:
         return f"; {num_cores} cores with a model each, of each:"
     return f"; {ranks} the model, of {each}:" if parallel.num_ranks > 1 else ""
+
+
+def _of_pool(found: "Fit") -> Iterator[tuple[str, str]]:
+    memory = found.memory
+    yield from _of_groups(found)
+    blocks = f"{max(memory.num_blocks):,} blocks of {memory.block_size}"
+    yield "KV pool", f"{_size(memory.pool_bytes)} = {memory.num_slots:,} tokens in {blocks}"
 
 
 def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:

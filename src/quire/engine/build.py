@@ -157,6 +157,7 @@ def _build_core(
             config.logits_processors,
             takes_functions=ranks is None,
             pools=built.spec.pooling is not None,
+            tells_texts=built.spec.pooling is not None and built.spec.pooling.tells_texts,
         ),
         None if is_asked_for else _step_budget(built),
     )
@@ -203,8 +204,9 @@ def _make_drafting(
 
 
 def _step_budget(built: LoadedModel) -> StepBudget | None:
-    """Make what follows the time of steps, on a CPU; a GPU's are short."""
-    if built.device_type != "cpu" or built.is_async:
+    """Make what follows the time of steps, on a CPU; a GPU's are short, and nobody decodes
+    beside prompts that are computed whole."""
+    if built.device_type != "cpu" or built.is_async or built.spec.is_encoder:
         return None
     return StepBudget(first_budget(built.config, built.spec, built.num_threads))
 

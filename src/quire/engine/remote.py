@@ -142,6 +142,7 @@ def limits_of(ready: Ready) -> RequestLimits:
         tuple(ready.settings.get("logits_processors", ())),
         takes_functions=False,
         pools=ready.pooling is not None,
+        tells_texts=ready.pooling is not None and ready.pooling.tells_texts,
     )
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
+from quire.base.pooling import SECOND_TEXT
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.bad_words import bad_words_token_ids
@@ -123,13 +124,19 @@ class RequestMaker:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float = 0.0,
+        *,
+        tells_texts: bool = False,
     ) -> Request:
         """Make a request for what a prompt comes to, of a model that pools: it ends with its first
-        token, which stands for that."""
+        token, which stands for that. tells_texts: see PoolingSpec."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         params.output_kind = RequestOutputKind.FINAL_ONLY
         made = self.make(prompt, params, request_id, cache_salt, priority, tenant, timeout_s)
-        return msgspec.structs.replace(made, pools=True)
+        ids = prompt.token_ids
+        if tells_texts and prompt.second is not None:
+            first, second = ids[: prompt.second], ids[prompt.second :]
+            ids = [*first, *(each + SECOND_TEXT for each in second)]
+        return msgspec.structs.replace(made, pools=True, prompt_token_ids=ids)
 
 
 def _check_textless(params: SamplingParams, grammar: str) -> None:

@@ -49,10 +49,14 @@ class MemoryPlan:
         """Return one line for the log."""
         fits = self.num_slots / self.max_model_len
         graphs = f"graphs {self.graph_bytes / MIB:,.0f} MiB, " if self.graph_bytes else ""
-        return (
+        rest = (
             f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
-            f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}KV pool "
-            f"{self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
+            f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}"
+        )
+        if self.pool_bytes == 0:
+            return f"{rest}no KV pool: a prompt is computed in one step"
+        return (
+            f"{rest}KV pool {self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
             f" {max(self.num_blocks):,} blocks of {self.block_size}"
             f"{f' and {self.num_states:,} states' if self.num_states else ''}"
             f" ({fits:.1f} sequences of {self.max_model_len:,})"

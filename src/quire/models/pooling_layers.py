@@ -6,13 +6,14 @@ comes to does not depend on what else is in the step.
 Shape legend: N rows, D inputs, K outputs.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire.base.encoders import BERT, MODERNBERT, ROBERTA_TYPES
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling import CLASSIFY, PoolingSpec
@@ -21,22 +22,52 @@ from quire.models.checkpoint import weight_files
 CLASSIFIER_TENSORS = ("score.weight", "score.bias")
 TABLES = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
 WIDTH = 0.02  # of random numbers
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "gelu": torch.nn.functional.gelu,
+    "relu": torch.relu,
+    "silu": torch.nn.functional.silu,
+}
+# Of encoders' classes: the dense layer before that of the classes, and the latter.
+ENCODER_HEADS = {
+    BERT: ("pooler.dense", "classifier"),
+    MODERNBERT: ("head.dense", "classifier"),
+    **dict.fromkeys(ROBERTA_TYPES, ("classifier.dense", "classifier.out_proj")),
+}
 
 
 @dataclass(frozen=True)
 class PoolingLayer:
-    """weight: [K, D], bias: [K] or None, both float64. activation: identity or tanh."""
+    """weight: [K, D], bias: [K] or None, both float64. activation: of ACTIVATIONS. norm: what comes
+    behind that, if anything."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     activation: str = "identity"
+    norm: "PoolingNorm | None" = None
 
     def __call__(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return [N, K]; each row is a product of its own."""
         rows = [torch.mv(self.weight, x_D) for x_D in x_ND]
         y_NK = torch.stack(rows) if rows else x_ND.new_empty(0, len(self.weight))
         y_NK = y_NK if self.bias is None else y_NK + self.bias
-        return y_NK.tanh() if self.activation == "tanh" else y_NK
+        y_NK = ACTIVATIONS[self.activation](y_NK)
+        return y_NK if self.norm is None else self.norm(y_NK)
+
+
+@dataclass(frozen=True)
+class PoolingNorm:
+    """A layer norm. weight: [K], bias: [K] or None, both float64."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+
+    def __call__(self, x_NK: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(
+            x_NK, self.weight.shape, self.weight, self.bias, self.eps
+        )
 
 
 def load_pooling_layers(
@@ -48,6 +79,8 @@ def load_pooling_layers(
     assert pooling is not None, "a model that generates has none"
     if load_format == "dummy":
         return _random(pooling, spec.hidden_size, device, seed)
+    if pooling.task == CLASSIFY and spec.is_encoder:
+        return _encoder_head(directory, spec, device)
     if pooling.task == CLASSIFY:
         return [_classifier(directory, pooling, spec.hidden_size, device)]
     layers, width = [], spec.hidden_size
@@ -74,14 +107,44 @@ def _classifier(
     return _layer(weight, _tensor(files, ("score.bias", "model.score.bias")), device)
 
 
+def _encoder_head(directory: Path, spec: ModelSpec, device: torch.device) -> list[PoolingLayer]:
+    """Load the two layers of an encoder's classes."""
+    files, fields, size = weight_files(directory), spec.fields, spec.hidden_size
+    first, last = ENCODER_HEADS[spec.model_type]
+    assert spec.pooling is not None, "a model of classes pools"
+    activation, norm = "tanh", None
+    if spec.model_type == MODERNBERT:
+        activation = fields.text("classifier_activation", "gelu")
+        if activation not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise fields.error("classifier_activation", f"supported are {known}")
+        eps = spec.layers.norm_eps
+        weight = _needed(files, ("head.norm.weight",)).to(device, torch.float64)
+        norm = PoolingNorm(weight, _exact(_tensor(files, ("head.norm.bias",)), device), eps)
+    dense = _dense(files, first, (size, size), device, spec.model_type)
+    classes = _dense(files, last, (len(spec.pooling.labels), size), device, spec.model_type)
+    return [replace(dense, activation=activation, norm=norm), classes]
+
+
+def _dense(
+    files: Sequence[Path], name: str, shape: tuple[int, int], device: torch.device, prefix: str
+) -> PoolingLayer:
+    weight = _needed(files, (f"{name}.weight", f"{prefix}.{name}.weight"))
+    _check(weight, shape, f"{name}.weight")
+    return _layer(weight, _tensor(files, (f"{name}.bias", f"{prefix}.{name}.bias")), device)
+
+
+def _exact(values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if values is None else values.to(device, torch.float64)
+
+
 def _layer(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     device: torch.device,
     activation: str = "identity",
 ) -> PoolingLayer:
-    own = None if bias is None else bias.to(device, torch.float64)
-    return PoolingLayer(weight.to(device, torch.float64), own, activation)
+    return PoolingLayer(weight.to(device, torch.float64), _exact(bias, device), activation)
 
 
 def _random(

@@ -12,6 +12,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
 from quire.base.model_spec import QUIRE, TRANSFORMERS, ModelSpec, load_spec, read_config
 from quire.base.text_config import text_part
+from quire.models.bert import Bert
 from quire.models.cohere2 import Cohere2
 from quire.models.eagle3 import Eagle3
 from quire.models.gemma2 import Gemma2
@@ -28,6 +29,7 @@ from quire.models.llama import Llama
 from quire.models.mistral import Mistral
 from quire.models.mixtral import Mixtral
 from quire.models.model import Model
+from quire.models.modernbert import ModernBert
 from quire.models.olmo2 import Olmo2
 from quire.models.opt import OPT
 from quire.models.phi3 import Phi3
@@ -38,6 +40,7 @@ from quire.models.qwen3_5 import Qwen3_5
 from quire.models.qwen3_moe import Qwen3Moe
 from quire.models.qwen3_next import Qwen3Next
 from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.roberta import Roberta
 from quire.models.smollm3 import SmolLM3
 from quire.models.transformers_model import TransformersModel
 
@@ -65,6 +68,15 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "qwen3_next": Qwen3Next,
     "smollm3": SmolLM3,
 }
+# Those whose tokens see each other in both directions: they pool, and do not generate.
+ENCODERS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
+    "bert": Bert,
+    "camembert": Roberta,
+    "modernbert": ModernBert,
+    "roberta": Roberta,
+    "xlm-roberta": Roberta,
+}
+OWN = MODELS | ENCODERS
 
 
 def model_spec(
@@ -115,15 +127,15 @@ def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
 
 def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
     """One of ours, or of another package. Raises ModelError, naming all, if there is none."""
-    if model_type in MODELS:
-        return MODELS[model_type]
+    if model_type in OWN:
+        return OWN[model_type]
     if not _is_ours(model_type):
-        known = plugins.all_names(plugins.MODELS, sorted(MODELS))
+        known = plugins.all_names(plugins.MODELS, sorted(OWN))
         raise ModelError(
             f"models of type {model_type!r} are not supported; supported are {known}. Others run by"
             f" the classes of transformers: {EXTRA}, and leave model_impl at auto."
         )
-    found: type[Model] = plugins.load_plugin(plugins.MODELS, model_type, MODELS)
+    found: type[Model] = plugins.load_plugin(plugins.MODELS, model_type, OWN)
     if not issubclass(found, nn.Module):
         raise ModelError(f"the class {found.__qualname__} for {model_type!r} is no nn.Module.")
     return found
@@ -132,9 +144,9 @@ def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
 def can_share(spec: ModelSpec) -> bool:
     """Tell whether ranks can share the layers of its model: of ours, and of those that say so."""
     found = class_of(spec)
-    is_ours = spec.model_type in MODELS or spec.model_type == eagle3_spec.MODEL_TYPE
+    is_ours = spec.model_type in OWN or spec.model_type == eagle3_spec.MODEL_TYPE
     return is_ours or (isinstance(found, type) and bool(vars(found).get("shares_layers")))
 
 
 def _is_ours(model_type: str) -> bool:
-    return model_type in MODELS or plugins.is_installed(plugins.MODELS, model_type, MODELS)
+    return model_type in OWN or plugins.is_installed(plugins.MODELS, model_type, OWN)

@@ -62,7 +62,8 @@ def joined(
         sizes = [len(parts[0])] if len(parts) == 1 else _sizes(len(parts[0]), len(parts[1]), room)
         parts = [_cut(part, min(size, room), side) for part, size in zip(parts, sizes, strict=True)]
     between = zip(frame, [*parts, []], strict=True)
-    return RenderedPrompt(list(chain.from_iterable(chain.from_iterable(between))))
+    second = len(frame[0]) + len(parts[0]) + len(frame[1]) if len(parts) == 2 else None
+    return RenderedPrompt(list(chain.from_iterable(chain.from_iterable(between))), second=second)
 
 
 def _cut(token_ids: Ids, keep: int, side: str) -> Ids:

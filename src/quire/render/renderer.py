@@ -31,10 +31,12 @@ MAX_KEPT_FORMATS = 16
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """text: what was tokenised; None for a prompt that came as token ids."""
+    """text: what was tokenised; None for a prompt that came as token ids. second: the place of the
+    first token of a second text that belongs to the first; None if there is one text."""
 
     token_ids: list[int]
     text: str | None = None
+    second: int | None = None
 
 
 class Renderer:

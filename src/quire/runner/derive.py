@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from quire.base.config import EngineConfig
+from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
@@ -100,7 +100,7 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
             "speculative_config is for models that generate, and this one pools; leave it out."
         )
     cache, scheduler = config.cache, config.scheduler
-    if pooling.needs_all:
+    if pooling.needs_all or spec.is_encoder:
         if cache.stores:
             raise ConfigError(
                 f"{cache.stores[0]}: a model that pools all tokens of a prompt"
@@ -112,6 +112,29 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     return dataclasses.replace(
         config, model=model, cache=cache, scheduler=scheduler, enforce_eager=True
     )
+
+
+def check_whole_prompts(config: EngineConfig, length: int) -> None:
+    """Check that a step has room for the longest prompt of a model whose tokens see each other.
+    Raises ConfigError."""
+    scheduler = config.scheduler
+    budget = scheduler.max_num_batched_tokens
+    if budget is not None and budget < length:
+        raise ConfigError(
+            f"max_num_batched_tokens={budget} is less than max_model_len={length}, but this model"
+            " computes a prompt in one step, as its tokens see each other in both directions. Raise"
+            " max_num_batched_tokens, leave it out, or lower max_model_len."
+        )
+    if scheduler.long_prefill_token_threshold:
+        raise ConfigError(
+            "long_prefill_token_threshold cuts prompts, but this model computes a prompt in one"
+            " step, as its tokens see each other in both directions; leave it out."
+        )
+    if config.cache.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {config.cache.kv_cache_dtype}, but this model keeps no keys and"
+            " values; leave it out."
+        )
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
@@ -134,6 +157,10 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     config = pooling_config(config, spec)
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = MOST_TOKENS if on_cpu else GPU_TOKENS
+    if spec.is_encoder:
+        length = spec.max_position if length == AUTO_LENGTH else length
+        check_whole_prompts(config, length)
+        budget = max(budget, length)
     scheduler = dataclasses.replace(
         config.scheduler,
         max_num_seqs=config.scheduler.max_num_seqs or (CPU_SEQS if on_cpu else GPU_SEQS),

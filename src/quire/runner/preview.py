@@ -69,7 +69,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
         own.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
     )
     backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
-    follows = device.type == "cpu" and not is_asked_for
+    follows = device.type == "cpu" and not is_asked_for and not spec.is_encoder
     first = first_budget(config, spec, num_threads()) if follows else None
     runs_by = model.runs_by if isinstance(model, Model) else "another package's class"
     return Preview(config, backend.name, weights, memory, first, runs_by)

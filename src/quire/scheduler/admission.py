@@ -121,6 +121,8 @@ class Admission:
             lifecycle.park(sequence)
             return 0
         num_new = min(num_new, self._most_prefill or num_new)
+        if memory.keeps_nothing and num_new < sequence.num_known_tokens:
+            return None  # its tokens see each other: it waits for a step that has room for all
         if not self._has_blocks(sequence, hit, num_new):
             return None
         appended = memory.start(sequence, num_new, hit)

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.base.cache_group import STATE
+from quire.base.cache_group import STATE, STEP
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
@@ -109,6 +109,11 @@ class Memory:
         """Go on from a snapshot: nothing is remembered of prompts that were missed."""
         self.names.digester, self.names.new = digester, []
         self.misses = MissReports(self.kv, self.names)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether a prompt is computed in one step, because nothing is kept of its parts."""
+        return STEP in self._kinds
 
     @property
     def block_size(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.base.outputs import RequestOutput
 from quire.base.plan import Float64
-from quire.base.pooling import EMBED, PoolingSpec
+from quire.base.pooling import EMBED, PoolingSpec, plain_id
 from quire.base.pooling_params import PoolingParams, embedding, probabilities
 from quire.base.step_outputs import Failure
 
@@ -54,4 +54,4 @@ def salt_of(prompt: object) -> str:
 def parts_of(output: RequestOutput, made: Any) -> tuple[str, Any, list[int], int]:
     """Return what makes an output of a pooled prompt, which came to `made`."""
     ids, cached = output.prompt_token_ids or [], output.num_cached_tokens or 0
-    return output.request_id, made, list(ids), cached
+    return output.request_id, made, list(map(plain_id, ids)), cached

@@ -101,7 +101,7 @@ class Pooling:
         rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]
         salts = [salt_of(each[0]) for each in inputs]
         requests = [
-            engine.requests.make_pooling(prompt, cache_salt=salt)
+            engine.requests.make_pooling(prompt, cache_salt=salt, tells_texts=spec.tells_texts)
             for prompt, salt in zip(rendered, salts, strict=True)
         ]
         for request in requests:

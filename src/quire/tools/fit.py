@@ -328,8 +328,9 @@ def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alterna
     """Try all pairs of formats of weights and of keys and values."""
     on_cpu = question.device.kind == CPU
     in_eight = ("int8",) if _has_int8(question.device, config) else ()
+    of_kv = ("auto", *in_eight, *(() if on_cpu else ("fp8",)))
     for quantization in _quantizations(question, config):
-        for kv in ("auto", *in_eight, *(() if on_cpu else ("fp8",))):
+        for kv in of_kv[:1] if question.spec.is_encoder else of_kv:
             note = FP8_GPUS if kv == "fp8" else ""
             yield _alternative(question, config, quantization, kv, note)
 

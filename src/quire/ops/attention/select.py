@@ -13,6 +13,7 @@ from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.attention.within_step import is_within_step, make_within_step
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ def make_backend(
     bits however its sequence was cut into steps.
     Raises ConfigError for a name that does not exist, or that cannot serve this layout.
     """
+    if is_within_step(layout):
+        return make_within_step(name, layout)
     if name == "auto":
         name = fastest(layout)
     if name in BACKENDS and layout.kv_format == "fp8":

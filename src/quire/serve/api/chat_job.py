@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import Scope
 
 from quire.base.errors import RequestError
+from quire.base.validation import gives_no_text
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.chat_template import ChatOptions
 from quire.render.detokenizer import IncrementalDetokenizer
@@ -53,6 +54,8 @@ async def make_chat_job(
     """Make the job of a conversation. cuts_length: of max_tokens beyond what fits beside the prompt
     only this is kept. Raises ApiError, RequestError or HookFailed for what cannot be served."""
     model = check_model(api, body.model)
+    if api.client.ready.pooling is not None:
+        raise gives_no_text()
     check_neutral(body)
     check_top_logprobs(body, api.client.ready)
     body, hooks = await admitted_chat(api, body, scope, answer_id)

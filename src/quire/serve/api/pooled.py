@@ -96,6 +96,7 @@ class PoolingCall:
             body.priority or 0,
             tenant_asking(self._request.scope, api.config, body),
             body.timeout_s or 0.0,
+            tells_texts=self.spec.tells_texts,
         )
         request = msgspec.structs.replace(request, core_id=asked_core(self._request.scope))
         api.client.check(request)

@@ -1,0 +1,294 @@
+"""Encoders by `LLM`, beside transformers: hidden states, embeddings, classes, scores of pairs.
+
+Covers `models/bert.py`, `models/roberta.py`, `models/modernbert.py`, `base/encoders.py`,
+`ops/attention/within_step.py`, `ops/segments.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, PoolingParams
+from quire.base.cache_group import STEP
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, ModelError, RequestError
+from quire.base.model_spec import load_spec
+from quire.engine.recording import read_recording
+from quire.models.source import resolve_source
+from quire.runner.preview import preview_runner
+from quire.tools.devices import CPU, Device
+from quire.tools.fit import fit
+from quire.tools.replay import replay_all
+from tests.models.checkpoints import random_tokens
+from tests.render.tiny import fresh_directory
+from tests.serve.encoder_checkpoints import (
+    FAMILIES,
+    MAX_LEN,
+    encoder_checkpoint,
+    inputs_of,
+    is_near,
+    logits_of,
+    states_of,
+)
+from tests.serve.pooling_checkpoints import with_modules
+
+IDS = [[2 + each for each in ids] for ids in random_tokens(23, 1, MAX_LEN, 2, 61, 40, 7)]
+RAW = PoolingParams(use_activation=False)
+TIGHT = {"max_num_batched_tokens": MAX_LEN, "max_num_seqs": 3}
+TEXTS = ["a quick fox", "The lazy dog sleeps on, and the quick brown fox jumps over it.", "values"]
+PAIRS = [
+    ("a quick fox", "The dog."),
+    ("Paged attention keeps keys", "values in blocks"),
+    ("a", "b"),
+]
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), **({"disable_log_stats": True, "dtype": "float64"} | settings))
+
+
+def pooled(llm: LLM, ids: list[list[int]]) -> list[np.ndarray]:
+    outputs = llm.encode([{"prompt_token_ids": each} for each in ids], RAW, use_tqdm=False)
+    return [each.outputs.data for each in outputs]
+
+
+def of_ids(ids: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": torch.tensor([each])} for each in ids]
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    """A copy with other fields in its config; None leaves one out."""
+    copy = fresh_directory()
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    config = json.loads((copy / "config.json").read_text()) | fields
+    kept = {name: value for name, value in config.items() if value is not None}
+    (copy / "config.json").write_text(json.dumps(kept))
+    return copy
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_are_those_of_transformers(family: str) -> None:
+    """Of prompts that share steps with others, whichever tokens are pooled; a prompt that was cut
+    would have other numbers."""
+    folder = encoder_checkpoint(family)
+    states = states_of(folder, of_ids(IDS))
+    for kind, taken in (("MEAN", lambda h: h.mean(0)), ("LAST", lambda h: h[-1])):
+        config = {"seq_pooling_type": kind}
+        with open_llm(folder, pooler_config=config, **TIGHT) as llm:
+            is_near(pooled(llm, IDS), [taken(each) for each in states])
+            assert {group.kind for group in llm.engine.spec.cache_groups} == {STEP}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_and_pairs_are_those_of_transformers(family: str) -> None:
+    """Texts and pairs with the special tokens, and BERT's second texts as such."""
+    folder = encoder_checkpoint(family, 3)
+    wanted = logits_of(folder, inputs_of(folder, TEXTS))
+    with open_llm(folder) as llm:
+        is_near([e.outputs.data for e in llm.encode(TEXTS, RAW, use_tqdm=False)], wanted)
+        found = llm.classify(TEXTS, use_tqdm=False)
+        shares = [torch.from_numpy(each).softmax(0).numpy() for each in wanted]
+        is_near([each.outputs.probs for each in found], shares)
+    folder = encoder_checkpoint(family, 1)
+    inputs = inputs_of(folder, PAIRS)
+    wanted = [torch.from_numpy(each).sigmoid().numpy() for each in logits_of(folder, inputs)]
+    with open_llm(folder) as llm:
+        scores = llm.score(*map(list, zip(*PAIRS, strict=True)), use_tqdm=False)
+    is_near([[each.outputs.score] for each in scores], wanted)
+    ids = [each["input_ids"][0].tolist() for each in inputs]
+    assert [each.prompt_token_ids for each in scores] == ids
+
+
+def test_which_text_a_token_belongs_to_counts() -> None:
+    folder = encoder_checkpoint("bert", 1)
+    [inputs] = inputs_of(folder, PAIRS[:1])
+    as_one = inputs | {"token_type_ids": torch.zeros_like(inputs["token_type_ids"])}
+    one, two = logits_of(folder, [as_one, inputs])
+    assert abs(one - two).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["bert"])
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"quantization": "int8"}])
+def test_a_batch_changes_no_bit(family: str, settings: dict[str, Any]) -> None:
+    """By what real models run on, alone and beside others, in two orders."""
+    folder, mean = encoder_checkpoint(family), {"seq_pooling_type": "MEAN"}
+    own = {"dtype": "float32"} | settings
+    with open_llm(folder, pooler_config=mean, **own) as llm:
+        alone = [pooled(llm, [each])[0] for each in IDS]
+        together = [pooled(llm, IDS), pooled(llm, IDS[::-1])[::-1]]
+    with open_llm(folder, pooler_config=mean, **own, **TIGHT) as llm:
+        together.append(pooled(llm, IDS))
+    for found in together:
+        assert all(np.array_equal(one, other) for one, other in zip(found, alone, strict=True))
+    bound = 0.1 if "quantization" in settings else 1e-4
+    states = [each.mean(0) for each in states_of(folder, of_ids(IDS))]
+    for one, other in zip(alone, states, strict=True):
+        assert np.linalg.norm(one - other) < bound * np.linalg.norm(other)
+
+
+def test_bfloat16_is_near() -> None:
+    folder = encoder_checkpoint("xlm-roberta")
+    with open_llm(folder, dtype="bfloat16") as llm:
+        found = pooled(llm, IDS)
+    for one, state in zip(found, states_of(folder, of_ids(IDS)), strict=True):
+        assert np.linalg.norm(one - state[0]) < 0.05 * np.linalg.norm(state[0])
+
+
+# ---- files -----------------------------------------------------------------------------------
+
+
+def test_files_of_sentence_transformers() -> None:
+    """The first token normalised where there are none; else as they say."""
+    folder = encoder_checkpoint("bert")
+    states = states_of(folder, inputs_of(folder, TEXTS))
+    with open_llm(folder) as llm:
+        found = llm.embed(TEXTS, use_tqdm=False)
+        wanted = [each[0] / np.linalg.norm(each[0]) for each in states]
+        is_near([each.outputs.embedding for each in found], wanted)
+        found = llm.embed(TEXTS, PoolingParams(dimensions=8), use_tqdm=False)
+        is_near(
+            [each.outputs.embedding for each in found],
+            [each[0, :8] / np.linalg.norm(each[0, :8]) for each in states],
+        )
+    flags = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    with open_llm(with_modules(folder, ("Pooling", "1_Pooling", flags))) as llm:
+        found = llm.embed(TEXTS, use_tqdm=False)
+        is_near([each.outputs.embedding for each in found], [each.mean(0) for each in states])
+
+
+def test_old_names_of_tensors_and_fields() -> None:
+    """Norms of the first BERTs, bare tensors beside a head, and ModernBERT's first configs."""
+    folder = changed(encoder_checkpoint("bert", 3), architectures=["BertForMaskedLM"])
+    tensors = load_file(folder / "model.safetensors")
+    old_names = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+    renamed = {}
+    for name, each in tensors.items():
+        for new, old in old_names:
+            name = name.replace(new, old)
+        renamed[name] = each
+    renamed |= {
+        "cls.predictions.bias": torch.ones(3),
+        "bert.embeddings.position_ids": torch.ones(3),
+    }
+    wanted = states_of(folder, of_ids(IDS))
+    save_file(renamed, folder / "model.safetensors")
+    with open_llm(folder) as llm:
+        is_near(pooled(llm, IDS), [each[0] for each in wanted])
+    old = changed(
+        encoder_checkpoint("modernbert"),
+        rope_parameters=None,
+        layer_types=None,
+        global_attn_every_n_layers=2,
+        global_rope_theta=900.0,
+        local_rope_theta=30.0,
+        norm_eps=1e-3,
+        classifier_pooling="mean",
+    )
+    with open_llm(old) as llm:
+        is_near(pooled(llm, IDS), [each[0] for each in states_of(old, of_ids(IDS))])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("modernbert", {"classifier_pooling": "mean", "classifier_activation": "tanh"}),
+        ("modernbert", {"classifier_bias": True, "norm_bias": True, "attention_bias": True}),
+        ("modernbert", {"mlp_bias": True, "hidden_activation": "gelu_pytorch_tanh"}),
+        ("bert", {"hidden_act": "relu", "layer_norm_eps": 1e-2, "type_vocab_size": 1}),
+        ("roberta", {"hidden_act": "gelu_new", "pad_token_id": 4, "type_vocab_size": 2}),
+    ],
+)
+def test_fields_have_transformers_effect(family: str, changes: dict[str, Any]) -> None:
+    own = tuple(item for item in changes.items() if item[0] != "pad_token_id")
+    folder = changed(encoder_checkpoint(family, 3, own), **changes)
+    ids = [[5 + each for each in prompt] for prompt in IDS if len(prompt) < MAX_LEN - 8]
+    with open_llm(folder) as llm:
+        is_near(pooled(llm, ids), logits_of(folder, of_ids(ids)))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("bert", {"is_decoder": True}, "is_decoder is true; models of type bert are encoders"),
+        ("bert", {"position_embedding_type": "relative_key"}, "only absolute positions"),
+        ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("modernbert", {"classifier_pooling": "max"}, "it must be cls or mean"),
+        ("modernbert", {"rope_parameters": {"rope_theta": 5.0}}, "it must stand under"),
+        ("xlm-roberta", {"max_position_embeddings": 4}, "from 6"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
+    ],
+)
+def test_configs_that_are_refused(family: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ModelError, match=words):
+        open_llm(changed(encoder_checkpoint(family), **changes))
+
+
+# ---- what goes with it, and what does not ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_num_batched_tokens": 90}, "max_num_batched_tokens=90 is less than max_model_len=96"),
+        ({"long_prefill_token_threshold": 8}, "long_prefill_token_threshold cuts prompts"),
+        ({"kv_cache_dtype": "int8"}, "keeps no keys and values"),
+        ({"runner": "generate"}, "runner is generate, but the tokens of this model see each"),
+        ({"attention_backend": "triton"}, "attention_backend triton is for models that keep"),
+        ({"kv_disk_dir": "/nowhere"}, "finds none in a store"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        open_llm(encoder_checkpoint("bert"), **settings)
+
+
+def test_classes_of_tokens_are_not_served() -> None:
+    folder = changed(encoder_checkpoint("bert"), architectures=["BertForTokenClassification"])
+    with pytest.raises(ConfigError, match="answers for each token, which quire does not serve"):
+        open_llm(folder)
+    with open_llm(folder, runner="pooling") as llm:
+        assert len(pooled(llm, IDS)) == len(IDS)
+
+
+def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
+    with open_llm(encoder_checkpoint("roberta"), max_model_len="auto") as llm:
+        assert llm.engine.client.max_model_len == MAX_LEN
+        with pytest.raises(RequestError, match="this engine pools"):
+            llm.generate("a", use_tqdm=False)
+        with pytest.raises(RequestError, match="has 97 tokens; at least 1 and at most max_mod"):
+            pooled(llm, [[5] * (MAX_LEN + 1)])
+        with pytest.raises(RequestError, match="is not in the vocabulary"):
+            pooled(llm, [[5 + (1 << 30)]])
+        cut = PoolingParams(truncate_prompt_tokens=4)
+        [found] = llm.embed([TEXTS[1]], cut, use_tqdm=False)
+        assert found.prompt_token_ids[0] == 0 and found.prompt_token_ids[-1] == 2
+        assert len(found.prompt_token_ids) == 4
+
+
+def test_nothing_is_kept_and_it_is_previewed(tmp_path: Path) -> None:
+    folder = str(encoder_checkpoint("modernbert"))
+    config = config_from_flat(model=folder, device="cpu")
+    source = resolve_source(config.model)
+    preview = preview_runner(config, source)
+    assert preview.memory is not None and preview.memory.pool_bytes == 0
+    assert preview.config.scheduler.max_num_batched_tokens == 256
+    assert not fit(config, source, Device("cpu", CPU, 4 << 30)).warnings
+    record = str(tmp_path / "record")
+    with open_llm(Path(folder), record=record, **TIGHT) as llm:
+        pooled(llm, IDS)
+    assert replay_all(read_recording(tmp_path / "record")).difference is None
+
+
+def test_windows_are_cut_as_transformers_cuts_them() -> None:
+    windows = load_spec(encoder_checkpoint("modernbert")).layer_windows
+    assert windows == (None, 6, 6, None, 6)
