@@ -1,6 +1,7 @@
 """Metrics against numbers worked out by hand, and against notes of what a real scheduler did."""
 
 import gc
+import re
 from collections import defaultdict
 
 import numpy as np
@@ -28,6 +29,13 @@ from tests.scheduler.listening import listen
 from tests.updates import read
 
 MAX_LEN = 1000
+PICKERS_ASK = (  # of the endpoint pickers of llm-d and the Gateway API's, and of vLLM's dashboard
+    "num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total",
+    "generation_tokens_total", "request_success_total", "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket",
+    "request_queue_time_seconds_sum", "iteration_tokens_total_bucket",
+)  # fmt: skip
 Series = dict[tuple[str, str], float]
 
 
@@ -323,6 +331,24 @@ def test_names_types_and_labels() -> None:
             assert not sample.name.endswith("_created")
             if family.name.startswith("quire:"):
                 assert sample.labels["model_name"] == "tiny" and sample.labels["engine"] == "0"
+
+
+def test_with_vllms_prefix_what_vllm_has_is_named_as_there() -> None:
+    """What is ours alone keeps our name; values and labels are the same under both."""
+    metrics = new_metrics()
+    feed(metrics, Queued(0.0, "a", 8, tenant="key 1"), Finished(2.0, "a", "stop", 5))
+    view = idle_scheduler().view
+    ours = Exposition(metrics, view, "tiny", CacheConfig()).text()
+    theirs = Exposition(metrics, view, "tiny", CacheConfig(), prefix="vllm").text()
+    lines = [line for line in theirs.splitlines() if not line.startswith(("#", "process_"))]
+    assert {line.partition(":")[0] for line in lines} == {"quire", "vllm"}
+    names = {re.split(r"[{ ]", line)[0] for line in lines}
+    for asked in PICKERS_ASK:
+        assert f"vllm:{asked}" in names
+    assert "quire:pinned_prefixes" in names and "quire:key_requests_total" in names
+    assert "vllm:lora_requests_info" not in names, "there are no adapters to tell of"
+    was = [line for line in ours.splitlines() if not line.startswith(("#", "process_"))]
+    assert [re.sub("^vllm:", "quire:", line) for line in lines] == was
 
 
 def test_settings_of_the_cache_are_labels() -> None:

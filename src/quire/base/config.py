@@ -456,6 +456,12 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = setting(
         None, "URL of a collector to which a span is sent for each request (needs quire[otel])"
     )
+    metrics_prefix: str = setting(
+        "quire",
+        "how the names of metrics begin; vllm: those that vLLM has, too, as its dashboards and"
+        " endpoint pickers know them",
+        choices=("quire", "vllm"),
+    )
     ssl_keyfile: str | None = setting(None, "private key for HTTPS")
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 

@@ -1,5 +1,7 @@
 """Metrics in Prometheus' text format, under the names that vLLM's dashboards know.
 
+With the prefix `vllm` those that vLLM has, too, and that mean the same there, have its full names:
+pickers of endpoints and dashboards know no others. What is ours alone stays under `quire:`.
 Every series carries `model_name` and `engine`, the core's number. The process's own numbers
 (`process_*`: memory, processor time, open files) are those of the core.
 """
@@ -22,8 +24,15 @@ from quire.engine.metrics import HISTOGRAMS, EngineMetrics
 from quire.engine.ranks.times import RankTimes
 from quire.scheduler.decisions import SchedulerView
 
-PREFIX = "quire:"
+OURS = "quire"
 LABELS = ("model_name", "engine")
+VLLM_NAMES = frozenset(HISTOGRAMS) | {
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc", "cache_config_info", "prompt_tokens", "generation_tokens",
+    "prompt_tokens_cached", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
+    "request_success", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+}  # fmt: skip
 
 
 class Exposition(Collector):
@@ -37,7 +46,9 @@ class Exposition(Collector):
         cache: CacheConfig,
         core_id: int = 0,
         ranks: Sequence[RankTimes] = (),
+        prefix: str = OURS,
     ) -> None:
+        self._prefix = prefix
         self._metrics = metrics
         self._view = view
         self._cache = cache
@@ -160,24 +171,28 @@ class Exposition(Collector):
 
     def _histograms(self, metrics: EngineMetrics) -> Iterator[Metric]:
         for name, histogram in metrics.histograms.items():
-            family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name][1], labels=LABELS)
+            family = HistogramMetricFamily(self._full(name), HISTOGRAMS[name][1], labels=LABELS)
             bounds = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
             buckets = list(zip(bounds, histogram.cumulative(), strict=True))
             family.add_metric(self._values, buckets, histogram.total)
             yield family
 
+    def _full(self, name: str) -> str:
+        """Return a name with its prefix."""
+        return f"{self._prefix if name in VLLM_NAMES else OURS}:{name}"
+
     def _gauge(self, name: str, help: str, value: float, **more: str) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, help, labels=(*LABELS, *more))
+        family = GaugeMetricFamily(self._full(name), help, labels=(*LABELS, *more))
         family.add_metric((*self._values, *more.values()), value)
         return family
 
     def _counters(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=(*LABELS, label))
+        family = CounterMetricFamily(self._full(name), help, labels=(*LABELS, label))
         for of, value in values.items():
             family.add_metric((*self._values, str(of)), value)
         return family
 
     def _counter(self, name: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, help, labels=LABELS)
+        family = CounterMetricFamily(self._full(name), help, labels=LABELS)
         family.add_metric(self._values, value)
         return family

@@ -77,7 +77,9 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     core, cache = built.core, config.cache
     num_rows = config.scheduler.max_num_seqs or 0
     metrics = EngineMetrics(num_rows, length, cache.enable_prefix_caching)
-    exposition = Exposition(metrics, core.view, name, cache, options.core, built.rank_times)
+    exposition = Exposition(
+        metrics, core.view, name, cache, options.core, built.rank_times, options.metrics_prefix
+    )
     built.core.subscribe(metrics)
     timelines = Timelines.of(core.view(), core.requests())
     built.core.subscribe(timelines)
@@ -107,6 +109,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the socket")
     parser.add_argument("--home", type=Path, required=True, help="the private directory")
     parser.add_argument("--name", help="what metrics call the model; its own name if absent")
+    parser.add_argument("--metrics-prefix", default="quire", help="of the names of metrics")
     parser.add_argument("--core", type=int, default=0, help="its number")
     parser.add_argument("--num-cores", type=int, default=1, help="how many there are")
     parser.add_argument("--log-level", default="info")

@@ -66,12 +66,14 @@ class CoreSocket:
         log_level: str,
         name: str | None = None,
         place: CorePlace = ALONE,
+        metrics_prefix: str = "quire",
     ) -> "subprocess.Popen[bytes]":
         """Start a core that serves this socket. name: what its metrics call the model; place: which
-        of several it is."""
+        of several it is; metrics_prefix: how their names begin."""
         fd = self._listener.fileno()
         arguments = ["--listener", str(fd), "--home", str(self.home)]
         arguments += ["--core", str(place.number), "--num-cores", str(place.num_cores)]
+        arguments += ["--metrics-prefix", metrics_prefix]
         arguments += [] if name is None else ["--name", name]
         environment = {**os.environ, **place.environment}
         if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():

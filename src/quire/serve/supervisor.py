@@ -174,9 +174,9 @@ class Supervisor:
 
     def _core(self, place: CorePlace, unix: CoreSocket) -> CoreChild:
         def start() -> Process:
-            names = self._server.served_model_name
+            names, prefix = self._server.served_model_name, self._server.metrics_prefix
             name = names[0] if names else None
-            return unix.start_core(self._engine, self._log_level, name, place)
+            return unix.start_core(self._engine, self._log_level, name, place, prefix)
 
         child = Child(place.name, start, self._server.restart_engine)
         return CoreChild(child, unix.path, unix.heartbeat)
