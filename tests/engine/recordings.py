@@ -47,7 +47,7 @@ class Run:
         scheduler = self.core.scheduler
         made_from = flat_settings(self.bench.config)
         self.recorder = Recorder(scheduler, directory, max_bytes, keeps_tokens, made_from)
-        self.core.record(self.recorder)
+        self.core.watch(self.recorder)
         self.requests: list[Request] = []
 
     @property

@@ -249,7 +249,7 @@ def test_a_replay_needs_no_library(tmp_path: Path, keeps_tokens: bool, monkeypat
     """From the start, and from a snapshot while a grammar is waited for."""
     bench = GuidedBench(2, is_threaded=True)
     recorder = Recorder(bench.scheduler, tmp_path, 1 << 20, keeps_tokens)
-    bench.core.record(recorder)
+    bench.core.watch(recorder)
     bench.add("early", WORDS, max_tokens=12)
     bench.add("bad", lark("((("))
     for _ in range(4):

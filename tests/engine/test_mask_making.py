@@ -219,7 +219,7 @@ def test_a_limit_behind_a_guess_ends_no_request_before_its_time(monkeypatch: Any
 def test_a_replay_needs_neither_grammars_nor_who_guessed(tmp_path: Path, monkeypatch: Any) -> None:
     bench, wild = GuidedBench(), Wild(0.9)
     bench.core.draft(wild)  # type: ignore[arg-type]
-    bench.core.record(Recorder(bench.scheduler, tmp_path, 1 << 20, True))
+    bench.core.watch(Recorder(bench.scheduler, tmp_path, 1 << 20, True))
     for i, grammar in enumerate([JSON, WORDS, "", NUMBERS]):
         bench.add(str(i), grammar, 5 + i, max_tokens=15)
     bench.finish()

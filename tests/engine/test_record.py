@@ -144,7 +144,7 @@ class Recorded:
             directory = self.folder / str(number)
             self.recorder = Recorder(self.scheduler, directory, 1_000_000_000, keeps_tokens)
             self.directory = directory
-            self.core.record(self.recorder)
+            self.core.watch(self.recorder)
 
     @rule()
     def begin_segment(self) -> None:

@@ -294,7 +294,7 @@ def test_a_replay_has_the_same_budgets(tmp_path: Path) -> None:
     cpu = Cpu(FakeClock(), SLOW, disturbed=dict.fromkeys(range(20, 30), 3.0))
     core = engine(cpu, 256)
     recorder = Recorder(core.scheduler, tmp_path, 10_000_000)
-    core.record(recorder)
+    core.watch(recorder)
     decode(core, 3)
     compute(core, cpu, [1500, 400])
     core.control(Abort("decoding 0"))

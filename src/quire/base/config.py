@@ -13,6 +13,7 @@ from typing import Any
 from quire.base.config_checks import check, check_choices, check_installed
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
+from quire.base.kv_events import parse_kv_events
 from quire.base.parallel import ParallelConfig
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
@@ -33,7 +34,11 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 JSON_OF_MODEL = (
     "override_generation_config", "default_chat_template_kwargs", "hf_overrides", "pooler_config",
 )  # fmt: skip
-JSON_SETTINGS = ("speculative_config", *JSON_OF_MODEL)  # which Python may give as dictionaries
+JSON_SETTINGS = (
+    "speculative_config",
+    "kv_events_config",
+    *JSON_OF_MODEL,
+)  # which Python may give as dictionaries
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
 
@@ -323,6 +328,12 @@ class EngineConfig:
         " any method, and where one plan is in flight without one;"
         ' {"method": "forced"}: only that, {"method": "none"}: nothing',
     )
+    kv_events_config: str | None = setting(
+        None,
+        "tell routers which blocks the prefix cache has, over ZeroMQ as vLLM does, as JSON:"
+        ' {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (needs quire[events]);'
+        ' without tokens unless it says "token_ids": true',
+    )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
     disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
     record: str | None = setting(
@@ -355,6 +366,7 @@ class EngineConfig:
         check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
         check_installed(LOGITS_PROCESSORS, self.logits_processors)
         parse_speculation(self.speculative_config)
+        parse_kv_events(self.kv_events_config)
         check_choices(self, self.model, self.cache, self.scheduler, self.parallel)
 
 

@@ -28,6 +28,7 @@ from quire.engine.drafting import Drafting
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.identity import fingerprint_of
+from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
@@ -111,6 +112,7 @@ def build_engine(
         source = resolve_source(config.model)
         text = build_text_side(config.model, source)
         built = build_core(config, source, clock, progress, ranks)
+    publish_events(built.core, built.config)
     pin_configured(built.core, config.cache, text)
     client = InProcessClient(built.core, text.tokenizer, clock)
     return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
@@ -172,7 +174,7 @@ def _build_core(
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
         settings |= dict.fromkeys(STORE_SETTINGS)  # a replay asks no store, and it may be a secret
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
-        core.record(
+        core.watch(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
     return BuiltCore(core, config, built.spec, built.memory, side.rank_times)

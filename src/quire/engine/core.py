@@ -49,7 +49,7 @@ from quire.engine.drafting import Guesses
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.pacing import Pacing
-from quire.engine.record import Doors, Recorder
+from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
 from quire.scheduler.decisions import Decisions, RequestView, SchedulerView
 from quire.scheduler.scheduler import Scheduler
@@ -118,7 +118,7 @@ class EngineCore:
         self.executor = executor
         self.limits = limits
         self._clock = clock
-        self._recorder: Recorder | None = None
+        self._watching: list[WatchingDoors] = []
         self._subscribers: list[Subscriber] = []
         self._submitted: deque[Submitted] = deque()  # the plans in flight
         self._pacing = Pacing(scheduler.rows.num_stages)
@@ -187,9 +187,10 @@ class EngineCore:
         """Let this guess what sequences go on with."""
         self._drafting = drafting
 
-    def record(self, recorder: Recorder) -> None:
-        """Let the recorder see every call of the scheduler from now on."""
-        self.doors = self._recorder = recorder
+    def watch(self, doors: WatchingDoors) -> None:
+        """Let these doors, which pass on to the present ones, see every call from now on."""
+        self.doors = doors
+        self._watching.append(doors)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never be served, and EngineBusy if too
@@ -452,12 +453,12 @@ class EngineCore:
         return rate if known == 0 else (known + rate) / 2
 
     def close(self) -> None:
-        """End. With stores: keep there what the device's index has, for KEEP_AT_END_S at most. A
-        recording ends before that: nobody waits for these plans."""
+        """End. With stores: keep there what the device's index has, for KEEP_AT_END_S at most.
+        Nobody watches that: these plans are nobody's."""
         until_s = self._clock.now() + KEEP_AT_END_S
         is_quiet = self._stores is not None and self._end_requests()
-        if self._recorder is not None:
-            self._recorder.close()
+        for doors in self._watching:
+            doors.close()
         if self._stores is not None:
             if is_quiet:
                 self._flush(self._stores, until_s)

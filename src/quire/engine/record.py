@@ -73,6 +73,12 @@ class Doors(Protocol):
     def update(self, result: StepResult, now: float) -> Decisions: ...
 
 
+class WatchingDoors(Doors, Protocol):
+    """Doors that pass on to others, and see what passes."""
+
+    def close(self) -> None: ...
+
+
 class Recorder:
     """The doors of a scheduler, with a record of what passes.
 

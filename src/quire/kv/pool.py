@@ -23,7 +23,11 @@ class BlockPool:
 
     evicted: blocks that lost their place in the index to make room, with their digests, for those
     who copy them; None if nobody does. lost: the last such digests, for those who remember them.
+    changes: names that were given (True) and taken away, in order, for those who tell others; None
+    if nobody does.
     """
+
+    changes: list[tuple[bytes, bool]] | None = None
 
     def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
         order = range(num_blocks) if free_order is None else free_order
@@ -130,6 +134,8 @@ class BlockPool:
             self._index[digest] = block_id
             self._digests[block_id] = digest
             self.num_index_changes += 1
+            if self.changes is not None:
+                self.changes.append((digest, True))
 
     def unindex(self, block_id: int) -> None:
         """Take a block's name away, if it has one. An unreferenced block becomes plainly free."""
@@ -139,6 +145,8 @@ class BlockPool:
         del self._index[digest]
         self._digests[block_id] = None
         self.num_index_changes += 1
+        if self.changes is not None:
+            self.changes.append((digest, False))
         if block_id in self._unused:
             del self._unused[block_id]
             self._free.append(block_id)

@@ -12,6 +12,7 @@ from quire.base.messages import Request
 from quire.base.plan import Plan
 from quire.base.step_outputs import StepOutputs
 from quire.scheduler.block_naming import NewNames
+from quire.scheduler.index_changes import IndexDelta
 
 NO_OUTPUTS = StepOutputs()
 
@@ -24,7 +25,8 @@ class Decisions:
     sequences of its sample_rows, in their order. outputs: what clients are told. left_out: of
     `update`: rows of each plan that is still in flight, oldest first, whose results will be void.
     refusal: of `add`, why the request was not taken. orders: for stores. names: that blocks were
-    given. next_s: when something becomes due by itself, on the clock of `now`; None is never.
+    given. index_delta: what has changed in the prefix index, if somebody watches it. next_s: when
+    something becomes due by itself, on the clock of `now`; None is never.
     """
 
     plan: Plan | None = None
@@ -35,6 +37,7 @@ class Decisions:
     events: list[Event] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
     names: list[NewNames] = field(default_factory=list)
+    index_delta: IndexDelta | None = None
     next_s: float | None = None
 
 

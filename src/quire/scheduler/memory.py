@@ -24,6 +24,7 @@ from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
+from quire.scheduler.index_changes import IndexDelta, IndexWatch
 from quire.scheduler.miss_report import MissReports
 from quire.scheduler.pinned import PinnedPrefixes
 from quire.scheduler.prefix_lookup import PrefixLookup
@@ -97,6 +98,7 @@ class Memory:
         self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
         self.pinned = PinnedPrefixes(kv, self.names)
         self.misses = MissReports(kv, self.names)
+        self.index_watch: IndexWatch | None = None
         self._lookup = PrefixLookup(kv, self.names, self.pinned)
         self._chunk = chunk
 
@@ -109,6 +111,16 @@ class Memory:
         """Go on from a snapshot: nothing is remembered of prompts that were missed."""
         self.names.digester, self.names.new = digester, []
         self.misses = MissReports(self.kv, self.names)
+        self.index_watch = None
+
+    def watch_index(self, keeps_tokens: bool) -> None:
+        """Tell from now on what changes in the index. keeps_tokens: with the tokens of blocks."""
+        host = () if self.kv.tier is None else self.kv.host_pools
+        self.index_watch = IndexWatch(self.kv.pools, host, self.block_size, keeps_tokens)
+
+    def take_index_delta(self) -> IndexDelta | None:
+        """Return what has changed in the index since the last call, if it is watched."""
+        return None if self.index_watch is None else self.index_watch.take()
 
     @property
     def keeps_nothing(self) -> bool:
@@ -201,6 +213,8 @@ class Memory:
         by cache group, or None if they are not there."""
         if self.kv.has_states:
             self.kv.keep_states(sequence.blocks, *self._states_to_keep(sequence, hit))
+        if self.index_watch is not None and hit.num_loads:
+            self.index_watch.explain([sequence], [0], [hit.num_tokens // self.block_size])
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
 
     def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> tuple[set[int], int]:
@@ -266,6 +280,9 @@ class Memory:
         """Enter the first `count` blocks of each in the index; the new ones, by cache group, of
         each."""
         self.names.extend(sequences, counts)
+        if self.index_watch is not None:
+            firsts = [sequence.blocks.num_indexed for sequence in sequences]
+            self.index_watch.explain(sequences, firsts, counts)
         index = self.kv.index_blocks
         return [index(s.blocks, s.digests, num) for s, num in zip(sequences, counts, strict=True)]
 
@@ -339,5 +356,7 @@ class Memory:
     def reset(self, fingerprint: bytes) -> None:
         """Forget all names; those to come begin with this fingerprint."""
         self.kv.reset_prefix_cache()
+        if self.index_watch is not None:
+            self.index_watch.clear()
         self.misses.reset()
         self.names.fingerprint = fingerprint

@@ -288,6 +288,7 @@ class Scheduler:
             events=lifecycle.take_events(),
             orders=[] if stores is None else stores.take_orders(),
             names=self.memory.names.take_new(),
+            index_delta=self.memory.take_index_delta(),
             next_s=next_s,
             **decided,
         )

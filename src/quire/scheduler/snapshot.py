@@ -73,8 +73,11 @@ from quire.scheduler import (
 
 STATE_VERSION = 8  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
-    {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
-)
+    {
+        "Memory": ("misses", "index_watch"), "BlockPool": ("changes",),
+        "BlockNaming": ("digester", "new"), "Lifecycle": ("events",),
+    }
+)  # fmt: skip
 VOCABULARY = (
     cache_group, events, kv_orders, messages, plan, prefix, repetition, sampling_params,
     step_outputs,

@@ -23,6 +23,7 @@ from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.exposition import Exposition
 from quire.engine.heartbeat import Heartbeat, expected_step_s
+from quire.engine.kv_events import publish_events
 from quire.engine.metrics import EngineMetrics
 from quire.engine.prefix_file import pin_configured
 from quire.engine.status import StatusLine
@@ -51,6 +52,7 @@ def main() -> int:
         with LoadBar(enabled=options.core == 0) as bar, ended_if_raised(ranks):
             source = resolve_source(config.model, progress=False)
             built = build_core(config, source, clock, bar.update, ranks)
+        publish_events(built.core, built.config, options.core)
         if config.cache.pin_prefix is not None:  # otherwise this process needs no text
             pin_configured(built.core, config.cache, build_text_side(config.model, source))
         server = _make_server(built, options, options.name or source.name)

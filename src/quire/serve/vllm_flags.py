@@ -421,7 +421,7 @@ OBSERVATION = {
 }
 TRANSFERS = {
     "kv_transfer_config": _value("blocks go to --kv-disk-dir or --kv-store"),
-    "kv_events_config": _value("--record keeps what happens to blocks"),
+    "kv_events_config": _same("no tokens unless it says token_ids; the default is loopback"),
     "ec_transfer_config": _value(TEXT),
     "ec_manager_config": _value(TEXT),
 }

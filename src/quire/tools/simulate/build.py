@@ -98,7 +98,7 @@ class Engines:
             return
         path = Path(config.record) if number is None else Path(config.record) / str(number)
         core, most = replica.core, config.record_max_mb * 1_000_000
-        core.record(
+        core.watch(
             Recorder(core.scheduler, path, most, config.record_tokens, flat_settings(config), 0.0)
         )
 

@@ -1,0 +1,167 @@
+"""Publishes messages over ZeroMQ as vLLM's publisher of KV events does: PUB, and a ROUTER that
+sends again what somebody has missed.
+
+    PUB      topic | number, 8 bytes, big endian | payload
+    ROUTER   asked with:   (empty) | the first number that is wanted
+             answers with: (empty) | number | payload      for each that is kept
+                           (empty) | -1 | (empty)          at the end
+
+A thread encodes and sends, another one answers. Neither holds up who publishes: to wake the first
+one gives Python's lock away to nobody, its queue has a bound, and so has what waits for a slow
+subscriber; beyond that messages are lost. Numbers go up by one with
+each message that is sent, so a subscriber sees what it has missed. What never got into the queue
+has no number: `publish` says so, and it is for its caller to tell subscribers.
+"""
+
+import logging
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import ConfigError, MissingDependency
+from quire.base.kv_events import KVEventsConfig, is_bound, shifted
+
+if TYPE_CHECKING:  # an extra
+    import zmq
+
+logger = logging.getLogger("quire")
+
+END_SEQ = (-1).to_bytes(8, "big", signed=True)
+SEQ_BYTES = 8
+END = object()
+END_S = 1.0  # for what waits when the engine ends
+LINGER_MS = 200
+REPLAY_HWM = 2  # more than the buffer holds: whoever asks once gets all of it
+
+Encode = Callable[[Any], bytes]
+
+
+class EventPublisher:
+    """Sockets and the threads that use them. encode: makes a payload, in the one that sends.
+
+    Raises MissingDependency without pyzmq, ConfigError if an endpoint cannot be had.
+    """
+
+    def __init__(self, config: KVEventsConfig, encode: Encode, core_id: int = 0) -> None:
+        self._zmq = _import_zmq()
+        self._encode = encode
+        self._topic = config.topic.encode()
+        self._most = config.max_queue_size
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._buffer_lock = threading.Lock()
+        self._is_ending = False
+        self._context = self._zmq.Context()
+        self.endpoint = self.replay_endpoint = ""
+        try:
+            self._open(config, core_id)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._end, self._ended = socket.socketpair()  # told that it is over
+        jobs = [self._send_all] if self._replay is None else [self._send_all, self._answer_all]
+        self._threads = [
+            threading.Thread(target=job, daemon=True, name=f"quire-kv-events-{i}")
+            for i, job in enumerate(jobs)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def publish(self, message: Any) -> bool:
+        """Queue a message; False, and it is lost, if too many wait."""
+        if self._is_ending or self._queue.qsize() >= self._most:
+            return False
+        self._queue.put(message)
+        return True
+
+    def close(self) -> None:
+        """Send what waits, as far as that takes no longer than a second, and end."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        self._queue.put(END)
+        self._threads[0].join(END_S)
+        self._end.close()
+        for thread in self._threads:
+            thread.join(END_S)
+        self._context.destroy(linger=LINGER_MS)
+        self._ended.close()
+
+    def _open(self, config: KVEventsConfig, core_id: int) -> None:
+        types = self._zmq
+        self._pub: zmq.Socket[bytes] = self._context.socket(types.PUB)
+        self._pub.set_hwm(config.hwm)
+        endpoint = shifted(config.endpoint, core_id)
+        attach = self._pub.bind if is_bound(endpoint) else self._pub.connect
+        _attach(attach, endpoint, "endpoint")
+        self.endpoint = self._pub.getsockopt_string(types.LAST_ENDPOINT)
+        self._replay: zmq.Socket[bytes] | None = None
+        if config.replay_endpoint is not None:
+            self._replay = self._context.socket(types.ROUTER)
+            self._replay.set_hwm(config.buffer_steps + REPLAY_HWM)
+            endpoint = shifted(config.replay_endpoint, core_id)
+            _attach(self._replay.bind, endpoint, "replay_endpoint")
+            self.replay_endpoint = self._replay.getsockopt_string(types.LAST_ENDPOINT)
+
+    # ---- the threads -------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        """Send one message after the other."""
+        try:
+            for seq in count():
+                message = self._queue.get()
+                if message is END:
+                    return
+                number, payload = seq.to_bytes(SEQ_BYTES, "big"), self._encode(message)
+                with self._buffer_lock:
+                    self._buffer.append((number, payload))
+                self._pub.send_multipart((self._topic, number, payload))
+        except Exception as error:  # nobody else would say so
+            logger.error("KV events end: %s: %s", type(error).__name__, error)
+            self._is_ending = True
+
+    def _answer_all(self) -> None:
+        """Answer who asks for what it has missed, until it is over."""
+        assert self._replay is not None
+        poller = self._zmq.Poller()
+        for source in (self._ended, self._replay):
+            poller.register(source, self._zmq.POLLIN)
+        while self._replay in dict(poller.poll()):
+            self._answer(self._replay)
+
+    def _answer(self, replay: "zmq.Socket[bytes]") -> None:
+        """Send again what somebody asks for. This never waits: a ROUTER drops what is more than its
+        bound."""
+        frames = replay.recv_multipart()
+        if len(frames) != 3 or len(frames[2]) != SEQ_BYTES:
+            logger.warning("a request for missed KV events was not understood")
+            return
+        asker, _, first = frames
+        with self._buffer_lock:
+            kept = [each for each in self._buffer if each[0] >= first]
+        for number, payload in (*kept, (END_SEQ, b"")):
+            replay.send_multipart((asker, b"", number, payload))
+
+
+def _attach(attach: Callable[[str], object], endpoint: str, name: str) -> None:
+    try:
+        attach(endpoint)
+    except Exception as error:  # pyzmq's
+        raise ConfigError(
+            f"kv_events_config's {name} {endpoint!r} cannot be used: {error}; choose another port"
+            " or address."
+        ) from error
+
+
+def _import_zmq() -> Any:
+    try:
+        import zmq
+    except ImportError as error:
+        raise MissingDependency(
+            'kv_events_config needs pyzmq, which is not installed: pip install "quire[events]"'
+        ) from error
+    return zmq
