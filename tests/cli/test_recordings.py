@@ -50,6 +50,21 @@ def test_a_difference(recording: Path, capsys: pytest.CaptureFixture[str], monke
     assert out.endswith("5 steps before it are identical\n")
 
 
+def test_playback(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "frames.jsonl"
+    status, out, _ = run(
+        capsys, "playback", str(recording), "--output", str(output), "--every", "0"
+    )
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert status == 0 and out.startswith(f"{len(lines) - 1} frames in ")
+    assert [line["type"] for line in lines[:2]] == ["snapshot", "difference"]
+    for every in ("-1", "nan"):
+        status, _, err = run(
+            capsys, "playback", str(recording), "--output", str(output), f"--every={every}"
+        )
+        assert status == 1 and "a number of seconds from 0" in err
+
+
 def test_explain(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "explain", str(recording), "1")
     lines = out.splitlines()

@@ -2,6 +2,7 @@
 
 import { calm, make } from "./dom";
 import type { Group } from "./live";
+import { onTheme } from "./theme";
 
 const FREE = 0;
 const CACHED = 1;
@@ -15,7 +16,7 @@ const FLASHES: Record<string, string> = { hit: "#22c55e", copy: "#ec4899", swap_
 
 /** Return the colour of a request: neighbours in number are far apart in hue. */
 export function colourOf(number: number): string {
-  return number < 0 ? "var(--quiet)" : `hsl(${(number * 137.508) % 360} 62% 52%)`;
+  return number < 0 ? "var(--quiet)" : `oklch(0.57 0.135 ${((number * 137.508) % 360).toFixed(1)})`;
 }
 
 export class BlockMap {
@@ -38,7 +39,7 @@ export class BlockMap {
     this.canvas.addEventListener("click", (event) => this.open(this.at(event)));
     this.canvas.addEventListener("keydown", (event) => this.press(event));
     new ResizeObserver(() => this.show(this.group)).observe(this.canvas);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    onTheme(() => {
       this.styles.clear();
       this.show(this.group);
     });
@@ -113,13 +114,13 @@ export class BlockMap {
     if (state === PINNED) {
       frame(context, x, y, size - gap, this.style("--pinned"), 2);
     }
-    if (sharers > 1) this.drawCount(context, x, y, size - gap, sharers);
     const flash = this.flashes.get(block);
     if (flash) {
       context.globalAlpha = calm.matches ? 1 : Math.max(0, 1 - (performance.now() - flash.since) / FLASH_MS);
-      frame(context, x, y, size - gap, FLASHES[flash.kind] ?? "#fff", Math.max(2, size / 5));
+      frame(context, x, y, size - gap, FLASHES[flash.kind] ?? "#fff", Math.max(2, size / 7));
     }
     context.globalAlpha = 1;
+    if (sharers > 1) this.drawCount(context, x, y, size - gap, sharers);
     if (block === this.cursor) frame(context, x, y, size - gap, this.style("--text"), 2);
   }
 

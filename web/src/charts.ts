@@ -1,9 +1,11 @@
 // Small charts on canvases: lines over the last minute, and the last steps as bars.
 
-import { make } from "./dom";
+import { duration, make } from "./dom";
 import type { Step } from "./live";
+import { onTheme } from "./theme";
 
 const SPAN_S = 60;
+const LEAST_SPAN_S = 10;
 const MOST_STEPS = 80;
 
 export interface Line {
@@ -23,9 +25,11 @@ class Chart {
       mark.style.background = `var(${colour})`;
       return make("span", { class: "key" }, mark, name);
     });
-    const head = make("figcaption", {}, make("b", {}, title), ...keys, this.latest);
+    const head = make("figcaption", {}, make("b", {}, title), this.latest, make("span", { class: "keys" }, ...keys));
     this.element = make("figure", { class: "card" }, head, this.canvas);
+    this.canvas.setAttribute("aria-label", `${title}: nothing yet`);
     new ResizeObserver(() => this.draw()).observe(this.canvas);
+    onTheme(() => this.draw());
   }
 
   draw(): void {}
@@ -60,9 +64,10 @@ export class Lines extends Chart {
   }
 
   /** Add what holds at a time in seconds; NaN: nothing is known. */
-  add(at: number, values: number[]): void {
+  add(at: number, values: number[], isDrawn = true): void {
     this.points.push({ at, values });
     while ((this.points[0]?.at ?? at) < at - SPAN_S) this.points.shift();
+    if (!isDrawn) return;
     this.draw();
     this.tell(values.map((value) => this.write(value)).join(" · "));
   }
@@ -76,12 +81,14 @@ export class Lines extends Chart {
     const last = this.points.at(-1);
     if (!area || !last) return;
     const { context, width, height } = area;
+    const span = Math.max(LEAST_SPAN_S, last.at - (this.points[0]?.at ?? last.at));
     const known = this.points.flatMap((point) => point.values).filter(Number.isFinite);
     const highest = Math.max(0, ...known);
     const most = highest * 1.1 || 1;
+    axis(context, this.colour("--line"), width, [16, (height + 14) / 2, height - 2]);
     context.fillStyle = this.colour("--quiet");
     context.font = "11px system-ui, sans-serif";
-    if (highest) context.fillText(this.write(most), 2, 11);
+    if (highest) context.fillText(this.write(most), 0, 11);
     this.lines.forEach((line, i) => {
       context.strokeStyle = this.colour(line.colour);
       context.lineWidth = 2;
@@ -93,10 +100,13 @@ export class Lines extends Chart {
           isDown = false;
           continue;
         }
-        const x = width * (1 - (last.at - at) / SPAN_S);
+        const x = (width - 3) * (1 - (last.at - at) / span);
         const y = height - 2 - (height - 16) * (value / most);
         if (isDown) context.lineTo(x, y);
-        else context.moveTo(x, y);
+        else {
+          context.moveTo(x, y);
+          context.lineTo(x + 2, y); // also a point that stands alone is seen
+        }
         isDown = true;
       }
       context.stroke();
@@ -109,8 +119,9 @@ export class StepBars extends Chart {
 
   constructor() {
     super("Steps", [
-      { name: "prompt tokens", colour: "--prefill" },
-      { name: "decode tokens", colour: "--decode" },
+      { name: "prompts", colour: "--prefill" },
+      { name: "decoding", colour: "--decode" },
+      { name: "time", colour: "--cached" },
     ]);
   }
 
@@ -132,15 +143,32 @@ export class StepBars extends Chart {
     if (!area) return;
     const { context, width, height } = area;
     const most = Math.max(1, ...this.steps.map((step) => step.prefill_tokens + step.decode_tokens));
+    const longest = Math.max(0.001, ...this.steps.map((step) => step.duration_ms));
     const wide = width / MOST_STEPS;
+    const tall = (height - 18) * 0.68; // tokens above, times below
+    const middle = 14 + tall;
+    context.font = "11px system-ui, sans-serif";
+    context.fillStyle = this.colour("--quiet");
+    if (this.steps.length) context.fillText(`${most} tokens, ${duration(longest)}`, 0, 10);
+    axis(context, this.colour("--line"), width, [middle, height - 1]);
     this.steps.forEach((step, i) => {
       const x = i * wide;
-      const decode = Math.max(step.decode_tokens ? 2 : 0, ((height - 4) * step.decode_tokens) / most);
-      const prefill = ((height - 4) * step.prefill_tokens) / most;
-      context.fillStyle = this.colour("--decode");
-      context.fillRect(x, height - decode, Math.max(1, wide - 1), decode);
-      context.fillStyle = this.colour("--prefill");
-      context.fillRect(x, height - decode - prefill, Math.max(1, wide - 1), prefill);
+      const decode = Math.max(step.decode_tokens ? 2 : 0, (tall * step.decode_tokens) / most);
+      const prefill = (tall * step.prefill_tokens) / most;
+      const time = Math.max(1, ((height - middle - 5) * step.duration_ms) / longest);
+      const bar = (colour: string, y: number, size: number): void => {
+        context.fillStyle = this.colour(colour);
+        context.fillRect(x, y, Math.max(1, wide - 1), size);
+      };
+      bar("--decode", middle - decode, decode);
+      bar("--prefill", middle - decode - prefill, prefill);
+      bar("--cached", height - 1 - time, time);
     });
   }
+}
+
+/** Draw thin lines across. */
+function axis(context: CanvasRenderingContext2D, colour: string, width: number, heights: number[]): void {
+  context.fillStyle = colour;
+  for (const y of heights) context.fillRect(0, Math.round(y), width, 1);
 }

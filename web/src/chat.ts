@@ -1,57 +1,63 @@
-// The Chat view: conversations with the model, streamed.
+// The Chat view: conversations with the model, streamed, with branches side by side.
 
-import { begin, branch, load, save, titleOf, type Conversation, type Message } from "./conversations";
-import { button, byId, field, make, say } from "./dom";
-import { GrowingText } from "./growing";
-import { Parameters } from "./parameters";
-import { events, isAbort, messageOf } from "./server";
+import { asSent, follow } from "./answer";
+import { ChatSettings } from "./chat_settings";
+import { MOST_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, titleOf, versionsOf, type Conversation, type Message } from "./conversations";
+import { button, byId, make, say } from "./dom";
+import { MessageView, type Actions } from "./message_view";
 
-interface Chunk {
-  choices: { delta: { content?: string | null; reasoning_content?: string | null; reasoning?: string | null }; finish_reason: string | null }[];
-  usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens?: number } };
-}
+const NARROW = 1100; // pixels, below which the settings begin closed
+const STARTERS = ["Tell me a story about a fox.", "Who are you?", "Write a poem about the sea."];
 
 export class ChatView {
   private readonly list = make("nav", { class: "conversations", "aria-label": "Conversations" });
   private readonly thread = make("div", { class: "thread", role: "log", "aria-label": "Conversation", tabindex: 0 });
   private readonly input = make("textarea", { rows: 2, placeholder: "Ask something", "aria-label": "Your message", dir: "auto" });
-  private readonly system = make("textarea", { rows: 2, placeholder: "none", onchange: () => this.keepSystem() });
-  private readonly parameters = new Parameters("quire.chat", { temperature: 0.7 });
-  private readonly send = button("Send", () => this.submit(), { class: "main" });
-  private readonly stop = button("Stop", () => this.control?.abort(), { hidden: true });
-  private readonly usage = make("p", { class: "quiet usage", role: "status" });
+  private readonly toAll = make("input", { type: "checkbox" });
+  private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
+  private readonly send = make("button", { class: "main" }, "Send");
+  private readonly stop = button("Stop", () => this.halt(), { hidden: true });
+  private readonly open_ = button("Settings", () => this.toggle(this.settings.element.hidden), { class: "plain", "aria-controls": "chat-settings" });
+  private readonly settings = new ChatSettings(() => this.keep());
+  private readonly streams = new Map<string, AbortController>(); // by the message that is written
+  private views = new Map<string, MessageView>();
   private all: Conversation[] = load();
   private now: Conversation;
-  private control: AbortController | null = null;
+  private active = 0; // the branch that is written to
+  private isFollowing = true; // the end of the thread is in sight, and stays so
 
   constructor(private readonly model: () => string | undefined) {
     this.now = this.all[0] ?? begin();
-    const settings = make("details", { class: "card settings" }, make("summary", {}, "System prompt and parameters"), field("System prompt", this.system), this.parameters.element);
-    const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.input, make("div", { class: "row" }, this.usage, this.stop, this.send));
-    const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now.system)), { class: "new" }), this.list);
-    byId("chat").append(side, make("div", { class: "talk" }, settings, this.thread, composer));
+    const row = make("div", { class: "row" }, this.open_, this.toAllLabel, this.stop, this.send);
+    const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.input, row);
+    const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list);
+    byId("chat").append(side, make("div", { class: "talk" }, this.thread, composer), this.settings.element);
+    this.toggle(innerWidth >= NARROW);
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
         this.submit();
       }
     });
-    byId("chat").addEventListener("keydown", (event) => event.key === "Escape" && this.control?.abort());
+    this.thread.addEventListener("scroll", () => { this.isFollowing = this.isAtEnd(); });
+    byId("chat").addEventListener("keydown", (event) => event.key === "Escape" && this.halt());
     this.open(this.now);
   }
 
-  private open(conversation: Conversation): void {
-    this.control?.abort();
-    this.now = conversation;
-    this.system.value = conversation.system;
-    this.usage.textContent = "";
-    this.draw();
-    this.input.focus({ preventScroll: true });
+  private toggle(isShown: boolean): void {
+    this.settings.element.hidden = !isShown;
+    this.open_.setAttribute("aria-expanded", String(isShown));
   }
 
-  private keepSystem(): void {
-    this.now.system = this.system.value;
-    this.keep();
+  // ---- conversations ------------------------------------------------------------------------------
+
+  private open(conversation: Conversation): void {
+    this.now = conversation;
+    this.active = 0;
+    this.isFollowing = true;
+    this.settings.open(conversation);
+    this.draw();
+    this.input.focus({ preventScroll: true });
   }
 
   private keep(): void {
@@ -61,6 +67,7 @@ export class ChatView {
   }
 
   private remove(conversation: Conversation): void {
+    for (const message of conversation.messages) this.streams.get(message.id)?.abort();
     this.all = this.all.filter((one) => one.id !== conversation.id);
     save(this.all);
     if (conversation.id === this.now.id) this.open(this.all[0] ?? begin());
@@ -72,163 +79,195 @@ export class ChatView {
       const title = titleOf(one);
       const open = button(title, () => this.open(one), { class: "link", dir: "auto" });
       if (one.id === this.now.id) open.setAttribute("aria-current", "true");
-      return make("li", {}, open, button("×", () => this.remove(one), { class: "quiet", "aria-label": `Delete ${title}` }));
+      return make("li", {}, open, button("×", () => this.remove(one), { class: "plain", "aria-label": `Delete ${title}` }));
     });
-    this.list.replaceChildren(make("ul", {}, ...items));
+    this.list.replaceChildren(items.length ? make("ul", {}, ...items) : make("p", { class: "quiet" }, "Nothing was said yet."));
   }
+
+  // ---- the thread -----------------------------------------------------------------------------------
 
   private draw(): void {
+    const focus = this.focused();
+    const top = this.thread.scrollTop;
+    const { branches } = this.now;
+    this.views = new Map();
+    const paths = branches.map((leaf) => pathTo(leaf, this.now));
+    const isOne = branches.length < 2;
+    const shared = isOne ? (paths[0]?.length ?? 0) : numShared(paths);
+    const trunk = (paths[this.active] ?? []).slice(0, shared).map((message) => this.shown(message, this.active));
+    this.thread.replaceChildren(make("div", { class: "trunk" }, ...trunk));
+    if (!isOne) this.thread.append(make("div", { class: "columns" }, ...paths.map((path, i) => this.column(path.slice(shared), i))));
+    else if (!this.now.messages.length) this.thread.append(this.hint());
+    this.thread.scrollTop = this.isFollowing ? this.thread.scrollHeight : top;
+    const active = this.thread.querySelector<HTMLElement>(".column.active");
+    active?.parentElement?.scrollTo({ left: active.offsetLeft - active.parentElement.offsetLeft });
     this.drawList();
-    this.thread.replaceChildren(...this.now.messages.map((message, i) => this.shown(message, i)));
-    if (!this.now.messages.length) this.thread.append(make("p", { class: "quiet hint" }, "What is said here stays in this browser and goes to this server alone."));
-    this.thread.scrollTop = this.thread.scrollHeight;
+    this.tell();
+    focus();
   }
 
-  private shown(message: Message, i: number): HTMLElement {
-    const article = make("article", { class: `message ${message.role}`, "aria-label": message.role === "user" ? "You" : "The model" });
-    if (message.reasoning) article.append(reasoningBox(message.reasoning));
-    const text = make("div", { class: "text", dir: "auto" });
-    const growing = new GrowingText(text);
-    growing.add(message.content);
-    growing.end();
-    article.append(text);
-    if (message.note) article.append(make("p", { class: "quiet" }, message.note));
-    article.append(this.actions(message, i));
-    return article;
+  private hint(): HTMLElement {
+    const starters = STARTERS.map((text) => button(text, () => { this.input.value = text; this.submit(); }));
+    return make("div", { class: "hint" }, make("h2", {}, "What shall it write?"), make("div", { class: "starters" }, ...starters), make("p", { class: "quiet" }, "What is said here stays in this browser and goes to this server alone."));
   }
 
-  private actions(message: Message, i: number): HTMLElement {
-    const copy = button("Copy", () => void navigator.clipboard?.writeText(message.content), { class: "small" });
-    const again = message.role === "user"
-      ? button("Edit", () => this.edit(i), { class: "small" })
-      : button("Regenerate", () => this.regenerate(i), { class: "small" });
-    const other = button("Branch", () => { this.keep(); this.open(branch(this.now, i + 1)); this.keep(); }, { class: "small", title: "Go on from here in another conversation" });
-    return make("div", { class: "actions" }, again, other, copy);
+  private column(path: Message[], i: number): HTMLElement {
+    const name = `Branch ${i + 1}`;
+    const choose = button(name, () => this.choose(i), { class: "plain", "aria-pressed": String(i === this.active), title: "Write to this one" });
+    const close = button("×", () => this.close(i), { class: "plain", "aria-label": `Close ${name.toLowerCase()}` });
+    const head = make("header", {}, choose, close);
+    const messages = path.map((message) => this.shown(message, i));
+    if (!messages.length) messages.push(make("p", { class: "quiet" }, "It goes on from here."));
+    return make("section", { class: `column${i === this.active ? " active" : ""}`, "aria-label": name }, head, ...messages);
   }
 
-  /** Put a question in place of an earlier one; what followed it goes. */
-  private edit(i: number): void {
-    if (this.control) return;
-    const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
-    box.value = this.now.messages[i]?.content ?? "";
-    const done = (): void => {
-      this.now.messages.splice(i);
-      void this.ask(box.value);
+  /** Note which button has the focus; return what gives it to the one in its place. */
+  private focused(): () => void {
+    const at = document.activeElement;
+    if (!(at instanceof HTMLElement) || !this.thread.contains(at) || at === this.thread) return () => undefined;
+    const articles = (): Element[] => [...this.thread.querySelectorAll("article, .column > header")];
+    const place = articles().findIndex((one) => one.contains(at));
+    const name = at.getAttribute("aria-label") ?? at.textContent;
+    return () => {
+      const same = [...(articles()[place]?.querySelectorAll("button") ?? [])].find((one) => (one.getAttribute("aria-label") ?? one.textContent) === name);
+      const open = same?.disabled ? same.parentElement?.querySelector<HTMLElement>("button:enabled") : same;
+      (open ?? this.input).focus({ preventScroll: true });
     };
-    const form = make("div", { class: "message user editing" }, box, make("div", { class: "row" }, button("Cancel", () => this.draw()), button("Send anew", done, { class: "main" })));
-    this.thread.children[i]?.replaceWith(form);
-    box.focus();
   }
 
-  private regenerate(i: number): void {
-    if (this.control) return;
-    this.now.messages.splice(i);
-    void this.answer();
+  private shown(message: Message, branch: number): HTMLElement {
+    const isGrowing = this.streams.has(message.id);
+    const view = new MessageView(message, isGrowing ? {} : this.actions(message, branch), isGrowing, () => this.followEnd());
+    this.views.set(message.id, view);
+    return view.element;
   }
 
-  private submit(): void {
-    const text = this.input.value.trim();
-    if (!text || this.control) return;
-    this.input.value = "";
-    void this.ask(text);
-  }
-
-  private async ask(text: string): Promise<void> {
-    this.now.messages.push({ role: "user", content: text });
-    await this.answer();
-  }
-
-  private body(): object {
-    const messages = this.now.messages.map(({ role, content }) => ({ role, content }));
-    const system = this.now.system.trim();
+  private actions(message: Message, branch: number): Actions {
+    const { now } = this;
+    const versions = versionsOf(message, now);
+    const isBusy = this.isBusy(branch);
+    const answered = now.messages.some((one) => one.parent === message.id && one.role === "tool");
+    const asked = now.messages.flatMap((one) => one.calls ?? []).find((call) => call.id === message.call);
     return {
-      model: this.model(),
-      messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-      stream: true,
-      stream_options: { include_usage: true },
-      ...this.parameters.values,
+      ...(isBusy || message.role !== "user" ? {} : { edit: () => this.edit(message, branch) }),
+      ...(isBusy || message.role !== "assistant" ? {} : { regenerate: () => void this.answer(branch, message.parent) }),
+      ...(now.branches.length < MOST_BRANCHES ? { fork: () => this.fork(message) } : {}),
+      ...(isBusy ? {} : { version: { at: versions.indexOf(message), num: versions.length, show: (at) => this.lead(branch, versions[at]) } }),
+      ...(isBusy || answered ? {} : { answer: (results) => this.giveResults(message, branch, results) }),
+      ...(asked ? { title: asked.name } : {}),
     };
   }
 
-  private async answer(): Promise<void> {
-    say("");
-    const conversation = this.now;
-    const body = this.body();
-    const message: Message = { role: "assistant", content: "" };
-    conversation.messages.push(message);
-    this.draw();
-    const article = this.thread.lastElementChild as HTMLElement;
-    const control = (this.control = new AbortController());
-    this.waiting(true);
-    try {
-      await this.follow(message, article, body, control.signal);
-    } catch (error) {
-      message.note = isAbort(error) || control.signal.aborted ? "stopped" : `broken off: ${messageOf(error)}`;
-    }
-    if (this.control === control) this.control = null;
-    this.waiting(this.control !== null);
-    article.removeAttribute("aria-busy");
-    if (this.now === conversation) {
-      this.keep();
-      const isAtEnd = this.isAtEnd();
-      article.replaceWith(this.shown(message, conversation.messages.length - 1));
-      if (isAtEnd) this.thread.scrollTop = this.thread.scrollHeight;
-    } else save(this.all);
-  }
-
-  private async follow(message: Message, article: HTMLElement, body: object, signal: AbortSignal): Promise<void> {
-    article.setAttribute("aria-busy", "true");
-    const text = new GrowingText(article.querySelector(".text") as HTMLElement, () => this.thread.scrollTo(0, this.thread.scrollHeight));
-    let thought: GrowingText | null = null;
-    const since = performance.now();
-    let first = 0;
-    try {
-      for await (const chunk of events<Chunk>("v1/chat/completions", body, signal)) {
-        const choice = chunk.choices[0];
-        const reasoning = choice?.delta.reasoning_content ?? choice?.delta.reasoning;
-        const content = choice?.delta.content;
-        if (!first && (reasoning || content)) first = performance.now();
-        if (reasoning) {
-          if (!thought) {
-            const box = reasoningBox("");
-            box.open = true;
-            article.prepend(box);
-            thought = new GrowingText(box.lastElementChild as HTMLElement);
-          }
-          message.reasoning = (message.reasoning ?? "") + reasoning;
-          thought.add(reasoning);
-        }
-        if (content) {
-          message.content += content;
-          text.add(content);
-        }
-        if (choice?.finish_reason && choice.finish_reason !== "stop") message.note = `ended: ${choice.finish_reason}`;
-        if (chunk.usage) this.tell(chunk.usage, since, first);
-      }
-    } finally {
-      text.end();
-      thought?.end();
-    }
-  }
-
-  private tell(usage: NonNullable<Chunk["usage"]>, since: number, first: number): void {
-    const seconds = (performance.now() - first) / 1000;
-    const rate = first && usage.completion_tokens > 1 ? `, ${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s` : "";
-    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    const wait = first ? `, first after ${Math.round(first - since)} ms` : "";
-    this.usage.textContent = `${usage.prompt_tokens} tokens read (${cached} from the cache), ${usage.completion_tokens} written${wait}${rate}`;
+  private followEnd(): void {
+    if (this.isFollowing) this.thread.scrollTop = this.thread.scrollHeight;
   }
 
   private isAtEnd(): boolean {
     return this.thread.scrollHeight - this.thread.scrollTop - this.thread.clientHeight < 80;
   }
 
-  private waiting(isWaiting: boolean): void {
-    this.stop.hidden = !isWaiting;
-    this.send.disabled = isWaiting;
-  }
-}
+  // ---- branches ---------------------------------------------------------------------------------------
 
-function reasoningBox(text: string): HTMLDetailsElement {
-  return make("details", { class: "reasoning" }, make("summary", {}, "Reasoning"), make("div", { class: "text", dir: "auto" }, text));
+  private isBusy(branch: number): boolean {
+    return this.streams.has(this.now.branches[branch] ?? "");
+  }
+
+  private choose(branch: number): void {
+    this.active = branch;
+    this.draw();
+  }
+
+  private close(branch: number): void {
+    this.now.branches.splice(branch, 1);
+    this.active = Math.min(branch, this.now.branches.length - 1);
+    this.keep();
+    this.draw();
+  }
+
+  /** Lead a branch along a version of a message, to its newest end. */
+  private lead(branch: number, version: Message | undefined): void {
+    if (!version) return;
+    this.active = branch;
+    this.now.branches[branch] = endOf(version, this.now);
+    this.keep();
+    this.draw();
+  }
+
+  /** Go on from a message in a branch of its own; a question is answered at once. */
+  private fork(message: Message): void {
+    this.active = this.now.branches.push(message.id) - 1;
+    if (message.role !== "assistant") void this.answer(this.active, message.id);
+    else {
+      this.keep();
+      this.draw();
+      this.input.focus({ preventScroll: true });
+    }
+  }
+
+  // ---- asking -------------------------------------------------------------------------------------------
+
+  /** Put a question otherwise; what was there stays as a version. */
+  private edit(message: Message, branch: number): void {
+    const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
+    box.value = message.content;
+    const form = make("form", { class: "message user editing", onsubmit: (event) => {
+      event.preventDefault();
+      const content = box.value.trim();
+      if (content) void this.answer(branch, add(this.now, message.parent, { role: "user", content }).id);
+    } }, box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Send anew")));
+    this.views.get(message.id)?.element.replaceWith(form);
+    box.focus();
+  }
+
+  private giveResults(message: Message, branch: number, results: Map<string, string>): void {
+    let parent = message.id;
+    for (const [call, content] of results) parent = add(this.now, parent, { role: "tool", content, call }).id;
+    void this.answer(branch, parent);
+  }
+
+  private submit(): void {
+    const content = this.input.value.trim();
+    const targets = this.toAll.checked && this.now.branches.length > 1 ? this.now.branches.map((_, i) => i) : [this.active];
+    if (!content || targets.some((branch) => this.isBusy(branch))) return;
+    if (this.settings.problem) {
+      say(this.settings.problem);
+      this.toggle(true);
+      return;
+    }
+    this.input.value = "";
+    this.isFollowing = true;
+    for (const branch of targets) void this.answer(branch, add(this.now, this.now.branches[branch] ?? null, { role: "user", content }).id);
+  }
+
+  /** Let the model answer behind a message, in a branch that goes there. */
+  private async answer(branch: number, parent: string | null): Promise<void> {
+    say(this.settings.problem);
+    const conversation = this.now;
+    const asked = this.settings.asked;
+    const messages = asSent(pathTo(parent, conversation), conversation.system);
+    const body = { model: this.model(), messages, stream: true, stream_options: { include_usage: true }, ...asked };
+    const message = add(conversation, parent, { role: "assistant", content: "" });
+    const control = new AbortController();
+    conversation.branches[branch] = message.id;
+    this.active = branch;
+    this.streams.set(message.id, control);
+    this.keep();
+    this.draw();
+    await follow(message, body, control.signal, () => this.views.get(message.id));
+    this.streams.delete(message.id);
+    save(this.all);
+    if (this.now === conversation) this.draw();
+    else this.tell();
+  }
+
+  private halt(): void {
+    this.streams.get(this.now.branches[this.active] ?? "")?.abort();
+  }
+
+  private tell(): void {
+    const isBusy = this.isBusy(this.active);
+    this.stop.hidden = !isBusy;
+    this.send.disabled = isBusy;
+    this.toAllLabel.hidden = this.now.branches.length < 2;
+  }
 }

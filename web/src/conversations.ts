@@ -1,39 +1,114 @@
-// Conversations, kept in this browser alone.
+// Conversations, kept in this browser alone. Each is a tree of messages: an answer that was made
+// again and a question that was put otherwise stand beside what was there before. Its branches are
+// the ways through the tree that are shown side by side, each told by its last message.
+
+export interface Call {
+  id: string;
+  name: string;
+  arguments: string;
+}
 
 export interface Message {
-  role: "user" | "assistant";
+  id: string;
+  parent: string | null;
+  role: "user" | "assistant" | "tool";
   content: string;
   reasoning?: string;
+  calls?: Call[]; // that the model makes
+  call?: string; // of a result: the id of its call
   note?: string; // how it ended, if not by itself
+  usage?: string; // what it took, in words
 }
 
 export interface Conversation {
   id: string;
   title: string;
   system: string;
+  tools: string; // JSON as it was typed
+  schema: string;
   messages: Message[];
+  branches: (string | null)[];
 }
 
 const NAME = "quire.conversations";
 const MOST_TITLE = 48;
+export const MOST_BRANCHES = 4; // side by side
+
+function newId(): string {
+  return crypto.getRandomValues(new Uint32Array(2)).join("-");
+}
+
+export function begin(like?: Conversation): Conversation {
+  const { system = "", tools = "", schema = "" } = like ?? {};
+  return { id: newId(), title: "", system, tools, schema, messages: [], branches: [null] };
+}
+
+/** Add a message behind another one. */
+export function add(to: Conversation, parent: string | null, message: Omit<Message, "id" | "parent">): Message {
+  const added = { ...message, id: newId(), parent };
+  to.messages.push(added);
+  return added;
+}
+
+/** Return the messages from the first one to this one. */
+export function pathTo(leaf: string | null, of: Conversation): Message[] {
+  const known = new Map(of.messages.map((message) => [message.id, message]));
+  const path: Message[] = [];
+  for (let at = known.get(leaf ?? ""); at && path.length < known.size; at = known.get(at.parent ?? "")) path.unshift(at);
+  return path;
+}
+
+/** Return what stands in the same place: the message and others behind the same one. */
+export function versionsOf(message: Message, of: Conversation): Message[] {
+  return of.messages.filter((one) => one.parent === message.parent && one.role === message.role && one.call === message.call);
+}
+
+/** Follow the newest messages behind one to the end. */
+export function endOf(message: Message, of: Conversation): string {
+  const next = of.messages.filter((one) => one.parent === message.id).at(-1);
+  return next ? endOf(next, of) : message.id;
+}
+
+/** Tell how many messages all paths begin with. */
+export function numShared(paths: Message[][]): number {
+  const [first = [], ...others] = paths;
+  const differs = first.findIndex((message, i) => others.some((path) => path[i]?.id !== message.id));
+  return differs < 0 ? Math.min(...paths.map((path) => path.length)) : differs;
+}
+
+export function titleOf(conversation: Conversation): string {
+  const text = conversation.title || conversation.messages[0]?.content.slice(0, 200).replace(/\s+/g, " ").trim() || "New conversation";
+  return text.length > MOST_TITLE ? `${text.slice(0, MOST_TITLE)}…` : text;
+}
+
+// ---- kept -----------------------------------------------------------------------------------------
 
 /** Return what is kept, newest first; nothing if it cannot be read. */
 export function load(): Conversation[] {
   try {
     const found: unknown = JSON.parse(localStorage.getItem(NAME) ?? "[]");
-    return Array.isArray(found) ? found.filter(isConversation) : [];
+    return Array.isArray(found) ? found.flatMap(read) : [];
   } catch {
     return [];
   }
 }
 
-function isConversation(value: unknown): value is Conversation {
-  const one = value as Conversation | null;
-  return typeof one?.id === "string" && typeof one.title === "string" && Array.isArray(one.messages)
-    && one.messages.every((message) => typeof message.content === "string");
+/** Read what an earlier page, or this one, has kept; nothing of what is not a conversation. */
+function read(value: unknown): Conversation[] {
+  const one = value as Partial<Conversation> | null;
+  if (typeof one?.id !== "string" || !Array.isArray(one.messages)) return [];
+  if (!one.messages.every((message) => typeof message?.content === "string")) return [];
+  let before: string | null = null; // earlier pages kept a list
+  const messages = one.messages.map((message) => {
+    const whole: Message = { ...message, id: message.id ?? newId(), parent: message.parent === undefined ? before : message.parent };
+    before = whole.id;
+    return whole;
+  });
+  const branches = Array.isArray(one.branches) && one.branches.length ? one.branches.slice(0, MOST_BRANCHES) : [before];
+  return [{ ...begin(), ...one, messages, branches } as Conversation];
 }
 
-/** Keep them; those that the browser has no room for go, oldest first. False if none fits. */
+/** Keep them; those that the browser has no room for go, oldest first. False if one had to go. */
 export function save(all: Conversation[]): boolean {
   for (let num = all.length; num >= 0; num--) {
     try {
@@ -44,18 +119,4 @@ export function save(all: Conversation[]): boolean {
     }
   }
   return false;
-}
-
-export function begin(system = ""): Conversation {
-  return { id: crypto.getRandomValues(new Uint32Array(2)).join("-"), title: "", system, messages: [] };
-}
-
-/** Copy a conversation up to a message, to go on from there in another way. */
-export function branch(from: Conversation, num: number): Conversation {
-  return { ...begin(from.system), title: from.title, messages: from.messages.slice(0, num).map((one) => ({ ...one })) };
-}
-
-export function titleOf(conversation: Conversation): string {
-  const text = conversation.title || conversation.messages[0]?.content.slice(0, 200).replace(/\s+/g, " ").trim() || "New conversation";
-  return text.length > MOST_TITLE ? `${text.slice(0, MOST_TITLE)}…` : text;
 }

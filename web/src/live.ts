@@ -26,6 +26,21 @@ export interface Waiting {
   reason: string;
 }
 
+/** A prefix that is pinned. */
+export interface Pinned {
+  id: string;
+  num_tokens: number;
+  num_blocks: number;
+  num_hits: number;
+}
+
+/** Blocks of host memory. */
+export interface Host {
+  num_blocks: number;
+  num_swapped: number;
+  num_cached: number;
+}
+
 export interface Step {
   step: number;
   at_s: number;
@@ -56,18 +71,26 @@ export interface Snapshot {
   num_rows: number;
   groups: Group[];
   running: Running[];
+  num_running: number;
   waiting: Waiting[];
   num_waiting: number;
+  pinned: Pinned[];
+  host: Host;
   steps: Step[];
+  events?: BlockEvent[];
+  counts?: Record<string, number>;
 }
 
-interface Difference {
+export interface Difference {
   type: "difference";
   at_s: number;
   groups?: Change[];
   running?: Running[];
+  num_running?: number;
   waiting?: Waiting[];
   num_waiting?: number;
+  pinned?: Pinned[];
+  host?: Host;
   steps?: Step[];
   events?: BlockEvent[];
   counts?: Record<string, number>;
@@ -175,8 +198,8 @@ export function apply(state: Snapshot, event: Difference): Update {
     blocks[change.group] = change.blocks;
   }
   state.at_s = event.at_s;
-  if (event.running) state.running = event.running;
-  if (event.waiting) state.waiting = event.waiting;
-  if (event.num_waiting !== undefined) state.num_waiting = event.num_waiting;
+  const { running, num_running, waiting, num_waiting, pinned, host } = event;
+  const changed = Object.entries({ running, num_running, waiting, num_waiting, pinned, host });
+  Object.assign(state, Object.fromEntries(changed.filter(([, value]) => value !== undefined)));
   return { state, blocks, events: event.events ?? [], counts: event.counts ?? {}, steps: event.steps ?? [] };
 }

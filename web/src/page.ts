@@ -4,12 +4,14 @@ import { ChatView } from "./chat";
 import { button, byId, field, make, say } from "./dom";
 import { EngineView } from "./engine";
 import { ServerError, askJson, health, key, messageOf, type Health } from "./server";
+import { themeSwitch } from "./theme";
 import { TokensView } from "./tokens";
 
 const NAMES = ["chat", "tokens", "engine"] as const;
 const HEALTH_MS = 3000;
 const WORDS: Record<Health, string> = { ready: "engine ready", "engine away": "engine away", "server away": "server away" };
 
+byId("key").before(themeSwitch());
 const model = byId<HTMLSelectElement>("model");
 const status = byId("status");
 /** What requests call the model; before it is known they name none, and get the one that there is. */
@@ -83,7 +85,7 @@ async function checkHealth(): Promise<void> {
 const keyInput = make("input", { type: "password", autocomplete: "off", name: "key" });
 const keyForm = make("form", { method: "dialog", onsubmit: () => { key.set(keyInput.value.trim()); void loadModels(); engine.show(false); look(); } },
   field("API key of this server", keyInput),
-  make("p", { class: "quiet" }, "It is kept until this tab is closed. The engine's view needs a key of --admin-api-key."),
+  make("p", { class: "quiet" }, "It is kept until this tab is closed. A key of --admin-api-key sees all requests, another one its own."),
   make("div", { class: "row" }, button("Cancel", () => keyDialog.close()), make("button", { class: "main" }, "Use it")));
 const keyDialog = make("dialog", { "aria-label": "API key" }, keyForm);
 document.body.append(keyDialog);

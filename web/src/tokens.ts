@@ -1,148 +1,127 @@
-// The Tokens view: a text token by token, each shaded by its probability, with what else might have been.
+// The Tokens view: what a model writes token by token, what else it might have been, and forks there.
 
 import { button, byId, field, make, say } from "./dom";
 import { Parameters } from "./parameters";
-import { events, isAbort, messageOf } from "./server";
+import { messageOf } from "./server";
+import { TokenRun, type Alternative, type Token } from "./token_run";
+import { TokenCard, percent, quoted } from "./token_text";
 
-const MOST_ALTERNATIVES = 8;
-const MOST_TOKENS = 4000; // that are shown
-
-interface Chunk {
-  choices: {
-    text: string;
-    finish_reason: string | null;
-    logprobs: { tokens: string[]; token_logprobs: (number | null)[]; top_logprobs: (Record<string, number> | null)[] | null } | null;
-  }[];
-}
-
-interface Token {
-  text: string;
-  logprob: number | null;
-  others: [text: string, logprob: number][];
-}
+const MOST_RUNS = 4; // side by side
 
 export class TokensView {
-  private readonly prompt = make("textarea", { rows: 4, dir: "auto" });
-  private readonly echo = make("input", { type: "checkbox" });
-  private readonly shown = make("div", { class: "token-text", role: "group", "aria-label": "Tokens; arrow keys move between them", dir: "auto" });
-  private readonly others = make("div", { class: "card others", "aria-live": "polite" });
-  private readonly summary = make("p", { class: "quiet", role: "status" });
+  private readonly prompt = make("textarea", { rows: 3, dir: "auto" });
+  private readonly columns = make("div", { class: "token-columns" });
+  private readonly others = make("aside", { class: "card others", "aria-label": "What else it might have been", "aria-live": "polite" });
   private readonly parameters = new Parameters("quire.tokens", { temperature: 0.7, max_tokens: 64 });
-  private readonly run = button("Write", () => void this.write(this.prompt.value), { class: "main" });
-  private readonly stop = button("Stop", () => this.control?.abort(), { hidden: true });
-  private tokens: Token[] = [];
-  private base = ""; // the prompt of what is shown, without what was echoed
-  private control: AbortController | null = null;
+  private readonly write = make("button", { class: "main" }, "Write");
+  private readonly stop = button("Stop", () => this.halt(), { hidden: true });
+  private cards: TokenCard[] = [];
+  private looked: { card: TokenCard; at: number } | null = null;
+  private num = 0;
 
   constructor(private readonly model: () => string | undefined) {
     this.prompt.value = "Once upon a time";
-    const echo = make("label", { class: "check" }, this.echo, " Show the prompt's own tokens, too");
-    byId("tokens").append(
-      make("div", { class: "card" }, field("Prompt, as it is", this.prompt), this.parameters.element, echo, make("div", { class: "row" }, this.summary, this.stop, this.run)),
-      make("div", { class: "token-view" }, this.shown, this.others),
+    const settings = make("details", {}, make("summary", {}, "Parameters"), this.parameters.element);
+    const row = make("div", { class: "row" }, make("span", { class: "quiet" }, "The text is given as it is, without a chat template."), this.stop, this.write);
+    const form = make("form", { class: "card prompt", onsubmit: (event) => { event.preventDefault(); this.begin(); } }, field("Prompt", this.prompt), settings, row);
+    byId("tokens").append(form, make("div", { class: "token-view" }, this.columns, this.others));
+    byId("tokens").addEventListener("keydown", (event) => event.key === "Escape" && this.escape());
+    this.clear();
+  }
+
+  private clear(): void {
+    this.looked = null;
+    this.others.replaceChildren(
+      make("h2", {}, "Each token, and what else it might have been"),
+      make("p", { class: "quiet" }, "The darker a token, the less probable it was. Point at one, or move to it with the arrow keys. Choosing an alternative forks there: the other text is written beside."),
+      make("div", { class: "scale", "aria-hidden": "true" }, make("span", {}, "certain"), make("i", {}), make("span", {}, "improbable")),
     );
-    this.others.append(make("p", { class: "quiet" }, "Point at a token, or move to it, to see what else the model thought of. Choosing one goes on from there."));
-    this.shown.addEventListener("keydown", (event) => this.press(event));
-    this.shown.addEventListener("pointerover", (event) => this.look(event.target));
-    this.shown.addEventListener("focusin", (event) => this.look(event.target));
-    byId("tokens").addEventListener("keydown", (event) => event.key === "Escape" && this.control?.abort());
+    if (!this.cards.length) this.columns.replaceChildren(make("p", { class: "card quiet empty" }, "Nothing is written yet."));
   }
 
-  /** Write on behind a prompt. kept: tokens before it that stay shown. */
-  private async write(prompt: string, kept: Token[] = []): Promise<void> {
-    this.control?.abort();
-    const control = (this.control = new AbortController());
+  private begin(): void {
+    this.halt();
+    this.cards = [];
+    this.num = 0;
+    this.clear();
+    this.columns.replaceChildren();
+    void this.run(this.prompt.value, [], null);
+  }
+
+  /** Write on behind a prompt and given tokens, in a card of its own. */
+  private async run(prompt: string, given: Token[], from: TokenRun | null, origin = ""): Promise<void> {
     say("");
-    if (!kept.length) this.base = this.echo.checked ? "" : prompt;
-    this.tokens = [];
-    this.shown.replaceChildren();
-    this.add(kept);
-    this.stop.hidden = false;
-    const body = { model: this.model(), prompt, stream: true, logprobs: MOST_ALTERNATIVES, echo: this.echo.checked && !kept.length, ...this.parameters.values };
-    try {
-      for await (const chunk of events<Chunk>("v1/completions", body, control.signal)) this.add(tokensOf(chunk));
-    } catch (error) {
-      if (!isAbort(error) && !control.signal.aborted) say(messageOf(error));
-    }
-    if (this.control !== control) return;
-    this.control = null;
-    this.stop.hidden = true;
-  }
-
-  private add(tokens: Token[]): void {
-    for (const token of tokens) {
-      if (this.tokens.length >= MOST_TOKENS) return;
-      const probability = token.logprob === null ? null : Math.exp(token.logprob);
-      const element = make("span", { class: "token", tabindex: this.tokens.length ? -1 : 0, role: "button", "data-at": this.tokens.length }, visible(token.text));
-      element.setAttribute("aria-label", `${token.text}, ${percent(probability)}`);
-      if (probability !== null) element.style.setProperty("--p", probability.toFixed(3));
-      else element.classList.add("given");
-      this.tokens.push(token);
-      this.shown.append(element);
-    }
-    const known = this.tokens.flatMap((token) => (token.logprob === null ? [] : [token.logprob]));
-    const mean = known.reduce((sum, one) => sum + one, 0) / known.length;
-    this.summary.textContent = known.length ? `${this.tokens.length} tokens, perplexity ${Math.exp(-mean).toFixed(2)}` : "";
-  }
-
-  private look(target: EventTarget | null): void {
-    const at = target instanceof HTMLElement ? Number(target.dataset["at"] ?? NaN) : NaN;
-    const token = this.tokens[at];
-    if (!token) return;
-    this.shown.querySelector(".looked")?.classList.remove("looked");
-    (target as HTMLElement).classList.add("looked");
-    const all = token.others.some(([text]) => text === token.text) || token.logprob === null ? token.others : [[token.text, token.logprob] as [string, number], ...token.others];
-    const rows = all.map(([text, logprob]) => {
-      const probability = Math.exp(logprob);
-      const meter = make("meter", { min: 0, max: 1, value: probability.toFixed(4) });
-      const choose = button(quoted(text), () => this.goOn(at, text), { class: text === token.text ? "link chosen" : "link", dir: "auto" });
-      return make("li", {}, choose, meter, make("span", { class: "number" }, percent(probability)));
+    const card = new TokenCard(`Branch ${++this.num}`, origin, {
+      look: (which, at) => this.look(which, at),
+      enter: () => this.others.querySelector<HTMLElement>("button")?.focus(),
+      close: (which) => this.close(which),
     });
-    this.others.replaceChildren(make("h2", {}, `Token ${at + 1}: `, make("bdi", {}, quoted(token.text))), rows.length ? make("ul", {}, ...rows) : make("p", { class: "quiet" }, "It was given."));
+    let num = 0;
+    const asked = { model: this.model(), values: this.parameters.values };
+    const run = new TokenRun(prompt, asked, given, from, (tokens) => {
+      card.add(tokens, num < given.length);
+      num += tokens.length;
+    });
+    card.run = run;
+    this.cards.push(card);
+    this.columns.append(card.element);
+    this.stop.hidden = false;
+    card.element.scrollIntoView({ block: "nearest", inline: "nearest" });
+    try {
+      await run.write();
+    } catch (error) {
+      say(messageOf(error));
+    }
+    card.tell();
+    this.stop.hidden = this.cards.every((one) => one.run.isOver);
   }
 
-  /** Take another token in the place of one, and write on behind it. */
-  private goOn(at: number, text: string): void {
-    const kept = this.tokens.slice(0, at);
-    const token = this.tokens[at];
+  private halt(): void {
+    for (const { run } of this.cards) run.stop();
+  }
+
+  /** Go back from the alternatives to their token; elsewhere, stop. */
+  private escape(): void {
+    if (this.looked && this.others.contains(document.activeElement)) this.looked.card.focus(this.looked.at);
+    else this.halt();
+  }
+
+  private close(card: TokenCard): void {
+    card.run.stop();
+    card.element.remove();
+    this.cards = this.cards.filter((one) => one !== card);
+    if (this.looked?.card === card || !this.cards.length) this.clear();
+  }
+
+  private look(card: TokenCard, at: number): void {
+    const token = card.run.tokens[at];
     if (!token) return;
-    const logprob = token.others.find(([other]) => other === text)?.[1] ?? token.logprob;
-    const tokens = [...kept, { text, logprob, others: token.others }];
-    void this.write(this.base + tokens.map((one) => one.text).join(""), tokens);
+    this.looked?.card.mark(-1);
+    card.mark(at);
+    this.looked = { card, at };
+    const own: Alternative[] = token.logprob === null || token.others.some(({ text }) => text === token.text) ? [] : [{ text: token.text, id: token.id, logprob: token.logprob }];
+    const rows = [...own, ...token.others].map((other) => {
+      const probability = Math.exp(other.logprob);
+      const isIt = other.text === token.text;
+      const choose = button(quoted(other.text), () => this.fork(card, at, other), { class: isIt ? "link chosen" : "link", dir: "auto", title: isIt ? "Fork here, and write on anew behind it" : "Fork here with this one" });
+      const bar = make("i", { class: "bar" });
+      bar.style.setProperty("--p", probability.toFixed(4));
+      return make("li", {}, choose, bar, make("span", { class: "number" }, percent(probability)));
+    });
+    this.others.replaceChildren(
+      make("h2", {}, `Token ${at + 1}: `, make("bdi", { class: "code" }, quoted(token.text))),
+      make("ul", {}, ...rows),
+      make("p", { class: "quiet" }, this.cards.length < MOST_RUNS ? "Choose one to fork here with it." : `${MOST_RUNS} branches stand side by side; close one to fork again.`),
+    );
   }
 
-  private press(event: KeyboardEvent): void {
-    const now = document.activeElement;
-    if (!(now instanceof HTMLElement) || now.dataset["at"] === undefined) return;
-    const next = { ArrowRight: now.nextElementSibling, ArrowLeft: now.previousElementSibling, Home: this.shown.firstElementChild, End: this.shown.lastElementChild }[event.key];
-    if (event.key === "Enter") this.others.querySelector<HTMLElement>("button")?.focus();
-    else if (next instanceof HTMLElement) {
-      now.tabIndex = -1;
-      next.tabIndex = 0;
-      next.focus();
-    } else return;
-    event.preventDefault();
+  /** Fork a run at a token: what stands before it is shared, and another token goes in its place. */
+  private fork(card: TokenCard, at: number, other: Alternative): void {
+    if (this.cards.length >= MOST_RUNS) return;
+    const { run } = card;
+    const chosen: Token = { text: other.text, id: other.id, logprob: other.logprob, others: run.tokens[at]?.others ?? [] };
+    const given = [...run.tokens.slice(0, at), chosen];
+    const name = card.element.getAttribute("aria-label") ?? "";
+    void this.run(run.prompt, given, run, `${name.toLowerCase()}, other than it from token ${at + 1} on`);
   }
-}
-
-function tokensOf(chunk: Chunk): Token[] {
-  const found = chunk.choices[0]?.logprobs;
-  if (!found) return [];
-  return found.tokens.map((text, i) => {
-    const others = Object.entries(found.top_logprobs?.[i] ?? {}).sort((a, b) => b[1] - a[1]);
-    return { text, logprob: found.token_logprobs[i] ?? null, others };
-  });
-}
-
-function percent(probability: number | null): string {
-  return probability === null ? "given" : `${(100 * probability).toFixed(probability < 0.1 ? 2 : 1)} %`;
-}
-
-/** Show what has no width. */
-function visible(text: string): string {
-  return text === "" ? "∅" : text.replace(/\n/g, "↵\n");
-}
-
-function quoted(text: string): string {
-  return text === "" ? "(nothing)" : text.replace(/\n/g, "↵").replace(/^ | $/g, "␣");
 }

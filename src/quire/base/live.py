@@ -41,6 +41,7 @@ class RunningRow(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     num_preemptions: int
     num_blocks: int
+    tenant: str
 
 
 class WaitingRow(msgspec.Struct, frozen=True):
@@ -54,6 +55,26 @@ class WaitingRow(msgspec.Struct, frozen=True):
     is_swapped: bool
     arrival_s: float
     reason: str
+    tenant: str
+
+
+class PinnedRow(msgspec.Struct, frozen=True):
+    """A prefix that is pinned and computed. num_blocks: of the largest of its tables."""
+
+    id: str
+    num_tokens: int
+    num_blocks: int
+    num_hits: int
+    tenant: str
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """Blocks of host memory, over all cache groups. num_swapped: of sequences that gave way, or in
+    use by a plan; num_cached: evicted by the device and still known."""
+
+    num_blocks: int
+    num_swapped: int
+    num_cached: int
 
 
 REASONS = {
@@ -98,6 +119,8 @@ class LiveState(msgspec.Struct, frozen=True):
     running: list[RunningRow]
     waiting: list[WaitingRow]
     num_waiting: int
+    pinned: list[PinnedRow]
+    host: HostMemory
     num_rows: int
     block_size: int
     token_budget: int

@@ -25,7 +25,7 @@ logger = logging.getLogger("quire")
 # Modules of this room, in the order of the help.
 COMMANDS = (
     "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
-    "replay", "explain", "trace",
+    "replay", "explain", "trace", "playback",
 )  # fmt: skip
 LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 

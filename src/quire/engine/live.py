@@ -6,12 +6,13 @@ that gets the last one again. The next steps never wait for a reader.
 """
 
 from collections import Counter, deque
+from collections.abc import Iterator
 
 import numpy as np
 
 from quire.base.clock import Clock
 from quire.base.events import Event, Planned, Preempted, Stepped
-from quire.base.live import BlockEvent, LiveFrame, StepRow
+from quire.base.live import BlockEvent, LiveFrame, LiveState, StepRow
 from quire.base.plan import MoveKind, Plan
 from quire.engine.core import EngineCore
 
@@ -22,68 +23,37 @@ MOST_STEPS = 256  # that a frame tells
 MOST_EVENTS = 512
 
 
-class LiveFrames:
-    """The frames of one core. The numbers of frames, steps and events go up for ever; what was
-    counted begins anew when somebody begins to watch."""
+class LiveTally:
+    """What happened lately: steps, what befell blocks, and counts of it. The numbers of steps and
+    events go up for ever; what was counted begins anew with `begin`."""
 
-    def __init__(self, core: EngineCore, clock: Clock) -> None:
-        self._core, self._clock = core, clock
-        self._last: LiveFrame | None = None
-        self._number = self._event_number = 0
-        self._next_s = self._asked_s = 0.0
-        self._is_listening = False
-        self._begin()
+    def __init__(self) -> None:
+        self._event_number = 0
+        self.begin()
 
-    def _begin(self) -> None:
-        self._steps: deque[StepRow] = deque(maxlen=MOST_STEPS)
-        self._events: deque[BlockEvent] = deque(maxlen=MOST_EVENTS)
-        self._counts: Counter[str] = Counter()
+    def begin(self) -> None:
+        self.steps: deque[StepRow] = deque(maxlen=MOST_STEPS)
+        self.events: deque[BlockEvent] = deque(maxlen=MOST_EVENTS)
+        self.counts: Counter[str] = Counter()
         self._planned: dict[int, tuple[int, int]] = {}  # step -> tokens: of prompts, of decoding
 
-    @property
-    def is_listening(self) -> bool:
-        """Whether somebody watches, as far as is known."""
-        return self._is_listening
-
-    def frame(self) -> LiveFrame:
-        """Return what is now, or the last frame if it is too early for another."""
-        now = self._clock.now()
-        self._asked_s = now
-        if not self._is_listening:
-            self._begin()
-            self._core.publish()  # what happened before is not for who begins to watch
-            self._core.subscribe(self)
-            self._is_listening = True
-            self._last = None
-        if self._last is not None and now < self._next_s:
-            return self._last
-        self._core.publish()
-        self._last = self._make(now)
-        self._next_s = now + max(FRAME_S, ONE_IN * (self._clock.now() - now))
-        return self._last
-
-    def __call__(self, event: Event) -> None:
-        if event.at_s - self._asked_s > IDLE_S:
-            self._core.unsubscribe(self)
-            self._is_listening = False
-        elif isinstance(event, Planned) and event.plan is not None:
-            self._take_plan(event.plan)
+    def take(self, event: Event, block_size: int) -> None:
+        if isinstance(event, Planned) and event.plan is not None:
+            self._take_plan(event.plan, block_size)
         elif isinstance(event, Stepped):
             prefill, decode = self._planned.pop(event.step_id, (0, event.num_tokens))
             num_sampled = len(event.rows) + event.num_accepted
-            self._steps.append(
+            self.steps.append(
                 StepRow(event.step_id, event.at_s, prefill, decode, num_sampled, event.duration_s)
             )
         elif isinstance(event, Preempted):
-            self._counts["preemption"] += 1
+            self.counts["preemption"] += 1
 
-    def _make(self, now: float) -> LiveFrame:
-        self._number += 1
-        state = self._core.scheduler.live_state()
-        counts = dict(self._counts) | {"eviction": state.num_evicted}
-        return LiveFrame(self._number, now, state, [*self._steps], [*self._events], counts)
+    def frame(self, number: int, now: float, state: LiveState) -> LiveFrame:
+        counts = dict(self.counts) | {"eviction": state.num_evicted}
+        return LiveFrame(number, now, state, [*self.steps], [*self.events], counts)
 
-    def _take_plan(self, plan: Plan) -> None:
+    def _take_plan(self, plan: Plan, block_size: int) -> None:
         own = plan.num_tokens - plan.num_drafts
         prefill = int(own[own > 1].sum())
         self._planned[plan.step_id] = prefill, plan.num_scheduled_tokens - prefill
@@ -98,21 +68,62 @@ class LiveFrames:
                 loaded |= {(move.group, block) for block in blocks}
         for start in plan.started:
             if start.num_computed_tokens:
-                self._tell_hits(plan, start.row, start.num_computed_tokens, loaded)
-
-    def _tell_hits(
-        self, plan: Plan, row: int, num_tokens: int, loaded: set[tuple[int, int]]
-    ) -> None:
-        """Tell of the blocks that a row begins with and that were there."""
-        writes = plan.block_writes
-        size = self._core.scheduler.memory.block_size
-        mine = (writes.row == row) & (writes.index < num_tokens // size) & (writes.block_id >= 0)
-        for group in np.unique(writes.group[mine]).tolist():
-            blocks = writes.block_id[mine & (writes.group == group)].tolist()
-            self._tell("hit", group, [b for b in blocks if (group, b) not in loaded])
+                mine = _hits(plan, start.row, start.num_computed_tokens // block_size)
+                for group, blocks in mine:
+                    self._tell("hit", group, [b for b in blocks if (group, b) not in loaded])
 
     def _tell(self, kind: str, group: int, blocks: list[int]) -> None:
-        self._counts[kind] += len(blocks)
+        self.counts[kind] += len(blocks)
         for block in blocks:
             self._event_number += 1
-            self._events.append(BlockEvent(self._event_number, kind, group, block))
+            self.events.append(BlockEvent(self._event_number, kind, group, block))
+
+
+def _hits(plan: Plan, row: int, num_blocks: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield, by cache group, the blocks that a row begins with."""
+    writes = plan.block_writes
+    mine = (writes.row == row) & (writes.index < num_blocks) & (writes.block_id >= 0)
+    for group in np.unique(writes.group[mine]).tolist():
+        yield group, writes.block_id[mine & (writes.group == group)].tolist()
+
+
+class LiveFrames:
+    """The frames of one core."""
+
+    def __init__(self, core: EngineCore, clock: Clock) -> None:
+        self._core, self._clock = core, clock
+        self._tally = LiveTally()
+        self._last: LiveFrame | None = None
+        self._number = 0
+        self._next_s = self._asked_s = 0.0
+        self._is_listening = False
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether somebody watches, as far as is known."""
+        return self._is_listening
+
+    def frame(self) -> LiveFrame:
+        """Return what is now, or the last frame if it is too early for another."""
+        now = self._clock.now()
+        self._asked_s = now
+        if not self._is_listening:
+            self._tally.begin()
+            self._core.publish()  # what happened before is not for who begins to watch
+            self._core.subscribe(self)
+            self._is_listening = True
+            self._last = None
+        if self._last is not None and now < self._next_s:
+            return self._last
+        self._core.publish()
+        self._number += 1
+        self._last = self._tally.frame(self._number, now, self._core.scheduler.live_state())
+        self._next_s = now + max(FRAME_S, ONE_IN * (self._clock.now() - now))
+        return self._last
+
+    def __call__(self, event: Event) -> None:
+        if event.at_s - self._asked_s > IDLE_S:
+            self._core.unsubscribe(self)
+            self._is_listening = False
+        else:
+            self._tally.take(event, self._core.scheduler.memory.block_size)

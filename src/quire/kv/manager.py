@@ -125,6 +125,16 @@ class KVManager:
         """How often a block of the device has lost its name."""
         return sum(pool.num_unindexed for pool in self.pools)
 
+    def host_occupancy(self) -> tuple[int, int, int]:
+        """Count the blocks of host memory, over all groups: all, those that are held, and those
+        that nobody holds and the tier's index knows."""
+        pools = self.host_pools
+        return (
+            sum(pool.num_blocks for pool in pools),
+            sum(pool.num_used for pool in pools),
+            sum(pool.num_cached for pool in pools),
+        )
+
     def occupancy(self, g: int) -> tuple[list[int], list[int]]:
         """Return the reference counts of a group's blocks, and which of them the index names."""
         return self.pools[g].all_refs(), self.pools[g].indexed_blocks()

@@ -52,6 +52,11 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds, and the index knows."""
+        return len(self._unused)
+
+    @property
     def num_indexed(self) -> int:
         return len(self._index)
 

@@ -14,11 +14,13 @@ from quire.base.live import (
     PINNED,
     USED,
     BlockMap,
+    HostMemory,
     LiveState,
+    PinnedRow,
     RunningRow,
     WaitingRow,
 )
-from quire.kv.manager import KVBlocks
+from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.kv.table import NULL
 from quire.scheduler.admission import Admission
 from quire.scheduler.lifecycle import Lifecycle
@@ -43,6 +45,8 @@ def live_state(rows: Rows, memory: Memory, lifecycle: Lifecycle, admission: Admi
             for i, sequence in enumerate(told)
         ],
         num_waiting=len(queue) + len(parked),
+        pinned=_pinned(memory),
+        host=HostMemory(*memory.kv.host_occupancy()),
         num_rows=rows.table.num_rows,
         block_size=memory.block_size,
         token_budget=admission.token_budget,
@@ -78,6 +82,24 @@ def _held(blocks: list[int]) -> Int64:
     return np.array([block for block in blocks if block != NULL], np.int64)
 
 
+def _pinned(memory: Memory) -> list[PinnedRow]:
+    return [
+        PinnedRow(
+            pin.request.request_id,
+            pin.num_tokens,
+            _num_blocks(pin.blocks),
+            pin.num_hits,
+            pin.request.tenant,
+        )
+        for pin in memory.pinned.ready
+        if pin.blocks is not None
+    ]
+
+
+def _num_blocks(blocks: SequenceBlocks) -> int:
+    return max(len(table.live_blocks) for table in blocks.tables)
+
+
 def _running(sequence: Sequence) -> RunningRow:
     return RunningRow(
         sequence.request.request_id,
@@ -89,7 +111,8 @@ def _running(sequence: Sequence) -> RunningRow:
         sequence.limit,
         max(0, sequence.num_cached_tokens),
         sequence.num_preemptions,
-        max(len(table.live_blocks) for table in sequence.blocks.tables),
+        _num_blocks(sequence.blocks),
+        sequence.request.tenant,
     )
 
 
@@ -103,6 +126,7 @@ def _waiting(sequence: Sequence, reason: str) -> WaitingRow:
         sequence.host_blocks is not None,
         sequence.arrival_s,
         reason,
+        sequence.request.tenant,
     )
 
 

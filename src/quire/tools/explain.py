@@ -6,33 +6,40 @@ from quire.base.errors import ConfigError
 from quire.engine.frames import State
 from quire.engine.recording import Segment
 from quire.engine.timeline import Timelines
-from quire.scheduler.decisions import SchedulerView
+from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
 MOST_REQUESTS = 1_000_000  # of a recording
 
 
+class Listener:
+    """Hears a replay (`replay_all`'s show). timelines: None before its first call."""
+
+    def __init__(self) -> None:
+        self.timelines: Timelines | None = None
+        self._last: Segment | None = None
+
+    def __call__(self, segment: Segment, step: Step, _: Scheduler) -> None:
+        if self._last is not segment:
+            if self.timelines is None or not segment.follows:
+                scheduler = restored(segment)
+                begun = Timelines.of(scheduler.view(), scheduler.requests(), MOST_REQUESTS)
+                if self.timelines is not None:  # after a gap: what ended before it is still known
+                    begun.ended = self.timelines.ended
+                self.timelines = begun
+            self._last = segment
+        assert self.timelines is not None
+        for event in step.events:
+            self.timelines(event)
+
+
 def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
     """Return the time lines, and what a reader must know of the recording. Raises ConfigError for a
     whole one in which nothing happened."""
-    lines: list[Timelines] = []
-    last: list[Segment] = []
-
-    def show(segment: Segment, step: Step, _: SchedulerView) -> None:
-        if not last or last[-1] is not segment:
-            if not last or not segment.follows:
-                scheduler = restored(segment)
-                begun = Timelines.of(scheduler.view(), scheduler.requests(), MOST_REQUESTS)
-                if lines:  # after a gap: what ended before it is still known
-                    begun.ended = lines[-1].ended
-                lines.append(begun)
-            last.append(segment)
-            del last[:-1]
-        for event in step.events:
-            lines[-1](event)
-
-    outcome = replay_all(segments, show)
-    if not lines and outcome.state is State.WHOLE and outcome.difference is None:
+    listener = Listener()
+    outcome = replay_all(segments, listener)
+    whole = outcome.state is State.WHOLE and outcome.difference is None
+    if listener.timelines is None and whole:
         raise ConfigError("nothing happened in this recording.")
     outcome.note_difference()
-    return lines[-1] if lines else Timelines(0, 1), outcome
+    return listener.timelines or Timelines(0, 1), outcome

@@ -41,7 +41,7 @@ from quire.engine.recording import Segment
 from quire.engine.redact import Redaction
 from quire.kv.manager import KVManager
 from quire.scheduler.block_naming import Digester, Named, digest_blocks
-from quire.scheduler.decisions import Decisions, SchedulerView
+from quire.scheduler.decisions import Decisions
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -164,7 +164,7 @@ class RecordedDigests:
         return self._waiting[0] if self._waiting else (-1, [])
 
 
-Show = Callable[[Segment, Step, SchedulerView], None]
+Show = Callable[[Segment, Step, Scheduler], None]
 
 
 def replay_all(
@@ -199,7 +199,7 @@ def _replay_one(run: "_Replay", outcome: Outcome, show: Show | None) -> None:
         outcome.num_steps += step.plan is not None
         outcome.num_requests += step.call.kind == ADD and not step.call.is_refused
         if show is not None:
-            show(run.segment, step, run.scheduler.view())
+            show(run.segment, step, run.scheduler)
         if step.difference is not None:
             outcome.difference = step.difference
 

@@ -19,6 +19,7 @@ from quire.base.plan import Plan
 from quire.engine.calls import UPDATE
 from quire.engine.recording import Segment, read_recording
 from quire.scheduler.decisions import RequestView, SchedulerView
+from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
 STEPS, ROWS, WAITING = 1, 2, 3
@@ -156,13 +157,13 @@ def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> lis
     trace = Trace()
     state: dict[str, Any] = {"path": None}
 
-    def show(segment: Segment, step: Step, view: SchedulerView) -> None:
+    def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
         if state["path"] != segment.path:
             if state["path"] is None or not segment.follows:
-                scheduler, now = restored(segment), segment.header["now_s"]
-                trace.begin(scheduler.view().plans, scheduler.requests(), now)
+                begun, now = restored(segment), segment.header["now_s"]
+                trace.begin(begun.view().plans, begun.requests(), now)
             state["path"] = segment.path
-        trace.take(step, view)
+        trace.take(step, scheduler.view())
 
     replay_all(segments, show, outcome).note_difference()
     trace.end()

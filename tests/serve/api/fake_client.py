@@ -128,6 +128,8 @@ class FakeClient:
     def hold(self, after_steps: int = 0) -> None:
         """No step is taken from now on, or after so many more."""
         self._steps_left = after_steps
+        if after_steps:
+            self._call(lambda: self._go.set())
 
     def release(self) -> None:
         """Steps go on."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -14,7 +15,8 @@ from quire.engine.live import LiveFrames
 from quire.serve.api import live
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from quire.serve.api.live import difference, live_events, snapshot
+from quire.serve.api.live import live_events
+from quire.serve.api.live_events import difference, snapshot
 from tests.scheduler.watched import blocks_of, random_run
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.fake_client import FakeClient, live_over_the_wire
@@ -68,6 +70,10 @@ def test_snapshot_and_differences_are_the_true_state(every: int) -> None:
             s.request.request_id for s in bench.scheduler.rows.sequences()
         ]
         assert len(viewer.known["waiting"]) == len(frame.state.waiting)
+        pinned = [pin.request.request_id for pin in bench.scheduler.memory.pinned.ready]
+        assert [row["id"] for row in viewer.known["pinned"]] == pinned
+        host = bench.kv.host_pools
+        assert viewer.known["host"]["num_swapped"] == sum(pool.num_used for pool in host)
     assert told is not None
     moves = sum(len(m.source) for plan in bench.plans[1:] for m in plan.moves)
     kinds = ("copy", "swap_out", "load")
@@ -137,16 +143,51 @@ def test_frames_that_were_not_made_are_not_sent(
     assert len(asked) == 20
 
 
-def test_it_is_for_the_admin_alone(make_context: MakeContext) -> None:
+def test_each_key_is_told_of_its_own_requests_alone() -> None:
+    """Of others there are blocks in colours and numbers, and no id."""
+    *_, bench = random_run(21, 20, preemption_mode="swap", max_num_seqs=3)
+    for i in range(6):
+        whose = "mine" if i % 2 else "theirs"
+        bench.add(f"{whose} {i}", list(range(9 + i)), 20, tenant=f"key {i % 2}")
+    bench.step()
+    frames = LiveFrames(bench.core, bench.clock)
+    first = live_over_the_wire(frames.frame())
+    bench.clock.advance(1.0)
+    bench.step()
+    second = live_over_the_wire(frames.frame())
+    events = [snapshot(first, "key 1"), difference(first, second, "key 1")]
+    text = msgspec.json.encode(events).decode()
+    assert "mine 1" in text
+    others = [f"theirs {i}" for i in (0, 2, 4)] + [f"r{i}" for i in range(20)] + ["key 0", "key 1"]
+    assert not [name for name in others if f'"{name}"' in text]
+    viewer = Viewer()
+    viewer.take(events[0])
+    viewer.take({"type": "difference"} | events[1])
+    assert viewer.blocks(0) == blocks_of(bench, 0)
+    told = viewer.known["running"] + viewer.known["waiting"]
+    assert {row["id"] for row in told} == {"mine 1", "mine 3", "mine 5"}
+    assert viewer.known["num_running"] + viewer.known["num_waiting"] > len(told)
+
+
+@pytest.mark.parametrize(("key", "tenant"), [("one", "key 1"), ("boss", None)])
+def test_whom_it_is_for(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch, key: str, tenant: str | None
+) -> None:
     context = make_context(api_key=KEYS, admin_api_key=KEYS[1:])
     context.draining = True  # the stream ends at once
+    asked: list[str | None] = []
+
+    def watched(api: ApiContext, core: int, whose: str | None) -> AsyncGenerator[bytes, None]:
+        asked.append(whose)
+        return live_events(api, core, whose)
+
+    monkeypatch.setattr(live, "live_events", watched)
     with TestClient(create_app(context)) as api:
         path = "/v1/engine/live"
         assert api.get(path).status_code == 401
-        refused = api.get(path, headers={"Authorization": "Bearer one"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_an_admin")
-        boss = api.get(path, headers={"Authorization": "Bearer boss"})
-        assert (boss.status_code, events_of(boss.text)) == (200, ["[DONE]"])
+        found = api.get(path, headers={"Authorization": f"Bearer {key}"})
+        assert (found.status_code, events_of(found.text)) == (200, ["[DONE]"])
+    assert asked == [tenant]
 
 
 def test_a_core_that_is_not_there(api: TestClient) -> None:

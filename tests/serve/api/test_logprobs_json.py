@@ -220,3 +220,20 @@ def test_logprobs_of_named_tokens(openai_client: openai.OpenAI) -> None:
         assert others == [each for each in ids if each != entry.token] + (
             [entry.token] if entry.token in ids else []
         )
+
+
+def test_ids_of_the_best_stand_under_the_same_names(server_url: str) -> None:
+    """Names may be shared by tokens: who goes on with one of these needs its id."""
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 5}
+    assert "top_token_ids" not in post(server_url, body)["choices"][0]["logprobs"]
+    choice = post(server_url, body | {"return_token_ids": True})["choices"][0]
+    found = choice["logprobs"]
+    for name, token_id, top, ids in zip(
+        found["tokens"],
+        choice["token_ids"],
+        found["top_logprobs"],
+        found["top_token_ids"],
+        strict=True,
+    ):
+        assert top.keys() == ids.keys() and ids[name] == token_id
+        assert len(set(ids.values())) == 5

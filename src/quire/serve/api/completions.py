@@ -137,7 +137,8 @@ class CompletionChoice:
         self._begun = False
         self._logprobs = None
         if body.logprobs is not None or body.num_named:
-            self._logprobs = LegacyLogprobs(names, 0 if body.num_named else body.logprobs or 0)
+            num_top = 0 if body.num_named else body.logprobs or 0
+            self._logprobs = LegacyLogprobs(names, num_top, bool(body.return_token_ids))
         # Everything that makes a chunk worth sending although it has no text
         self._always = (
             self._logprobs is not None or body.return_token_ids or body.wants_running_usage

@@ -41,11 +41,13 @@ class TokenNames:
 
 
 class LegacyLogprobs:
-    """The format of completions: parallel lists. Offsets run on from block to block."""
+    """The format of completions: parallel lists. Offsets run on from block to block. with_ids: tell
+    also the ids of the best, by the names under which they are shown."""
 
-    def __init__(self, names: TokenNames, num_top: int) -> None:
+    def __init__(self, names: TokenNames, num_top: int, with_ids: bool = False) -> None:
         self._names = names
         self._num_top = num_top
+        self._with_ids = with_ids
         self._offset = 0
 
     def block(self, token_ids: Sequence[int], positions: Iterable[Position]) -> dict[str, Any]:
@@ -54,13 +56,16 @@ class LegacyLogprobs:
         tokens: list[str] = []
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
+        ids: list[dict[str, int] | None] = []
         offsets: list[int] = []
         for token_id, position in zip(token_ids, positions, strict=False):
             found = None if position is None else position[token_id]
             text = self._names.text(token_id, found)
             tokens.append(text)
             chosen.append(None if found is None else shown(found))
-            tops.append(None if position is None else self._top(position))
+            best = None if position is None else self._top(position)
+            tops.append(None if best is None else {name: shown(best[name][1]) for name in best})
+            ids.append(None if best is None else {name: best[name][0] for name in best})
             offsets.append(self._offset)
             self._offset += len(text)
         return {
@@ -68,17 +73,18 @@ class LegacyLogprobs:
             "token_logprobs": chosen,
             "top_logprobs": tops,
             "text_offset": offsets,
+            **({"top_token_ids": ids} if self._with_ids else {}),
         }
 
-    def _top(self, position: dict[int, Logprob]) -> dict[str, float]:
+    def _top(self, position: dict[int, Logprob]) -> dict[str, tuple[int, Logprob]]:
         """Return the best by text; where two tokens have the same, the later one is shown by its
         id."""
-        found: dict[str, float] = {}
+        found: dict[str, tuple[int, Logprob]] = {}
         for place, (token_id, logprob) in enumerate(position.items()):
             if place and not _is_wanted(logprob, self._num_top):
                 continue
             text = self._names.text(token_id, logprob)
-            found[f"token_id:{token_id}" if text in found else text] = shown(logprob)
+            found[f"token_id:{token_id}" if text in found else text] = token_id, logprob
         return found
 
 

@@ -18,7 +18,7 @@ from quire.base.messages import Control, GrammarReady, MeasuredRates, Request
 from quire.base.plan import Plan
 from quire.engine.calls import ADD, CONTROL, SCHEDULE, UPDATE
 from quire.engine.recording import Segment, read_recording
-from quire.scheduler.decisions import SchedulerView
+from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 from quire.tools.simulate.arrivals import STOP, Arrival, Message, token_ids_of
 from quire.tools.simulate.fitting import Fitted, Measured, fit_steps
@@ -125,13 +125,13 @@ def read_recorded(path: Path) -> Recorded:
     by_arrival: dict[int, RecordedRequest] = {}
     num_arrivals = 0
 
-    def show(segment: Segment, step: Step, view: SchedulerView) -> None:
+    def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
         nonlocal num_arrivals
         if not found:
             settings = segment.header["settings"]
             depth = settings.get("pipeline_depth") or 1
             has_tokens = bool(segment.header["has_tokens"])
-            found.append(Recorded(has_tokens, view.block_size, depth, first=segment))
+            found.append(Recorded(has_tokens, scheduler.memory.block_size, depth, first=segment))
         recorded, call = found[0], step.call
         if call.kind == ADD and not call.is_refused:
             request = RecordedRequest(call.now, call.value)

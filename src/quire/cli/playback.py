@@ -1,0 +1,49 @@
+"""`quire playback FILE --output frames.jsonl.gz`: a recording to be played on the page at /."""
+
+import argparse
+import math
+from pathlib import Path
+
+from quire.base.errors import ConfigError
+from quire.cli.recordings import EPILOG, tell
+
+EVERY_S = 0.1
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "playback",
+        usage="quire playback FILE --output frames.jsonl.gz [--every SECONDS]",
+        help="make frames of a recording, for the page to play",
+        description="Replay a recording and write what the page at / would have shown: every KV"
+        " block, who ran, who waited and why. Open the file on the page (Engine, Open a"
+        " recording); it stays in the browser.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, required=True,
+        help="JSON lines to write; packed if the name ends in .gz",
+    )  # fmt: skip
+    parser.add_argument(
+        "--every", metavar="SECONDS", type=float, default=EVERY_S,
+        help=f"of recorded time between two frames at least (default {EVERY_S}); 0: each step",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status, which tells of a recording that is not whole."""
+    from quire.tools.playback import write_playback
+    from quire.tools.replay import Outcome
+
+    if not (math.isfinite(arguments.every) and arguments.every >= 0):
+        raise ConfigError(f"--every must be a number of seconds from 0, got {arguments.every}.")
+    outcome = Outcome()
+    num_frames = write_playback(arguments.file, arguments.output, arguments.every, outcome)
+    print(
+        f"{num_frames:,} frames in {arguments.output}; open it on the page of a quire server"
+        " (Engine, Open a recording)"
+    )
+    return tell(outcome)

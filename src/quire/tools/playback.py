@@ -1,0 +1,129 @@
+"""A recording as the frames that `GET /v1/engine/live` would have sent, for the page to play.
+
+    {"type": "snapshot", ...}      a whole frame: first, after a gap, and each KEY_FRAMES frames, so
+                                   that a player finds its place without reading from the start
+    {"type": "difference", ...}    what changed since the frame before
+    {"type": "stories", "requests": {id: lines}}     the last line: what happened to each request
+
+One line of JSON each. The recording is replayed: the production scheduler makes the same plans once
+more, so the frames are what was, to the block. Times are the core's clock, in seconds.
+"""
+
+import contextlib
+import gzip
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, cast
+
+import msgspec
+
+from quire.base.errors import ConfigError
+from quire.base.live import LiveFrame
+from quire.engine.live import MOST_STEPS, LiveTally
+from quire.engine.recording import Segment, read_recording
+from quire.engine.timeline import Timeline, Timelines, in_words
+from quire.scheduler.scheduler import Scheduler
+from quire.serve.api.live_events import Json, difference, head, is_another_core, snapshot
+from quire.tools.explain import Listener
+from quire.tools.replay import Outcome, Step, replay_all
+
+KEY_FRAMES = 200
+MOST_FRAMES = 200_000
+MOST_STORIES = 10_000
+
+
+class Playback:
+    """Hears a replay (`replay_all`'s show) and writes its frames. every_s: of recorded time, at
+    most one frame in this; 0: one for each step."""
+
+    def __init__(self, file: IO[bytes], every_s: float) -> None:
+        self.num_frames = 0
+        self._file, self._every_s = file, every_s
+        self._tally = LiveTally()
+        self._listener = Listener()
+        self._told: LiveFrame | None = None
+        self._last: tuple[Segment, float, Scheduler] | None = None  # that no frame was made of
+
+    def __call__(self, segment: Segment, step: Step, scheduler: Scheduler) -> None:
+        self._listener(segment, step, scheduler)
+        for event in step.events:
+            self._tally.take(event, scheduler.memory.block_size)
+        now = step.call.now
+        is_due = self._told is None or now - self._told.at_s >= self._every_s
+        is_many = self._told is not None and self._num_new_steps(self._told) >= MOST_STEPS // 2
+        if (is_due and step.plan is not None) or is_many:
+            self._write_frame(now, scheduler)
+            self._last = None
+        else:
+            self._last = segment, now, scheduler
+
+    def end(self) -> None:
+        """Write the last moment, and the stories."""
+        if self._last is not None:
+            self._write_frame(*self._last[1:])
+        if self._listener.timelines is not None:
+            self._write({"type": "stories", "requests": _stories(self._listener.timelines)})
+
+    def _num_new_steps(self, told: LiveFrame) -> int:
+        last = told.steps[-1].number if told.steps else -1
+        return self._tally.steps[-1].number - last if self._tally.steps else 0
+
+    def _write_frame(self, now: float, scheduler: Scheduler) -> None:
+        if self.num_frames >= MOST_FRAMES:
+            raise ConfigError(
+                f"the recording gives more than {MOST_FRAMES:,} frames; take fewer of them with a"
+                " larger --every, or one of its segments."
+            )
+        frame = self._tally.frame(self.num_frames + 1, now, scheduler.live_state())
+        told = self._told
+        if told is None or self.num_frames % KEY_FRAMES == 0 or is_another_core(told, frame):
+            event = snapshot(frame) | {"core": 0, "num_cores": 1}
+            event["steps"] = [] if told is None else difference(told, frame).get("steps", [])
+        else:
+            event = {"type": "difference", **head(frame), **difference(told, frame)}
+        self._write(event)
+        self._told = frame
+        self.num_frames += 1
+
+    def _write(self, event: Json) -> None:
+        self._file.write(msgspec.json.encode(event) + b"\n")
+
+
+def _stories(timelines: Timelines) -> dict[str, list[str]]:
+    lines = _lines(timelines)
+    return {line.request_id: in_words(line, timelines.block_size) for line in lines}
+
+
+def _lines(timelines: Timelines) -> Iterator[Timeline]:
+    yield from deque(timelines.ended.values(), MOST_STORIES)
+    yield from timelines.open.values()
+
+
+def write_playback(recording: Path, output: Path, every_s: float, outcome: Outcome) -> int:
+    """Write the file, packed if its name ends in .gz; return the number of frames. outcome: of the
+    replay, to be filled. Raises ConfigError."""
+    playback: Playback | None = None
+    try:
+        with _opened(output) as file:
+            playback = Playback(file, every_s)
+            replay_all(read_recording(recording), playback, outcome).note_difference()
+            playback.end()
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error
+    finally:
+        if playback is not None and not playback.num_frames:
+            output.unlink(missing_ok=True)
+    if not playback.num_frames:
+        raise ConfigError(f"nothing happened in the recording {recording}.")
+    return playback.num_frames
+
+
+@contextlib.contextmanager
+def _opened(output: Path) -> Iterator[IO[bytes]]:
+    with output.open("wb") as file:
+        if output.suffix != ".gz":
+            yield file
+            return
+        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
+            yield cast("IO[bytes]", packed)

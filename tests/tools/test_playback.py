@@ -1,0 +1,94 @@
+"""A recording gives the frames that a watcher would have seen, to the block, and its stories."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.engine.live import LiveTally
+from quire.engine.recording import read_recording
+from quire.engine.timeline import in_words
+from quire.serve.api.live_events import snapshot
+from quire.tools import playback
+from quire.tools.explain import timelines_of
+from quire.tools.playback import write_playback
+from quire.tools.replay import Outcome
+from tests.engine.recordings import Run
+from tests.serve.api.test_live import Viewer
+
+SAME = ("groups", "running", "num_running", "waiting", "num_waiting", "pinned", "host")
+
+
+def played(recording: Path, every_s: float = 0.0) -> list[dict[str, Any]]:
+    output = recording.with_suffix(".jsonl.gz")
+    outcome = Outcome()
+    num_frames = write_playback(recording, output, every_s, outcome)
+    assert outcome.difference is None
+    lines = [json.loads(line) for line in gzip.decompress(output.read_bytes()).splitlines()]
+    assert len(lines) == num_frames + 1 and lines[-1]["type"] == "stories"
+    return lines
+
+
+@pytest.mark.parametrize("num_steps", [1, 7, 20, 0])
+@pytest.mark.parametrize("key_frames", [1000, 3])
+def test_frames_add_up_to_what_was(
+    tmp_path: Path, num_steps: int, key_frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last frame of a recording that ends after some steps is the engine's own state then."""
+    monkeypatch.setattr(playback, "KEY_FRAMES", key_frames)
+    run = Run(tmp_path / "run", preemption_mode="swap", pipeline_depth=2)
+    run.ask("early", list(range(20)), 40)
+    run.step(3)
+    run.recorder.begin_segment()
+    if num_steps:
+        for i in range(4):
+            run.ask(f"later {i}", list(range(14 + i)), 20, n=1 + i % 2)
+        run.step(num_steps)
+        run.recorder.close()
+    else:
+        run.everything()
+    *frames, stories = played(tmp_path / "run")
+    viewer, step_ids = Viewer(), []
+    for frame in frames:
+        step_ids += [step["step"] for step in frame.get("steps", [])]
+        viewer.take(frame)
+    scheduler = run.core.scheduler
+    truth = snapshot(LiveTally().frame(1, 0.0, scheduler.live_state()))
+    truth = msgspec.json.decode(msgspec.json.encode(truth))
+    assert {name: viewer.known[name] for name in SAME} == {name: truth[name] for name in SAME}
+    assert step_ids == list(range(step_ids[-1] + 1)), "each step is told once"
+    lines = timelines_of(read_recording(tmp_path / "run"))[0]
+    every = [*lines.ended.values(), *lines.open.values()]
+    assert stories["requests"] == {
+        line.request_id: in_words(line, lines.block_size) for line in every
+    }
+    snapshots = [i for i, frame in enumerate(frames) if frame["type"] == "snapshot"]
+    assert snapshots == list(range(0, len(frames), key_frames))
+
+
+def test_frames_are_so_far_apart_as_asked(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.everything()
+    every_s = 0.005
+    *frames, _ = played(tmp_path / "run", every_s)
+    times = [frame["at_s"] for frame in frames]
+    apart = [after - before for before, after in zip(times, times[1:], strict=False)]
+    assert len(frames) > 4 and min(apart[:-1]) >= every_s - 1e-4
+    assert len(frames) < len(played(tmp_path / "run")) - 1
+
+
+def test_what_cannot_be_played(tmp_path: Path) -> None:
+    output = tmp_path / "frames.jsonl"
+    with pytest.raises(ConfigError, match="no recording"):
+        write_playback(tmp_path, output, 0.0, Outcome())
+    assert not output.exists()
+    run = Run(tmp_path / "run")
+    run.ask("one", list(range(20)), 4)
+    run.step(3)
+    run.recorder.close()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_playback(tmp_path / "run", tmp_path / "no" / "where", 0.0, Outcome())

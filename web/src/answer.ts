@@ -1,0 +1,94 @@
+// One answer of a chat, as it is streamed: what comes goes into its message and to who shows it.
+
+import type { Call, Message } from "./conversations";
+import { events, isAbort, messageOf } from "./server";
+
+interface CallPiece {
+  index: number;
+  id?: string;
+  function?: { name?: string; arguments?: string };
+}
+
+interface Usage {
+  prompt_tokens: number;
+  completion_tokens: number;
+  prompt_tokens_details?: { cached_tokens?: number };
+}
+
+interface Chunk {
+  choices: {
+    delta: { content?: string | null; reasoning_content?: string | null; reasoning?: string | null; tool_calls?: CallPiece[] };
+    finish_reason: string | null;
+  }[];
+  usage?: Usage;
+}
+
+/** Who shows an answer that grows. */
+export interface Shown {
+  grow(content: string): void;
+  think(reasoning: string): void;
+  call(calls: Call[]): void;
+}
+
+const ENDS = ["stop", "tool_calls"]; // that need no remark
+
+/** Fill a message from the server's stream. shown: asked for anew each time, as it may be drawn anew. Never throws: the message notes how it ended. */
+export async function follow(message: Message, body: object, signal: AbortSignal, shown: () => Shown | undefined): Promise<void> {
+  const since = performance.now();
+  let first = 0;
+  try {
+    for await (const chunk of events<Chunk>("v1/chat/completions", body, signal)) {
+      const choice = chunk.choices[0];
+      const { content, tool_calls: pieces } = choice?.delta ?? {};
+      const reasoning = choice?.delta.reasoning_content ?? choice?.delta.reasoning;
+      if (!first && (reasoning || content || pieces)) first = performance.now();
+      if (reasoning) {
+        message.reasoning = (message.reasoning ?? "") + reasoning;
+        shown()?.think(reasoning);
+      }
+      if (content) {
+        message.content += content;
+        shown()?.grow(content);
+      }
+      if (pieces) {
+        message.calls = taken(message.calls ?? [], pieces);
+        shown()?.call(message.calls);
+      }
+      if (choice?.finish_reason && !ENDS.includes(choice.finish_reason)) message.note = `ended: ${choice.finish_reason}`;
+      if (chunk.usage) message.usage = inWords(chunk.usage, since, first);
+    }
+  } catch (error) {
+    message.note = isAbort(error) || signal.aborted ? "stopped" : `broken off: ${messageOf(error)}`;
+  }
+}
+
+/** Put pieces of calls behind what is there. */
+function taken(calls: Call[], pieces: CallPiece[]): Call[] {
+  for (const { index, id, function: piece } of pieces) {
+    const call = (calls[index] ??= { id: "", name: "", arguments: "" });
+    call.id ||= id ?? "";
+    call.name += piece?.name ?? "";
+    call.arguments += piece?.arguments ?? "";
+  }
+  return calls;
+}
+
+function inWords(usage: Usage, since: number, first: number): string {
+  const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  const parts = [`${usage.prompt_tokens} tokens read${cached ? `, ${cached} of them from the cache` : ""}`, `${usage.completion_tokens} written`];
+  if (first) parts.push(`first after ${Math.round(first - since)} ms`);
+  const seconds = (performance.now() - first) / 1000;
+  if (first && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s`);
+  return parts.join(" · ");
+}
+
+/** Return a conversation's messages as the server takes them. */
+export function asSent(path: Message[], system: string): object[] {
+  const messages = path.map(({ role, content, calls, call }) => {
+    if (role === "tool") return { role, content, tool_call_id: call };
+    if (!calls?.length) return { role, content };
+    const tool_calls = calls.map((each) => ({ id: each.id, type: "function", function: { name: each.name, arguments: each.arguments } }));
+    return { role, content: content || null, tool_calls };
+  });
+  return system.trim() ? [{ role: "system", content: system.trim() }, ...messages] : messages;
+}

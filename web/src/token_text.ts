@@ -1,0 +1,101 @@
+// A run's tokens as they are shown: each shaded by how improbable it was; arrow keys move.
+
+import { button, make } from "./dom";
+import type { Token, TokenRun } from "./token_run";
+
+const MOST_TOKENS = 4000; // that are shown
+
+/** What a card of tokens tells. */
+export interface Told {
+  look(card: TokenCard, at: number): void;
+  enter(): void;
+  close(card: TokenCard): void;
+}
+
+export class TokenCard {
+  readonly element: HTMLElement;
+  run!: TokenRun;
+  private readonly shown = make("div", { class: "token-text", role: "group", dir: "auto" });
+  private readonly about = make("span", { class: "quiet" });
+  private readonly marked: HTMLElement[] = [];
+  private num = 0;
+  private sum = 0; // of the logprobs that are known
+  private numKnown = 0;
+
+  constructor(name: string, from: string, private readonly told: Told) {
+    this.shown.setAttribute("aria-label", `${name}: tokens; arrow keys move between them`);
+    const title = make("div", {}, make("h2", {}, name), make("span", { class: "quiet" }, from));
+    const close = button("×", () => told.close(this), { class: "plain", "aria-label": `Close ${name.toLowerCase()}` });
+    this.element = make("section", { class: "card token-card", "aria-label": name }, make("header", {}, title, close), this.shown, this.about);
+    this.shown.addEventListener("keydown", (event) => this.press(event));
+    for (const name of ["pointerover", "focusin"]) this.shown.addEventListener(name, (event) => this.look(event.target));
+  }
+
+  add(tokens: Token[], isGiven: boolean): void {
+    for (const token of tokens) {
+      if (token.logprob !== null) {
+        this.sum += token.logprob;
+        this.numKnown++;
+      }
+      const at = this.num++;
+      if (at >= MOST_TOKENS) continue;
+      const probability = token.logprob === null ? null : Math.exp(token.logprob);
+      const element = make("span", { class: `token${isGiven ? " given" : ""}`, tabindex: at ? -1 : 0, role: "button", "data-at": at }, visible(token.text));
+      element.setAttribute("aria-label", `${quoted(token.text)}, ${percent(probability)}`);
+      element.style.setProperty("--p", (probability ?? 1).toFixed(3));
+      this.shown.append(element);
+    }
+    this.tell();
+  }
+
+  tell(): void {
+    const perplexity = this.numKnown ? ` · perplexity ${Math.exp(-this.sum / this.numKnown).toFixed(2)}` : "";
+    this.about.textContent = `${this.num} tokens${perplexity}${this.run.end ? ` · ${this.run.end}` : ""}`;
+  }
+
+  /** Let a token stand out; -1 none. */
+  mark(at: number): void {
+    for (const one of this.marked.splice(0)) one.classList.remove("looked");
+    const element = this.shown.children[at];
+    if (!(element instanceof HTMLElement)) return;
+    element.classList.add("looked");
+    this.marked.push(element);
+  }
+
+  focus(at: number): void {
+    const element = this.shown.children[at];
+    if (!(element instanceof HTMLElement)) return;
+    this.shown.querySelector("[tabindex='0']")?.setAttribute("tabindex", "-1");
+    element.tabIndex = 0;
+    element.focus();
+  }
+
+  private look(target: EventTarget | null): void {
+    const at = target instanceof HTMLElement ? Number(target.dataset["at"] ?? NaN) : NaN;
+    if (this.run.tokens[at]) this.told.look(this, at);
+  }
+
+  private press(event: KeyboardEvent): void {
+    const now = document.activeElement;
+    const at = now instanceof HTMLElement ? Number(now.dataset["at"] ?? NaN) : NaN;
+    if (Number.isNaN(at)) return;
+    const next = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: this.shown.children.length - 1 }[event.key];
+    if (event.key === "Enter" || event.key === " ") this.told.enter();
+    else if (next !== undefined) this.focus(next);
+    else return;
+    event.preventDefault();
+  }
+}
+
+export function percent(probability: number | null): string {
+  return probability === null ? "given" : `${(100 * probability).toFixed(probability < 0.1 ? 2 : 1)} %`;
+}
+
+/** Show what has no width. */
+function visible(text: string): string {
+  return text === "" ? "∅" : text.replace(/\n/g, "↵\n");
+}
+
+export function quoted(text: string): string {
+  return text === "" ? "(nothing)" : text.replace(/\n/g, "↵").replace(/^ | $/g, "␣");
+}
