@@ -37,7 +37,9 @@ def python_of(client: str) -> Path:
     print(f"making {folder.relative_to(ROOT)}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-    files = ["-r", "/dev/stdin", "-c", HERE / "requirements" / "constraints.txt"]
+    files = ["-r", "/dev/stdin"]
+    if "\ntorch" not in wanted:
+        files += ["-c", HERE / "requirements" / "constraints.txt"]
     subprocess.run([*pip, *files], input=wanted, text=True, check=True)
     stamp.write_text(wanted)
     return python

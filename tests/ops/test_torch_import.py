@@ -44,6 +44,14 @@ assert LEFT_OUT in sys.modules
     assert run(LEAN + code) == "3\n"
 
 
+def test_generators_are_made_with_the_rest() -> None:
+    code = """
+from quire.ops.torch_import import new_generator
+print(int(torch.empty(1).normal_(generator=new_generator(3)).isfinite()))
+"""
+    assert run(LEAN + code) == "1\n"
+
+
 def test_tensors_without_memory_need_the_rest() -> None:
     code = """
 def rows():

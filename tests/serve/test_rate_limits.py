@@ -66,6 +66,29 @@ def test_tokens_may_go_below_zero_and_are_waited_for(make: Make, clock: FakeCloc
     assert "requests" not in limits.levels(0)
 
 
+def test_what_is_reserved_is_there_or_nothing_is_taken(make: Make, clock: FakeClock) -> None:
+    limits = make((0, 600), (5, 0))
+    assert limits.reserve(0, 400) is None
+    refused = limits.reserve(0, 300)
+    assert refused is not None and refused.wait_s == pytest.approx(10.0)
+    assert limits.levels(0)["tokens"].num_left == 200
+    assert limits.reserve(0, 200) is None and limits.admit(0) is not None
+    limits.charge(0, -350)  # it wrote less
+    assert limits.reserve(0, 300) is None
+    assert limits.reserve(1, 10**9) is None  # no limit
+
+
+def test_more_than_a_bucket_needs_a_full_one(make: Make, clock: FakeClock) -> None:
+    limits = make((0, 600))
+    limits.charge(0, 1)
+    refused = limits.reserve(0, 1000)
+    assert refused is not None and refused.wait_s == pytest.approx(0.1)
+    clock.advance(0.1)
+    assert limits.reserve(0, 1000) is None
+    refused = limits.admit(0)
+    assert refused is not None and refused.wait_s == pytest.approx(40.1)
+
+
 def test_keys_have_buckets_of_their_own(make: Make) -> None:
     limits = make((1, 10), (1, 0), (0, 0))
     limits.charge(0, 1000)

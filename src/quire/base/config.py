@@ -416,6 +416,11 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins that may call from a browser (CORS); * is all"
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names that Host headers may give beside addresses and localhost; looked at without keys on"
+        " the loopback interface, and where names are given; * is all",
+    )
     page: bool = setting(
         True, "serve a page at / for browsers: chat, tokens, and what the engine does"
     )
@@ -485,6 +490,9 @@ class ServerConfig:
         check(is_path, "root_path", path, "empty, or like /quire")
         origins = [part for origin in self.allowed_origins for part in _list_of(origin)]
         object.__setattr__(self, "allowed_origins", tuple(origins))
+        hosts = self.allowed_hosts
+        is_name = all(name and not set(name) & set("/:@ ") for name in hosts)
+        check(is_name, "allowed_hosts", hosts, "names without scheme and port, or *")
         timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
         check(is_duration(timeout), "shutdown_timeout", timeout, rule)
         alive, rule = self.sse_keep_alive_interval, duration_rule("for none")

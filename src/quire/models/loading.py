@@ -41,6 +41,7 @@ from quire.ops.host_memory import forget_pages
 from quire.ops.linear import check_rows, dtype_name
 from quire.ops.mapped_tensors import FilePlace, MappedTensors
 from quire.ops.packed import can_pack_natively
+from quire.ops.torch_import import new_generator
 
 logger = logging.getLogger("quire")
 
@@ -271,7 +272,7 @@ class _RandomNumbers:
     LENGTH = 1 << 20
 
     def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = new_generator(seed)
         stretch = torch.empty(self.LENGTH).normal_(0.0, 0.02, generator=generator)
         self._twice = torch.cat((stretch, stretch))
 

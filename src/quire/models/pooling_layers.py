@@ -18,6 +18,7 @@ from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling import CLASSIFY, PoolingSpec
 from quire.models.checkpoint import weight_files
+from quire.ops.torch_import import new_generator
 
 CLASSIFIER_TENSORS = ("score.weight", "score.bias")
 TABLES = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
@@ -152,7 +153,7 @@ def _random(
 ) -> list[PoolingLayer]:
     if pooling.task != CLASSIFY:
         return []
-    generator = torch.Generator().manual_seed(seed)
+    generator = new_generator(seed)
     weight = torch.empty(len(pooling.labels), width).normal_(0.0, WIDTH, generator=generator)
     return [_layer(weight, None, device)]
 

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 LEFT_OUT = "torch._meta_registrations"
 NEED_IT = ("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs")
@@ -36,6 +40,14 @@ def import_torch() -> None:
 def import_rest() -> None:
     """Import what `import_torch` left out, if it did."""
     importlib.import_module(LEFT_OUT)
+
+
+def new_generator(seed: int) -> "torch.Generator":
+    """Make a generator of random numbers. Its class is ready only once the rest is there."""
+    import_rest()
+    import torch
+
+    return torch.Generator().manual_seed(seed)
 
 
 class _Empty(MetaPathFinder, Loader):

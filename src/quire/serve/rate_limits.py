@@ -22,6 +22,7 @@ from quire.base.clock import Clock, MonotonicClock
 
 PERIOD_S = 60.0
 KINDS = ("requests", "tokens")
+TOKENS = KINDS.index("tokens")
 SLACK_S = 1e-6  # of sums of doubles
 DOUBLE = struct.Struct("d")
 
@@ -65,24 +66,37 @@ class RateLimits:
 
     def admit(self, key: int) -> Refused | None:
         """Take one request of a key; return why it may not have it, if so: it needs one whole
-        request, and one token at least. What it then takes of tokens says `charge`."""
+        request, and one token at least. How many tokens it takes say `reserve` and `charge`."""
         now = self._clock.now()
         with self._locked():
-            for kind, limit in enumerate(self._limits[key]):
-                if not limit:
-                    continue
-                wait_s = self._debt_s(key, kind, now) + PERIOD_S / limit - PERIOD_S
-                if wait_s > SLACK_S:
-                    return Refused(KINDS[kind], limit, wait_s)
+            for kind in range(len(KINDS)):
+                if (refused := self._refused(key, kind, 1, now)) is not None:
+                    return refused
             self._take(key, 0, 1, now)
         return None
+
+    def reserve(self, key: int, num_tokens: int) -> Refused | None:
+        """Take the tokens that a request may come to, or none; return why not, if so. One that may
+        come to more than a whole bucket needs a full one."""
+        now, limit = self._clock.now(), self._limits[key][TOKENS]
+        with self._locked():
+            refused = self._refused(key, TOKENS, min(num_tokens, limit), now)
+            if refused is None:
+                self._take(key, TOKENS, num_tokens, now)
+        return refused
+
+    def _refused(self, key: int, kind: int, num: int, now: float) -> Refused | None:
+        if not (limit := self._limits[key][kind]):
+            return None
+        wait_s = self._debt_s(key, kind, now) + num * PERIOD_S / limit - PERIOD_S
+        return Refused(KINDS[kind], limit, wait_s) if wait_s > SLACK_S else None
 
     def charge(self, key: int, num_tokens: int) -> None:
         """Take tokens, also more than there are: then the key waits until they have come. Negative:
         give back."""
         if num_tokens:
             with self._locked():
-                self._take(key, 1, num_tokens, self._clock.now())
+                self._take(key, TOKENS, num_tokens, self._clock.now())
 
     def levels(self, key: int) -> dict[str, Level]:
         """Return the levels of those buckets of a key that have a limit, by kind."""

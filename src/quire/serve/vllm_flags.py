@@ -88,7 +88,7 @@ SERVER = {
     "enable_offline_docs": _ignored("the page of /docs loads nothing from elsewhere", True),
     "enable_request_id_headers": _ignored("every answer has X-Request-Id", True),
     "enable_server_load_tracking": _ignored("/load always answers", True),
-    "enable_tokenizer_info_endpoint": _switch("there is no /tokenizer_info", False),
+    "enable_tokenizer_info_endpoint": _ignored("/tokenizer_info always answers", True),
     "enable_scale_out": _switch("its endpoints are not here; prompts may be token ids", False),
     "tokens_only": _switch("leave it out: prompts may be token ids, answers, too", False),
     "disable_frontend_multiprocessing": _ignored("--api-server-count says how many", True),

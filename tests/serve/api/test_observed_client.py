@@ -7,9 +7,11 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import openai
 import pytest
 from starlette.testclient import TestClient
@@ -153,6 +155,12 @@ def limited(make_context: MakeContext) -> Iterator[Observed]:
     found.close()
 
 
+def left_of(limited: Observed) -> int:
+    """How many tokens the first key has left."""
+    assert limited.context.rates is not None
+    return limited.context.rates.levels(0)["tokens"].num_left
+
+
 def test_a_limit_of_requests(limited: Observed) -> None:
     body = {"prompt": [5], "max_tokens": 1}
     with TestClient(create_app(limited.context)) as api:
@@ -188,7 +196,52 @@ def test_a_limit_of_tokens(limited: Observed, stream: bool) -> None:
         assert refused.headers["x-ratelimit-reset-tokens"] == "1m45s"
         assert refused.headers["x-ratelimit-remaining-requests"] == "2"  # it took none
         limited.clock.advance(46)
+        refused = api.post(COMPLETIONS, json=body, headers=headers())
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "59"
+        assert "105" in refused.json()["error"]["message"]  # more than a bucket: it must be full
+        limited.clock.advance(59)
         assert api.post(COMPLETIONS, json=body, headers=headers()).status_code == 200
+
+
+def test_open_requests_do_not_overshoot(limited: Observed) -> None:
+    """Three that may come to 25 each do not go into 60, though none has written anything yet."""
+    body = {"prompt": PROMPT, "max_tokens": 20, "ignore_eos": True}
+    limited.client.hold()
+    with (
+        serving(limited.context) as url,
+        httpx.Client(base_url=url, headers=headers()) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        asked = [threads.submit(client.post, COMPLETIONS, json=body) for _ in range(2)]
+        wait_until(lambda: left_of(limited) == 10)
+        refused = client.post(COMPLETIONS, json=body)
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "15"
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "10"
+        limited.client.release()
+        assert [each.result(30).status_code for each in asked] == [200, 200]
+    assert left_of(limited) == 10
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_not_needed_comes_back(limited: Observed, stream: bool) -> None:
+    [output] = direct(PROMPT, max_tokens=40, temperature=0).outputs
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "stream": stream}
+    body["stop_token_ids"] = [output.token_ids[3]]
+    num_written = output.token_ids.index(output.token_ids[3]) + 1
+    with TestClient(create_app(limited.context)) as api:
+        answer = api.post(COMPLETIONS, json=body, headers=headers())
+        assert answer.status_code == 200 and answer.read()
+    assert left_of(limited) == 60 - len(PROMPT) - num_written
+
+
+def test_each_sequence_counts(limited: Observed) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "n": 3, "seed": 1}
+    assert limited.context.rates is not None
+    limited.context.rates.charge(0, 10)
+    with TestClient(create_app(limited.context)) as api:
+        refused = api.post(COMPLETIONS, json=body, headers=headers())
+        assert refused.status_code == 429
+        assert "65 that this request" in refused.json()["error"]["message"]
 
 
 def test_a_request_without_a_token_gives_its_prompt_back(limited: Observed) -> None:
@@ -196,8 +249,7 @@ def test_a_request_without_a_token_gives_its_prompt_back(limited: Observed) -> N
         limited.client.kill()
         answer = api.post(COMPLETIONS, json={"prompt": PROMPT}, headers=headers())
         assert answer.status_code == 503
-        assert limited.context.rates is not None
-        assert limited.context.rates.levels(0)["tokens"].num_left == 60
+        assert left_of(limited) == 60
 
 
 def test_websockets_are_limited_too(limited: Observed) -> None:

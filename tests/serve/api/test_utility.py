@@ -112,8 +112,12 @@ def test_a_model_without_tokenizer_says_so(make_context: MakeContext) -> None:
     context = make_context()
     context.renderer = Renderer(None)
     api = TestClient(create_app(context))
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-        response = api.post(path, json=body)
+    answers = [
+        api.post("/tokenize", json={"prompt": "a"}),
+        api.post("/detokenize", json={"tokens": [1]}),
+        api.get("/tokenizer_info"),
+    ]
+    for response in answers:
         assert response.status_code == 400
         assert "no tokenizer" in response.json()["error"]["message"]
 

@@ -74,3 +74,10 @@ def test_unknown(asked: Asked, token: int) -> None:
 def test_other_model(asked: Asked) -> None:
     """another model's name is a 404"""
     assert asked.post("/tokenize", 404, model="other", prompt=TEXT)["message"]
+
+
+def test_info(asked: Asked) -> None:
+    """/tokenizer_info tells the named tokens and the chat template"""
+    found = asked.get("/tokenizer_info").json()
+    assert "messages" in found["chat_template"] and found["model_max_length"] == 2048
+    assert len(asked.tokens(found["eos_token"], add_special_tokens=False)) == 1

@@ -21,6 +21,7 @@ from quire.serve.api.batches import batches_routes, files_routes
 from quire.serve.api.batches.batches import Batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
+from quire.serve.api.hosts import HostCheck, checks_hosts
 from quire.serve.api.limits import BodyLimit, generating
 from quire.serve.api.messages import routes as messages
 from quire.serve.api.messages.errors import REQUEST_ID
@@ -87,4 +88,6 @@ def _add_middleware(app: FastAPI, context: ApiContext) -> None:
     app.add_middleware(HeadAsGet)
     if context.config.otlp_traces_endpoint is not None:
         app.add_middleware(TraceHeaders)
+    if checks_hosts(context.config):
+        app.add_middleware(HostCheck, config=context.config)
     app.add_middleware(RequestIds)

@@ -257,6 +257,12 @@ ANSWERS: dict[tuple[str, str], Json] = {
         )
     ),
     ("post", "/detokenize"): _json(_object(prompt="string")),
+    ("get", "/tokenizer_info"): _json(
+        _object(
+            tokenizer_class="string", vocab_size="integer", model_max_length="integer",
+            chat_template="string or null", eos_token="string or null",
+        )
+    ),
     ("post", "/reset_prefix_cache"): _json(_object(reset="boolean")),
     ("post", "/abort_requests"): _json(_object(request_ids=["string"])),
     ("get", "/load"): _json(_object(server_load="integer")),

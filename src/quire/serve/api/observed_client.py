@@ -22,6 +22,7 @@ from quire.base.messages import PinnedPrefix, Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.tenants import key_index
 from quire.engine.remote import AsyncClient
+from quire.serve.api.rate_gate import too_many
 from quire.serve.rate_limits import RateLimits
 
 logger = logging.getLogger("quire")
@@ -31,6 +32,7 @@ NONE: Mapping[str, str] = MappingProxyType({})
 TRACE_HEADERS: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=NONE)
 ABORT = "abort"
 LOOK_S, MOST_LOOKS = 0.05, 20  # at a request that was ended and is still in a step
+UNKNOWN_TOKENS = 256  # set aside for an answer without max_tokens
 TELL_S = 2.0  # for what is still to be told when the server ends
 
 
@@ -40,7 +42,8 @@ class ObservedRequest:
 
     began_s: unix time. status: how it ended, a finish_reason; or `busy`, `refused`, `engine_dead`,
     `failed`, if it ended before it had one. num_prompt: tokens of its prompt; 0 after the end if no
-    token came out of it. num_charged: tokens that were taken of its key's limit. timeline: as
+    token came out of it. num_reserved: tokens that it may come to, which were taken of its key's
+    limit when it began; num_charged: those that are taken of it now. timeline: as
     /v1/requests/ID shows it; empty if it was not asked for. trace_headers: W3C's, of its client.
     """
 
@@ -52,7 +55,9 @@ class ObservedRequest:
     num_completion: int = 0
     status: str = ABORT
     duration_s: float = 0.0
+    num_reserved: int = 0
     num_charged: int = 0
+    is_settled: bool = False
     has_output: bool = False
     is_finished: bool = False
     timeline: dict[str, Any] = field(default_factory=dict)
@@ -92,10 +97,20 @@ class ObservedRequest:
 Listener = Callable[[ObservedRequest], None]
 
 
+def most_written(request: Request) -> int:
+    """Return how many tokens a request may write, or UNKNOWN_TOKENS for each sequence of one that
+    says no max_tokens."""
+    if request.pin_s is not None or request.pools:
+        return 0
+    most = request.params.max_tokens
+    return request.params.num_samples * (UNKNOWN_TOKENS if most is None else most)
+
+
 class ObservedClient:
     """An `AsyncClient`. listeners: called with each request that has ended. rates: of which its
-    tokens are taken: the prompt's when it begins, others as outputs come. needs_timeline: listeners
-    want it of every request."""
+    tokens are taken: those that it may come to when it begins, what it comes to beyond them as
+    outputs come; what it did not need goes back at its end. needs_timeline: listeners want it of
+    every request."""
 
     def __init__(
         self,
@@ -116,8 +131,8 @@ class ObservedClient:
     ) -> AsyncIterator[RequestOutput]:
         num_prompt = len(request.prompt_token_ids)
         seen = ObservedRequest(request, time.time(), time.monotonic(), num_prompt)
+        self._reserve(seen)
         self._open[request.request_id] = seen
-        self._charge(seen)
         outputs = cast(
             AsyncGenerator[RequestOutput, None], self._client.generate(request, prompt_text)
         )
@@ -138,13 +153,26 @@ class ObservedClient:
         self._client.append(request_id, token_ids, is_last)
         if (seen := self._open.get(request_id)) is not None:
             seen.num_prompt += len(token_ids)
+            seen.num_reserved += len(token_ids)
             self._charge(seen)
 
+    def _reserve(self, seen: ObservedRequest) -> None:
+        """Take of the limit what a request may come to. Raise ApiError 429 if there is not as
+        much."""
+        if self._rates is None:
+            return
+        num = seen.num_prompt + most_written(seen.request)
+        refused = self._rates.reserve(key_index(seen.request.tenant), num)
+        if refused is not None:
+            raise too_many(refused, num)
+        seen.num_reserved = seen.num_charged = num
+
     def _charge(self, seen: ObservedRequest) -> None:
-        """Take of the limit what was not taken yet, or give back what was too much."""
+        """Take of the limit what was not taken yet; at the end, give back what was too much."""
         if self._rates is not None:
-            self._rates.charge(key_index(seen.request.tenant), seen.num_tokens - seen.num_charged)
-            seen.num_charged = seen.num_tokens
+            num = seen.num_tokens if seen.is_settled else max(seen.num_reserved, seen.num_tokens)
+            self._rates.charge(key_index(seen.request.tenant), num - seen.num_charged)
+            seen.num_charged = num
 
     def _end(self, seen: ObservedRequest) -> None:
         self._open.pop(seen.request.request_id, None)
@@ -174,6 +202,7 @@ class ObservedClient:
     def _tell(self, seen: ObservedRequest) -> None:
         if not seen.has_output:
             seen.num_prompt = seen.num_cached = 0
+        seen.is_settled = True
         self._charge(seen)
         for listener in self._listeners:
             try:

@@ -29,7 +29,7 @@ def admit(api: ApiContext, scope: Scope) -> None:
     scope.setdefault("state", {})[KEY_STATE] = key
     refused = api.rates.admit(key)
     if refused is not None:
-        raise _too_many(refused)
+        raise too_many(refused)
 
 
 class RateHeaders:
@@ -53,12 +53,16 @@ class RateHeaders:
         await self._app(scope, receive, send_with_limits)
 
 
-def _too_many(refused: Refused) -> ApiError:
+def too_many(refused: Refused, num_tokens: int = 0) -> ApiError:
+    """Return the answer to a request that is beyond a limit. num_tokens: that it may come to."""
     seconds = max(1, math.ceil(refused.wait_s))
-    text = (
-        f"this key's limit of {refused.limit} {refused.kind} per minute is used up; try again in"
-        f" {seconds} s."
-    )
+    what = f"this key's limit of {refused.limit} {refused.kind} per minute"
+    text = f"{what} is used up; try again in {seconds} s."
+    if num_tokens:
+        text = (
+            f"{what} has no room for the {num_tokens} that this request may come to (prompt and"
+            f" max_tokens); try again in {seconds} s, or ask for fewer."
+        )
     headers = {"Retry-After": str(seconds)}
     return ApiError(429, text, refused.kind, code="rate_limit_exceeded", headers=headers)
 

@@ -31,6 +31,7 @@ from quire.serve.api.rendering import (
 )
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # what reads such a tokenizer.json in transformers
 DOCS = Path(__file__).with_name("docs.html")
 # The page runs its own script, talks to this server, and nothing else.
 DOCS_HEADERS = {
@@ -168,6 +169,23 @@ async def detokenize(body: DetokenizeBody, api: Api) -> Response:
     _check_ids(api, body.tokens)
     text = await decode(api, body.tokens)
     return await api.lanes.run(len(text), _as_json, {"prompt": text})
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(api: Api) -> dict[str, Any]:
+    """What clients that make prompts by themselves have to know: named tokens, the chat template.
+
+    A token without a name here is null, as in vLLM's answer.
+    """
+    tokenizer = tokenizer_of(api)
+    named = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    return {
+        "tokenizer_class": TOKENIZER_CLASS,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": api.client.ready.max_model_len,
+        "chat_template": tokenizer.chat_template,
+        **(named | tokenizer.named_tokens),
+    }
 
 
 def _shown(body: TokenizeBody, api: ApiContext, token_ids: list[int]) -> Response:
