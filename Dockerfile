@@ -36,7 +36,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=wheel /wheels /wheels
-RUN pip install "$(ls /wheels/*.whl)[otel]"
+RUN pip install "$(ls /wheels/*.whl)[otel,events]"
 USER quire
 WORKDIR /var/lib/quire
 
@@ -44,7 +44,7 @@ WORKDIR /var/lib/quire
 # test of the rest, and leaves compiled what a server imports.
 FROM base AS cpu
 COPY --from=wheel /wheels /wheels
-RUN pip install --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "$(ls /wheels/*.whl)[otel]" \
+RUN pip install --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "$(ls /wheels/*.whl)[otel,events]" \
     && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
     && rm -rf torch/include torch/share torch/test \
     && find torch/bin -type f ! -name torch_shm_manager -delete \
