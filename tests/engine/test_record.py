@@ -26,6 +26,7 @@ from quire.tools.replay import Outcome, replay_all
 from tests.engine.bench import POISON, prompt, with_poison
 from tests.engine.recordings import SALT, STOP, Run
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
 
 
@@ -159,7 +160,7 @@ class Recorded:
 
 
 @FEW_OR_MANY
-@pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine])
+@pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine])
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
     run_machine(machine, max_examples)

@@ -266,6 +266,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             timeout_s=timeout_s,
             grammar=grammar if self.takes_grammars else "",
         )
+        request = self.prepared(request)
         try:
             self.core.add(request)
         except RequestError:
@@ -276,6 +277,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests[name] = request
         for index in range(n):
             self.output[name, index] = []
+
+    def prepared(self, request: Request) -> Request:
+        """A request as it is sent; for machines with more to ask for."""
+        return request
+
+    def let_go(self) -> None:
+        """Hold nothing any more; for machines that do."""
 
     def _tokens(self, seed: int) -> list[int]:
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
@@ -477,6 +485,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work, "a request starves"
         for name in self.pins:
             self._unpin(name)
+        self.let_go()
         assert all(pool.num_used == 0 for pool in self.kv.pools), "blocks leak"
         assert all(pool.num_used == 0 for pool in self.kv.host_pools), "host blocks leak"
         for (name, index), output in self.output.items():

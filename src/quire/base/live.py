@@ -18,7 +18,7 @@ class BlockMap(msgspec.Struct, frozen=True):
 
     owners: [B] number of the oldest request that holds the block, or NOBODY; sharers: [B] how many
     hold it; states: [B] FREE; CACHED: nobody holds it, but the prefix cache knows it; USED; PINNED:
-    a pinned prefix holds it, perhaps with others.
+    a pinned prefix or a held request holds it, perhaps with others.
     """
 
     kind: str

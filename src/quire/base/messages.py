@@ -3,6 +3,7 @@
 Whose a message is follows from the connection that it comes over: one client's to one core.
 """
 
+import array
 import secrets
 from typing import Any
 
@@ -15,6 +16,20 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepOutputs
 
 
+class Fork(msgspec.Struct, frozen=True):
+    """That a prompt begins with the first num_tokens tokens of another request, whose KV blocks it
+    shares.
+
+    index: which of the other one's sequences. takes_over: once this one has ended and is held, the
+    other one is held no longer.
+    """
+
+    request_id: str
+    index: int
+    num_tokens: int
+    takes_over: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """A prompt in tokens and how to continue it. The first of the four doors takes these.
 
@@ -23,7 +38,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     is_open: more of the prompt comes by `Append`.
     pin_s: compute the prompt, sample nothing, and keep it: the request ends with finish_reason
     `pinned`, and the prompt stays for so many seconds, with 0.0 until `Unpin`; None is an ordinary
-    request. pin_share: of what pinned prefixes may hold, how much its tenant's may, in (0, 1].
+    request. pin_share: of what may be pinned or held, how much its tenant's may be, in (0, 1].
+    keep_s: when it has come to its end, its tokens and blocks are held for so many seconds
+    (`scheduler/held.py`). fork: what it goes on from; the prompt holds those tokens too.
     received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.
@@ -58,6 +75,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     core_id: int | None = None
     grammar: str = ""
     pools: bool = False
+    keep_s: float = 0.0
+    fork: Fork | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -100,6 +119,25 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
     tenant: whose it must be, None is anybody's."""
 
     request_id: str
+    tenant: str | None = None
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Control: hold a request for so many seconds from now on, or if it has not ended, from its end
+    on; 0.0: let it go. tenant: whose it must be, None is anybody's."""
+
+    request_id: str
+    keep_s: float
+    tenant: str | None = None
+
+
+class Rewind(msgspec.Struct, frozen=True, tag=True):
+    """Control: of a held sequence only the first num_tokens tokens are left. tenant: whose it must
+    be, None is anybody's."""
+
+    request_id: str
+    index: int
+    num_tokens: int
     tenant: str | None = None
 
 
@@ -151,6 +189,8 @@ Control = (
     | Append
     | ResetPrefixCache
     | Unpin
+    | Hold
+    | Rewind
     | MeasuredRates
     | KeepCached
     | GrammarReady
@@ -181,6 +221,19 @@ class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
     tenant: str | None = None
 
 
+class AskHeld(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: what is held? Answered by `HeldList`. tenant: whose; None is anybody's.
+
+    request_id: only this one, held or not ended, with its tokens; also if it is called like this
+    with `-0` behind, as an answer's first prompt is. index: of its sequences.
+    """
+
+    ask_id: int
+    request_id: str | None = None
+    index: int = 0
+    tenant: str | None = None
+
+
 class AskCancel(msgspec.Struct, frozen=True, tag=True):
     """Client to core: end requests, whoever's they are. Answered by `Cancelled`. request_ids: also
     those that are called like one of these with a number behind, as an answer's prompts are; None
@@ -203,9 +256,12 @@ ToCore = (
     | Append
     | ResetPrefixCache
     | Unpin
+    | Hold
+    | Rewind
     | AskMetrics
     | AskTimeline
     | AskPrefixes
+    | AskHeld
     | AskCancel
     | AskLive
 )
@@ -223,6 +279,28 @@ class PinnedPrefix(msgspec.Struct, frozen=True):
     age_s: float
     expires_in_s: float | None
     num_hits: int
+
+
+class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A sequence that may be forked. num_blocks: KV blocks of the device that it has. expires_in_s:
+    None while it has not ended. tokens: int32, prompt and output, if they were asked for. core_id:
+    of several cores, the one that has it."""
+
+    id: str
+    index: int
+    num_prompt_tokens: int
+    num_tokens: int
+    num_blocks: int
+    keep_s: float
+    tenant: str
+    cache_salt: str
+    expires_in_s: float | None = None
+    tokens: bytes = b""
+    core_id: int | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return array.array("i", self.tokens).tolist()
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -274,6 +352,13 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
     prefixes: list[PinnedPrefix]
 
 
+class HeldList(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the answer to `AskHeld`, oldest first."""
+
+    ask_id: int
+    requests: list[HeldRequest]
+
+
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
     """Core to client: the answer to `AskCancel`: the requests that end."""
 
@@ -288,4 +373,6 @@ class Live(msgspec.Struct, frozen=True, tag=True):
     frame: LiveFrame
 
 
-FromCore = Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes | Cancelled | Live
+FromCore = (
+    Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live
+)

@@ -16,6 +16,7 @@ OFF = "off"  # there is no prefix cache
 class PrefixReport(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """Prompt tokens that were not computed, by where they were, and why there were no more of them.
 
+    held: of the request that this one goes on from.
     store: fetched for this request from outside of the process, and loaded from host memory as
     those under `host` were. at_token: place in the prompt, -1 is not known. near_id: request with
     the nearest prompt; near_is_own: it is of the same tenant. lost_s: seconds since the eviction,
@@ -32,8 +33,9 @@ class PrefixReport(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     near_is_own: bool = False
     lost_s: float = -1.0
     num_other_tokens: int = 0
+    held: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Count the tokens of all tiers."""
-        return self.device + self.pinned + self.host + self.store
+        return self.device + self.pinned + self.held + self.host + self.store

@@ -1,5 +1,6 @@
 """Validation of requests: the same code in the client, who shows the error, and in the core."""
 
+import array
 import math
 from dataclasses import dataclass
 
@@ -7,13 +8,14 @@ import msgspec
 
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
-from quire.base.messages import Draft, Request
+from quire.base.messages import Draft, HeldRequest, Request
 from quire.base.pooling import plain_id
 from quire.base.sampling_params import SamplingParams, processor_name
 
 MAX_CACHE_SALT = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TENANT = 256
+MOST_KEEP_S = 86400
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class RequestLimits:
             check_open(params)
         if request.pin_s is not None:
             check_pin(request)
+        if request.keep_s or request.fork is not None:
+            check_kept(request)
         name = _width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
@@ -190,6 +194,50 @@ def check_pin(request: Request) -> None:
         raise RequestError("a prefix to pin has no answer, so no grammar; leave it out.")
     if params.prompt_logprobs is not None:
         raise RequestError("a prefix to pin gives no prompt_logprobs; leave them out.")
+
+
+def check_kept(request: Request) -> None:
+    """Raise RequestError if a request cannot be held when it has ended, or cannot be a fork."""
+    params, keep_s, fork = request.params, request.keep_s, request.fork
+    if not 0 <= keep_s <= MOST_KEEP_S:
+        raise RequestError(
+            f"keep_s must be a number of seconds from 0 (not to keep it) to {MOST_KEEP_S}, a day;"
+            f" got {keep_s!r}.",
+            "keep_s",
+        )
+    if request.pin_s is not None or request.pools:
+        raise RequestError("only what is generated can be kept or forked; leave keep_s out.")
+    if keep_s and (params.use_beam_search or params.is_ranked):
+        raise RequestError(
+            "keep_s: beams and best_of drop some of their sequences; leave them or keep_s out.",
+            "keep_s",
+        )
+    if fork is None:
+        return
+    if not 1 <= fork.num_tokens <= len(request.prompt_token_ids):
+        raise RequestError(
+            f"a fork at token {fork.num_tokens} cannot begin a prompt of"
+            f" {len(request.prompt_token_ids)} tokens."
+        )
+    if fork.takes_over and params.num_samples > 1:
+        raise RequestError("one of n continuations cannot take the place of what it goes on from.")
+
+
+def check_fork(request: Request, sources: list[HeldRequest]) -> None:
+    """Raise RequestError unless a fork begins with the tokens of what it goes on from. sources:
+    that sequence, or none: then it is computed like any other."""
+    fork = request.fork
+    if fork is None:
+        return
+    for source in sources:
+        begins = array.array("i", request.prompt_token_ids[: fork.num_tokens]).tobytes()
+        if fork.num_tokens > source.num_tokens or not source.tokens.startswith(begins):
+            raise RequestError(
+                f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
+                f" {fork.request_id!r}; it may have been rewound. Ask for its tokens again."
+            )
+        if request.cache_salt != source.cache_salt:
+            raise RequestError("a fork has the cache_salt of what it goes on from.", "cache_salt")
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:

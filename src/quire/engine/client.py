@@ -7,7 +7,17 @@ process have the same methods.
 from collections.abc import Iterable
 
 from quire.base.clock import Clock
-from quire.base.messages import Abort, Append, PinnedPrefix, Request, ResetPrefixCache, Unpin
+from quire.base.messages import (
+    Abort,
+    Append,
+    HeldRequest,
+    Hold,
+    PinnedPrefix,
+    Request,
+    ResetPrefixCache,
+    Rewind,
+    Unpin,
+)
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Finish
 from quire.engine.core import EngineCore
@@ -76,6 +86,20 @@ class InProcessClient:
         is_known = any(prefix.id == prefix_id for prefix in self.core.prefixes())
         self.core.control(Unpin(prefix_id))
         return is_known
+
+    def held(self, request_id: str | None = None, index: int = 0) -> list[HeldRequest]:
+        """List what is held, oldest first; or one sequence, held or not ended, with its tokens."""
+        return self.core.held(request_id, index)
+
+    def keep(self, request_id: str, keep_s: float, core_id: int | None = None) -> None:
+        """Hold a request for so many seconds from now on; 0.0: let it go."""
+        self.core.control(Hold(request_id, keep_s))
+
+    def rewind(
+        self, request_id: str, index: int, num_tokens: int, core_id: int | None = None
+    ) -> None:
+        """Leave of a held sequence the first num_tokens tokens."""
+        self.core.control(Rewind(request_id, index, num_tokens))
 
     def close(self) -> None:
         self.core.close()

@@ -9,7 +9,6 @@ with an error, all others get what they would have got.
 
 import dataclasses
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from quire.base.messages import (
     Abort,
     Control,
     Drafted,
+    HeldRequest,
+    Hold,
     KeepCached,
     MeasuredRates,
     PinnedPrefix,
@@ -35,7 +36,8 @@ from quire.base.messages import (
 )
 from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.base.validation import RequestLimits
+from quire.base.validation import RequestLimits, check_fork
+from quire.engine.bell import Bell
 from quire.engine.bisect import (
     bisect_step,
     combine,
@@ -76,28 +78,6 @@ class Submitted:
     num_tokens: int
     masks: MaskPromise | None
     left_out: frozenset[int] = frozenset()
-
-
-class Bell:
-    """Rung from any thread when something has come that the core waits for: a result, a store's
-    answer, a grammar. It holds no part of the core: a core that nobody holds is gone, with its
-    executor's thread."""
-
-    def __init__(self) -> None:
-        self.wake_up: Callable[[], None] = lambda: None
-        self._is_rung = threading.Event()
-
-    def ring(self) -> None:
-        self._is_rung.set()
-        self.wake_up()
-
-    def forget(self) -> None:
-        """Wait only for what comes from now on."""
-        self._is_rung.clear()
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it was rung."""
-        self._is_rung.wait(timeout_s)
 
 
 class EngineCore:
@@ -150,6 +130,12 @@ class EngineCore:
         """List what is pinned, oldest first; tenant: whose, None is everybody's."""
         return self.scheduler.prefixes(self._clock.now(), tenant)
 
+    def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        """List what is held, as `Scheduler.held` does."""
+        return self.scheduler.held(self._clock.now(), request_id, index, tenant)
+
     def has(self, request_id: str) -> bool:
         """Tell whether a request has not ended."""
         return self.scheduler.has(request_id)
@@ -198,6 +184,8 @@ class EngineCore:
         self.limits.check(request)
         if request.grammar and self._grammars is None:
             raise RequestError("this engine takes no grammars; leave the form of the answer out.")
+        if request.fork is not None:
+            check_fork(request, self.held(request.fork.request_id, request.fork.index))
         self._check_queue()
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:
@@ -479,6 +467,8 @@ class EngineCore:
                 self.control(Abort(found.request.request_id))
             for prefix in self.prefixes():
                 self.control(Unpin(prefix.id))
+            for held in self.held():
+                self.control(Hold(held.id, 0.0))
         except Exception as error:
             logger.warning("what is cached is not kept: %s: %s", type(error).__name__, error)
             return False

@@ -24,12 +24,14 @@ from quire.base.messages import (
     Abort,
     Append,
     AskCancel,
+    AskHeld,
     AskLive,
     AskMetrics,
     AskPrefixes,
     AskTimeline,
     Cancel,
     Cancelled,
+    HeldList,
     Live,
     Metrics,
     Prefixes,
@@ -248,6 +250,9 @@ class CoreServer:
             client.send(Live(message.ask_id, self._live.frame()))
         elif isinstance(message, AskPrefixes):
             client.send(Prefixes(message.ask_id, self.core.prefixes(message.tenant)))
+        elif isinstance(message, AskHeld):
+            found = self.core.held(message.request_id, message.index, message.tenant)
+            client.send(HeldList(message.ask_id, found))
         elif isinstance(message, AskCancel):
             names = self._open_requests(message)
             for name in names:

@@ -17,7 +17,7 @@ import msgspec
 from quire.base.clock import Clock
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.live import LiveFrame
-from quire.base.messages import PinnedPrefix, Ready, Request, ResetPrefixCache
+from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request, ResetPrefixCache
 from quire.base.outputs import RequestOutput
 from quire.engine.core_choice import CoreChoice, OpenLoad, check_core
 from quire.engine.heartbeat import HeartbeatReader
@@ -164,6 +164,30 @@ class FleetClient:
 
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
         return any((await self._ask(lambda client: client.unpin(prefix_id, tenant))).values())
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        found = await self._ask(lambda client: client.held(request_id, index, tenant))
+        pairs = ((core, held) for core, mine in found.items() for held in mine)
+        return [msgspec.structs.replace(held, core_id=core) for core, held in pairs]
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        for core in self._usable() if core_id is None else [core_id]:
+            await self._clients[core].keep(request_id, keep_s, tenant)
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        for core in self._usable() if core_id is None else [core_id]:
+            await self._clients[core].rewind(request_id, index, num_tokens, tenant)
 
     async def reset_prefix_cache(self) -> None:
         same = ResetPrefixCache()  # so that cores go on to share what they store

@@ -8,7 +8,7 @@ dropped.
 from collections.abc import Iterable, Sequence
 
 from quire.base.errors import RequestError
-from quire.base.messages import Abort, Request
+from quire.base.messages import Abort, Request, Rewind
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.plan import Float64
 from quire.base.prefix import PrefixReport
@@ -30,6 +30,7 @@ from quire.render.tokenizer import Tokenizer
 
 FAILED = ("error", "timeout")
 ABORTED = Finish("abort")
+Ending = Abort | Rewind  # what the core is told of a sequence that ends here
 
 
 class OutputProcessor:
@@ -61,10 +62,10 @@ class OutputProcessor:
 
     def process(
         self, outputs: StepOutputs, now_s: float
-    ) -> "tuple[list[OpenRequest], list[Abort]]":
-        """Take in what a step gave; the requests that have something to show, and the sequences
-        that are to be aborted. What it gave requests that are not followed is dropped."""
-        aborts: list[Abort] = []
+    ) -> "tuple[list[OpenRequest], list[Ending]]":
+        """Take in what a step gave; the requests that have something to show, and how sequences
+        are to be ended. What it gave requests that are not followed is dropped."""
+        aborts: list[Ending] = []
         touched: dict[OpenRequest, None] = {}
         for name, token_id in self._reader.tokens(outputs):
             request = self._requests.get(name.request_id)
@@ -162,7 +163,7 @@ class OpenRequest:
             self.only = Sample(0, prompt, self._params, self._tokenizer, hides)
             self._samples = [self.only]
 
-    def take_token(self, name: RowName, token_id: int, now_s: float) -> Sequence[Abort]:
+    def take_token(self, name: RowName, token_id: int, now_s: float) -> Sequence[Ending]:
         """Take in the token of a sequence that got nothing else; as `take`."""
         sample = self.only or self._samples[name.index]
         if sample.finish is not None:
@@ -173,7 +174,7 @@ class OpenRequest:
         sample.take([token_id])
         return () if sample.finish is None else self._end(sample, now_s)
 
-    def take(self, update: SequenceUpdate, now_s: float) -> Sequence[Abort]:
+    def take(self, update: SequenceUpdate, now_s: float) -> Sequence[Ending]:
         """Take in what one step gave one sequence; the abort of one that a stop string ended."""
         sample = self.only or self._samples[update.index]
         if sample.finish is not None:  # by a stop string, which the core hears of later
@@ -211,7 +212,7 @@ class OpenRequest:
         if metrics.first_token_s is None:
             metrics.first_token_s = now_s
 
-    def _end(self, sample: Sample, now_s: float) -> Sequence[Abort]:
+    def _end(self, sample: Sample, now_s: float) -> Sequence[Ending]:
         """Count a sample that has ended; return the abort of one that goes on in the core."""
         self.num_open -= 1
         if self.num_open == 0:
@@ -220,7 +221,12 @@ class OpenRequest:
             return ()
         index = -1 if self.only is not None else sample.index
         reason = "stop" if sample.finish is None else sample.finish.reason
-        return (Abort(self.request_id, reason, index),)
+        abort = Abort(self.request_id, reason, index)
+        if not self._request.keep_s:
+            return (abort,)
+        # What is held ends where its text does; the core may be further.
+        num_tokens = self.num_prompt_tokens + len(sample.token_ids)
+        return abort, Rewind(self.request_id, sample.index, num_tokens)
 
     def _take_beams(self, beams: list[BeamOutput], now_s: float) -> None:
         """Take in all results of a beam search, best first: as many samples, each in one piece."""

@@ -19,6 +19,7 @@ from quire.base.prefix import (
 
 TIERS = {
     "pinned": "pinned",
+    "held": "held",
     "device": "on the device",
     "host": "from host memory",
     "store": "from a store",

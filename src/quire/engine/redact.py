@@ -72,7 +72,9 @@ class Context:
             if group.search is not None
             for found in group.candidates.values()
         }
-        names = frozenset({*lifecycle.sequences, *scheduler.memory.pinned.by_id})
+        memory = scheduler.memory
+        held = {*memory.held.by_id, *memory.held.branches}
+        names = frozenset({*lifecycle.sequences, *memory.pinned.by_id, *held})
         return cls(names, [s.request for s in sequences], stops)
 
 

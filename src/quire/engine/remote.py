@@ -29,12 +29,16 @@ from quire.base.messages import (
     Abort,
     Append,
     AskCancel,
+    AskHeld,
     AskLive,
     AskMetrics,
     AskPrefixes,
     AskTimeline,
     Cancelled,
     FromCore,
+    HeldList,
+    HeldRequest,
+    Hold,
     Live,
     Metrics,
     PinnedPrefix,
@@ -43,6 +47,7 @@ from quire.base.messages import (
     Refused,
     Request,
     ResetPrefixCache,
+    Rewind,
     TimelineText,
     ToCore,
     Unpin,
@@ -120,6 +125,31 @@ class AsyncClient(Protocol):
         """Pin a prefix no longer; False if there is none of that id, or it is not this tenant's."""
         ...
 
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        """Return what is held, oldest first; or one sequence, held or not ended, with its tokens,
+        if there is one. tenant: whose, None is everybody's."""
+        ...
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        """Hold a request for so many seconds from now on; 0.0: let it go. core_id: of several
+        cores, the one that has it."""
+        ...
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        """Leave of a held sequence the first num_tokens tokens."""
+        ...
+
     async def reset_prefix_cache(self) -> None:
         """Use nothing any more that was cached before."""
         ...
@@ -146,8 +176,12 @@ def limits_of(ready: Ready) -> RequestLimits:
     )
 
 
-def _answer_in(message: Metrics | TimelineText | Prefixes | Cancelled | Live) -> object:
+def _answer_in(
+    message: Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live,
+) -> object:
     """Return what the core has answered."""
+    if isinstance(message, HeldList):
+        return message.requests
     if isinstance(message, Live):
         return message.frame
     if isinstance(message, Prefixes):
@@ -339,6 +373,27 @@ class RemoteClient:
         is_known = any(prefix.id == prefix_id for prefix in await self.prefixes(tenant))
         self._send(Unpin(prefix_id, tenant))
         return is_known
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        found = await self._ask(lambda number: AskHeld(number, request_id, index, tenant))
+        return cast(list[HeldRequest], found)
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        self._send(Hold(request_id, keep_s, tenant))
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        self._send(Rewind(request_id, index, num_tokens, tenant))
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
         found = await self._ask(lambda number: AskCancel(number, request_ids, tenant))

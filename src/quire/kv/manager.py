@@ -21,13 +21,15 @@ class KVBlocks:
     """A prefix hit: leading tokens that need not be computed, and their blocks by group.
 
     LOAD stands for a block that host memory holds; host: by group, logical index -> host block.
-    is_pinned: the blocks are those of a pinned prefix, and the last one may not be full.
+    is_pinned, is_held: the blocks are those of a pinned prefix, or of a held request, and the last
+    one may not be full.
     """
 
     num_tokens: int
     blocks: tuple[list[int], ...]
     host: tuple[dict[int, int], ...] = ()
     is_pinned: bool = False
+    is_held: bool = False
 
     @property
     def num_loads(self) -> int:

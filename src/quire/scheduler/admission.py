@@ -72,9 +72,13 @@ class Admission:
             return False
         if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
             return False
-        hit = self._memory.find_hit(sequence)
-        num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
-        return self._has_blocks(sequence, hit, num_new)
+        while True:
+            hit = self._memory.find_hit(sequence)
+            num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
+            if self._has_blocks(sequence, hit, num_new):
+                return True
+            if not self._memory.held.give_way(sequence):
+                return False
 
     def reserve(self, sequence: Sequence) -> int:
         """Count the blocks that must stay free if this waiting sequence is admitted."""
@@ -115,19 +119,23 @@ class Admission:
         if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
             return None
         memory, lifecycle = self._memory, self._lifecycle
-        hit = memory.find_hit(sequence)
-        num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
-        if num_new == 0:
-            lifecycle.park(sequence)
-            return 0
-        num_new = min(num_new, self._most_prefill or num_new)
-        if memory.keeps_nothing and num_new < sequence.num_known_tokens:
-            return None  # its tokens see each other: it waits for a step that has room for all
-        if not self._has_blocks(sequence, hit, num_new):
-            return None
+        while True:
+            hit = memory.find_hit(sequence)
+            num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
+            if num_new == 0:
+                lifecycle.park(sequence)
+                return 0
+            num_new = min(num_new, self._most_prefill or num_new)
+            if memory.keeps_nothing and num_new < sequence.num_known_tokens:
+                return None  # its tokens see each other: it waits for a step that has room for all
+            if self._has_blocks(sequence, hit, num_new):
+                break
+            if not memory.held.give_way(sequence):  # after that it may find less
+                return None
         appended = memory.start(sequence, num_new, hit)
         if appended is None:
             return None
+        memory.held.begin(sequence)
         builder.started.append(lifecycle.start(sequence, hit.num_tokens, now))
         builder.add_table(sequence, hit.num_tokens // memory.block_size)
         builder.add_blocks(sequence.row, appended)
@@ -161,8 +169,9 @@ class Admission:
         members = [m for m in sequence.members if m.host_blocks is not None]
         if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
             return None
-        if not self._memory.fits_back(members, self.reserve(sequence)):
-            return None
+        while not self._memory.fits_back(members, self.reserve(sequence)):
+            if not self._memory.held.give_way():
+                return None
         builder.add_moves(MoveKind.LOAD, self._memory.swap_in(members))
         for member in members:
             started = self._lifecycle.start(member, member.num_swapped_tokens, now)
@@ -250,7 +259,10 @@ class Admission:
             return False
         longest = max(member.num_known_tokens for member in waiting)
         needs = self._memory.needs_of_all(sequence, longest, len(waiting))
-        return self._memory.fits(needs, self.reserve(sequence))
+        while not self._memory.fits(needs, self.reserve(sequence)):
+            if not self._memory.held.give_way(sequence):
+                return False
+        return True
 
     def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
         """Tell whether a member that comes back would compute what another one is just

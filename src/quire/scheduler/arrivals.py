@@ -57,6 +57,7 @@ class Arrivals:
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
             lacks_grammar=bool(request.grammar),
+            keep_s=request.keep_s,
         )
         if num > 1 or request.params.use_beam_search:
             sequence.group = SequenceGroup.of(sequence, num)

@@ -16,7 +16,9 @@ def check_memory(memory: Memory, rows: Rows, lifecycle: Lifecycle, stores: Store
     alive = [m for s in lifecycle.sequences.values() for m in s.members]
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
     on_order = [] if stores is None else [stores.held_blocks]
-    held = [sequence.blocks for sequence in rows.sequences()] + memory.pinned.tables()
+    held = [sequence.blocks for sequence in rows.sequences()]
+    held += memory.pinned.tables() + memory.held.tables()
+    assert not memory.held.spent, "what a plan has begun with is still held"
     kv: KVManager = memory.kv
     kv.check_invariants(held, away, *on_order)
     for sequence in rows.sequences():

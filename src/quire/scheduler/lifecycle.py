@@ -17,6 +17,7 @@ from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound,
 from quire.base.plan import RowStart
 from quire.base.step_outputs import Finish
 from quire.kv.manager import KVBlocks
+from quire.scheduler.held import KEPT_REASONS
 from quire.scheduler.memory import Memory
 from quire.scheduler.policy import MakePolicy
 from quire.scheduler.progress import SchedulerProgress
@@ -114,6 +115,7 @@ class Lifecycle:
             index=len(group.members),
             tenant=leader.tenant,
             due_at=leader.due_at,
+            keep_s=leader.keep_s,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
         self._rows.hand_to(child)
@@ -174,6 +176,8 @@ class Lifecycle:
         """End a sequence: `reason` is that of a `Finish`. The request ends with the last of its
         sequences."""
         self._memory.misses.leave(sequence)
+        if sequence.keep_s and reason in KEPT_REASONS:
+            self._memory.held.keep(sequence, now)
         if sequence.state is State.RUNNING:
             self._take_rows([sequence], is_swapped=False)
         elif sequence.state is not State.PARKED:

@@ -73,7 +73,7 @@ def _block_map(memory: Memory, g: int, oldest_last: list[Sequence]) -> BlockMap:
     owners = np.full_like(sharers, NOBODY)
     for sequence in oldest_last:
         owners[_held(sequence.blocks.tables[g].live_blocks)] = number_of(sequence)
-    for blocks in memory.pinned.tables():
+    for blocks in memory.pinned.tables() + memory.held.tables():
         states[_held(blocks.tables[g].live_blocks)] = PINNED
     return BlockMap(memory.kv.groups[g].kind, owners, sharers, states)
 

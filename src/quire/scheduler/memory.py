@@ -24,6 +24,7 @@ from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
+from quire.scheduler.held import Holds
 from quire.scheduler.index_changes import IndexDelta, IndexWatch
 from quire.scheduler.miss_report import MissReports
 from quire.scheduler.pinned import PinnedPrefixes
@@ -98,8 +99,9 @@ class Memory:
         self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
         self.pinned = PinnedPrefixes(kv, self.names)
         self.misses = MissReports(kv, self.names)
+        self.held = Holds(kv)
         self.index_watch: IndexWatch | None = None
-        self._lookup = PrefixLookup(kv, self.names, self.pinned)
+        self._lookup = PrefixLookup(kv, self.names, self.pinned, self.held)
         self._chunk = chunk
 
     @property
@@ -233,10 +235,15 @@ class Memory:
         return kept, prompt_end
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
-        """Give a running sequence room for its next tokens, as `start` does."""
+        """Give a running sequence room for its next tokens, as `start` does. Held requests give
+        way."""
         blocks, num_unsure = sequence.blocks, sequence.num_tried_tokens
         blocks.advance(sequence.num_computed_tokens)
-        return self.kv.allocate_slots(blocks, num_new, num_unsure=num_unsure)
+        grow = self.kv.allocate_slots
+        while (appended := grow(blocks, num_new, num_unsure=num_unsure)) is None:
+            if not self.held.give_way():
+                return None
+        return appended
 
     def grow_by_guesses(
         self, sequence: Sequence, num: int, reserve: int = 0
@@ -244,8 +251,11 @@ class Memory:
         """Give a running sequence room for so many guesses behind what the plan that is being made
         computes; what changed by cache group, None if there are too few blocks. reserve: how many
         are to be left of each group."""
-        num_computed = sequence.num_computed_tokens
-        return self.kv.append_guesses(sequence.blocks, num_computed, num, reserve)
+        num_computed, grow = sequence.num_computed_tokens, self.kv.append_guesses
+        while (appended := grow(sequence.blocks, num_computed, num, reserve)) is None:
+            if not self.held.give_way():
+                return None
+        return appended
 
     def take_back(self, sequence: Sequence) -> bool:
         """Free the room of guesses that were wrong, and states that were passed by right ones;
@@ -338,6 +348,7 @@ class Memory:
     def end_plan(self, step_id: int) -> None:
         """Note that a plan is made: what it copies belongs to it."""
         self.kv.end_plan()
+        self.held.end_plan()
         if self.kv.tier is not None:
             self.kv.tier.end_plan(step_id)
 
@@ -354,7 +365,9 @@ class Memory:
         self.kv.forget(sequence.digests)
 
     def reset(self, fingerprint: bytes) -> None:
-        """Forget all names; those to come begin with this fingerprint."""
+        """Forget all names; those to come begin with this fingerprint. What is held keeps its
+        tokens."""
+        self.held.start_over()
         self.kv.reset_prefix_cache()
         if self.index_watch is not None:
             self.index_watch.clear()

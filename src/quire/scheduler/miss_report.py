@@ -148,6 +148,8 @@ class MissReports:
         size, num_tokens = self._kv.block_size, hit.num_tokens
         if hit.is_pinned:
             return PrefixReport(pinned=num_tokens, **self._miss(sequence, hit, now))
+        if hit.is_held:
+            return PrefixReport(held=num_tokens, **self._miss(sequence, hit, now))
         away = max((len(found) for found in hit.host), default=0) * size
         store = min(away, sequence.num_fetched_blocks * size)
         return PrefixReport(

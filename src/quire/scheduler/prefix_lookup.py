@@ -2,6 +2,7 @@
 
 blocks that the index names, on the device, or in host memory if loading takes less time
 a pinned prefix, which may end inside a block (pinned.py)
+what it was forked from, which may end inside a block, too (held.py)
 
 Where both have a full block, the pin's own is taken. The index may name another one of the same
 tokens, and to a request that fits only because it shares with the pin that one is of no use.
@@ -13,6 +14,7 @@ from quire.base.messages import MeasuredRates
 from quire.kv.manager import KVBlocks, KVManager
 from quire.kv.table import NULL
 from quire.scheduler.block_naming import BlockNaming
+from quire.scheduler.held import Holds
 from quire.scheduler.pinned import PinnedPrefixes
 from quire.scheduler.sequence import Sequence
 
@@ -20,12 +22,19 @@ from quire.scheduler.sequence import Sequence
 class PrefixLookup:
     """Finds what a sequence may begin with. Changes nothing but what sequences know of it."""
 
-    def __init__(self, kv: KVManager, names: BlockNaming, pinned: PinnedPrefixes) -> None:
-        self._kv, self._names, self._pinned = kv, names, pinned
+    def __init__(
+        self, kv: KVManager, names: BlockNaming, pinned: PinnedPrefixes, held: Holds
+    ) -> None:
+        self._kv, self._names, self._pinned, self._held = kv, names, pinned, held
 
     def find(self, sequence: Sequence, rates: MeasuredRates) -> KVBlocks:
         """Find the cached blocks that this sequence may begin with. rates: tell whether loading
         what host memory has takes less time than computing it."""
+        hit, held = self._find_named(sequence, rates), self._held.hit(sequence)
+        return hit if held is None or held.num_tokens < hit.num_tokens else held
+
+    def _find_named(self, sequence: Sequence, rates: MeasuredRates) -> KVBlocks:
+        """Find what its tokens are found by."""
         kv, (digests, num_tokens) = self._kv, self._names.readable(sequence)
         hit = kv.get_computed_blocks(digests, num_tokens)
         if hit.num_loads:
@@ -44,7 +53,8 @@ class PrefixLookup:
             num_blocks = kv.num_computed_blocks(*self._names.readable(sequence))
             sequence.found_tokens = num_blocks * kv.block_size
             sequence.found_at = kv.num_index_changes
-        return max(sequence.found_tokens, self._pinned.num_usable_tokens(sequence))
+        held = self._held.num_usable_tokens(sequence)
+        return max(sequence.found_tokens, self._pinned.num_usable_tokens(sequence), held)
 
     def _loading_is_cheaper(self, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
         """Tell whether to load what host memory has beyond the hit on the device. Where a rate is

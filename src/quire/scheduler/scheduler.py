@@ -29,12 +29,16 @@ from quire.base.messages import (
     Cancel,
     Control,
     Drafted,
+    Fork,
     GrammarReady,
+    HeldRequest,
+    Hold,
     KeepCached,
     MeasuredRates,
     PinnedPrefix,
     Request,
     ResetPrefixCache,
+    Rewind,
     Unpin,
 )
 from quire.base.plan import Plan, StepResult
@@ -146,11 +150,13 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> Decisions:
         """Queue a request, or refuse it if this engine can never serve it."""
-        self.pins.drop_late(now)
+        self._drop_late(now)
         try:
             sequence = self._accept(request, now)
         except RequestError as error:
             return self._decisions(refusal=error)
+        if request.fork is not None:
+            self._branch(sequence)
         self.arrivals.enter(sequence, now)
         if request.pin_s is not None:
             self.pins.begin(sequence, now)
@@ -177,11 +183,15 @@ class Scheduler:
             computing = self.pins.remove(message.request_id, message.tenant)
             if computing is not None:  # somebody waits for it
                 self.lifecycle.drop(computing, Finish("abort"), now)
+        elif isinstance(message, Hold):
+            self.memory.held.hold(message, self.lifecycle.sequences, now)
+        elif isinstance(message, Rewind):
+            self.memory.held.rewind(message)
         elif isinstance(message, Cancel):
             for member in self._open_members(message.request_id):
                 self.lifecycle.drop(member, CANCELLED, now)
         elif isinstance(message, Abort):
-            self._end(message.request_id, message.index, message.finish_reason, now)
+            self._end(message, now)
         return self._decisions()
 
     def schedule(self, now: float) -> Decisions:
@@ -195,7 +205,7 @@ class Scheduler:
                 if member.state is not State.ENDED:
                     lifecycle.drop(member, finish, now)
         self._tell_ended()
-        self.pins.drop_late(now)
+        self._drop_late(now)
         plan = self._flush() if self._is_ending else self.planner.plan(now)
         if plan is not None:
             return self._decisions(plan=plan, sampling=in_flight[-1].sequences)
@@ -231,6 +241,18 @@ class Scheduler:
     def prefixes(self, now: float, tenant: str | None = None) -> list[PinnedPrefix]:
         """List what is pinned, oldest first; tenant: whose, None is everybody's."""
         return self.memory.pinned.listing(now, tenant)
+
+    def held(
+        self, now: float, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        """List what is held, oldest first; or tell of one sequence, held or not ended, with its
+        tokens. tenant: whose, None is everybody's."""
+        held = self.memory.held
+        if request_id is None:
+            return held.listing(tenant, now)
+        sequences, names = self.lifecycle.sequences, (request_id, f"{request_id}-0")
+        asked = (held.ask(Fork(name, index, 0), sequences, tenant, now) for name in names)
+        return [found for found in asked if found is not None][:1]
 
     def requests(self) -> tuple[RequestView, ...]:
         """List the requests that have not ended, oldest first."""
@@ -281,15 +303,14 @@ class Scheduler:
             for sequence, finish in lifecycle.take_dropped():
                 outputs.finish(sequence, finish)
             decided["outputs"] = outputs.build()
-        next_s, ends_s = self.arrivals.time_limits.next_s(lifecycle.sequences), self.pins.next_s
-        if next_s is None or (ends_s is not None and ends_s < next_s):
-            next_s = ends_s
+        late_s = self.arrivals.time_limits.next_s(lifecycle.sequences)
+        times = [t for t in (late_s, self.pins.next_s, self.memory.held.next_s) if t is not None]
         return Decisions(
             events=lifecycle.take_events(),
             orders=[] if stores is None else stores.take_orders(),
             names=self.memory.names.take_new(),
             index_delta=self.memory.take_index_delta(),
-            next_s=next_s,
+            next_s=min(times, default=None),
             **decided,
         )
 
@@ -297,6 +318,7 @@ class Scheduler:
         """Let pins and stores forget who has ended."""
         for sequence in self.lifecycle.take_ended():
             self.pins.drop(sequence)
+            self.memory.held.drop(sequence)
             if self.stores is not None:
                 self.stores.drop(sequence)
 
@@ -305,6 +327,10 @@ class Scheduler:
         if only not now."""
         if request.request_id in self.lifecycle.sequences or self.pins.has(request.request_id):
             raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        if request.request_id in self.memory.held.by_id:
+            raise RequestError(f"a request {request.request_id!r} is held; choose another id.")
+        if request.keep_s:
+            self.memory.held.check(request, self.lifecycle.sequences)
         num_prompt = len(request.prompt_token_ids)
         if not 1 <= num_prompt < self.max_model_len:
             raise RequestError(
@@ -331,11 +357,22 @@ class Scheduler:
             )
         return sequence
 
-    def _end(self, request_id: str, index: int, reason: str, now: float) -> None:
+    def _end(self, message: Abort, now: float) -> None:
         """End a request, or one of its sequences; index -1 is all."""
-        for member in self._open_members(request_id):
-            if index in (-1, member.index):
-                self.lifecycle.end(member, reason, now)
+        for member in self._open_members(message.request_id):
+            if message.index in (-1, member.index):
+                self.lifecycle.end(member, message.finish_reason, now)
+
+    def _branch(self, sequence: Sequence) -> None:
+        """Take hold of what a fork begins with. Who runs on it looks who shares before it
+        writes."""
+        running = self.memory.held.branch(sequence, self.lifecycle.sequences)
+        if running is not None:
+            self.rows.share(running.row)
+
+    def _drop_late(self, now: float) -> None:
+        self.pins.drop_late(now)
+        self.memory.held.drop_late(now)
 
     def _open_members(self, request_id: str) -> list[Sequence]:
         """List the sequences of a request that have not ended; none of one that is not known."""

@@ -102,6 +102,7 @@ class Sequence:
     lacks_grammar: bool = False  # it is not compiled yet
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     tenant: int = 0  # its slot among the tenants' counters
+    keep_s: float = 0.0  # how long it is held when it has ended
     report: PrefixReport | None = None  # of its first admission
     num_fetched_blocks: int = 0  # that stores brought for it
     found_tokens: int = 0  # prefix hit when the index had changed found_at times

@@ -49,6 +49,7 @@ from quire.scheduler import (
     branching,
     drafts,
     fifo,
+    held,
     in_flight,
     lifecycle,
     memory,
@@ -71,7 +72,7 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 8  # of what is kept of the state
+STATE_VERSION = 9  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "Memory": ("misses", "index_watch"), "BlockPool": ("changes",),
@@ -84,9 +85,9 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    block_naming, branching, drafts, fifo, in_flight, lifecycle, memory, pinned, pins, planning,
-    preemption, prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results,
-    stores, suspects, tenants, time_limits, two_level,
+    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, pinned, pins,
+    planning, preemption, prefix_lookup, progress, queue, rows, scheduler, sequence, srtf,
+    step_results, stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -235,6 +235,7 @@ class StepResults:
         self._forget_swapped(tainted)
         self._send_back(tainted, failed, now)
         self._pins.compute_again(failed, now)
+        self._memory.held.distrust(failed)
 
     def _blames_rows(self, step: InFlightStep, result: StepResult) -> bool:
         """Tell whether the rows of a step that failed are guilty; otherwise they are suspects now.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from quire.base.config import EngineConfig
 from quire.base.durations import bounded_wait_s
-from quire.base.messages import PinnedPrefix, Request
+from quire.base.messages import HeldRequest, PinnedPrefix, Request
 from quire.base.model_spec import ModelSpec
 from quire.base.outputs import RequestOutput
 from quire.base.pooling_spec import with_pooling
@@ -92,6 +92,20 @@ class CoreProcesses:
     def unpin(self, prefix_id: str) -> bool:
         """Pin a prefix no longer; False if there is none of that id."""
         return self._call(self._client.unpin(prefix_id))
+
+    def held(self, request_id: str | None = None, index: int = 0) -> list[HeldRequest]:
+        """List what is held; or one sequence, held or not ended, with its tokens."""
+        return self._call(self._client.held(request_id, index))
+
+    def keep(self, request_id: str, keep_s: float, core_id: int | None = None) -> None:
+        """Hold a request for so many seconds from now on; 0.0: let it go."""
+        self._call(self._client.keep(request_id, keep_s, None, core_id))
+
+    def rewind(
+        self, request_id: str, index: int, num_tokens: int, core_id: int | None = None
+    ) -> None:
+        """Leave of a held sequence the first num_tokens tokens."""
+        self._call(self._client.rewind(request_id, index, num_tokens, None, core_id))
 
     def close(self) -> None:
         self._call(self._client.close())

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from quire.base.clock import MonotonicClock
 from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
 from quire.base.live import LiveFrame
-from quire.base.messages import Cancel, Live, Ready, Request
+from quire.base.messages import Cancel, HeldRequest, Hold, Live, Ready, Request, Rewind
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.build import Engine
@@ -107,6 +107,26 @@ class FakeClient:
         if not self._alive:
             raise EngineDead("the core's process has ended.")
         return live_over_the_wire(self.frames.frame())
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        return self.engine.client.core.held(request_id, index, tenant)
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        self.engine.client.core.control(Hold(request_id, keep_s, tenant))
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        self.engine.client.core.control(Rewind(request_id, index, num_tokens, tenant))
 
     async def reset_prefix_cache(self) -> None:
         self.engine.client.reset_prefix_cache()

@@ -13,6 +13,7 @@ from quire.serve.api import (
     page,
     prefixes,
     scores,
+    sessions,
     stream,
     utility,
 )
@@ -58,8 +59,8 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
         app.include_router(utility.page)
         app.include_router(utility.description, dependencies=[protected])
     for router in (
-        prefixes.router, admin.router, live.router, files_routes.router, batches_routes.router,
-        responses.router, responses.kept,
+        prefixes.router, sessions.router, admin.router, live.router, files_routes.router,
+        batches_routes.router, responses.router, responses.kept,
     ):  # fmt: skip
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router, embeddings.router, scores.router):

@@ -21,7 +21,7 @@ from quire.serve.api.chat_choice import ChatChoice
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import error_in
 from quire.serve.api.hooked_prompt import admitted_chat
-from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.jobs import Origin, PromptJob, make_job
 from quire.serve.api.params import chat_params, check_top_logprobs, room_beside, truncated
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reasoning_count import ReasoningCount
@@ -71,7 +71,7 @@ async def make_chat_job(
     tenant = tenant_asking(scope, api.config, body)
     grammar = await _checked_grammar(api, body, asked)
     core = asked_core(scope)
-    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, core)
+    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, Origin(core))
     return ChatJob(model, body, job, asked, grammar, hooks)
 
 

@@ -3,12 +3,15 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.render.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.asked_core import asked_core
@@ -17,7 +20,7 @@ from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import bad_request
 from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.infill import infilled
-from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.jobs import Origin, PromptJob, make_job
 from quire.serve.api.logprobs_json import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
 from quire.serve.api.params import (
     checked_stream_options,
@@ -36,6 +39,7 @@ from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, decode, render_prompt, token_names
 from quire.serve.api.structured import checked_grammar, with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
+from quire.serve.hooks import RequestHooks
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -45,29 +49,56 @@ async def create_completion(
     body: CompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
     """Continue each prompt; choices in the order of the prompts, those of one side by side."""
-    model = check_model(api, body.model)
+    check_model(api, body.model)
     check_neutral(body)
     body = checked_stream_options(body, api.config)
     answer_id = new_id("cmpl")
     given = split_prompts(body.prompt)
     check_shared(body, len(given))
+    check_kept_alone(body, len(given))
     grammar = await checked_grammar(api, body, len(given))
     body, given = await infilled(api, body, given)
     given, hooks = await admitted_prompts(api, body, request.scope, answer_id, given)
     prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
+    given_prompts = Prompts(answer_id, prompts, hooks, grammar)
+    return await respond(api, body, request, given_prompts, Origin(asked_core(request.scope)))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What an answer continues: prompts, with the hooks of each; grammar: of the continuations."""
+
+    answer_id: str
+    rendered: list[RenderedPrompt]
+    hooks: list[RequestHooks] | None
+    grammar: Checked
+
+
+async def respond(
+    api: ApiContext,
+    body: CompletionRequest,
+    request: fastapi.Request,
+    prompts: Prompts,
+    origin: Origin,
+) -> Response:
+    """Answer with the continuations of prompts."""
     tenant = tenant_asking(request.scope, api.config, body)
-    core = asked_core(request.scope)
+    answer_id, grammar, fork = prompts.answer_id, prompts.grammar, origin.fork
     jobs = [
-        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text, core)
-        for index, prompt in enumerate(prompts)
+        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text, origin)
+        for index, prompt in enumerate(prompts.rendered)
     ]
     names = token_names(api, body.return_tokens_as_token_ids)
     choices = [await _choices(api, index, body, job, names) for index, job in enumerate(jobs)]
-    head = {
-        "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,
+    head: dict[str, Any] = {
+        "id": answer_id, "object": "text_completion", "created": int(time.time()),
+        "model": check_model(api, body.model),
     }  # fmt: skip
+    if fork is not None:
+        told = {"id": fork.request_id, "index": fork.index, "at_token": fork.num_tokens}
+        head["forked_from"] = told
     tells = api.config.enable_per_request_metrics
-    answer = Answer(api.client, body, head, jobs, choices, hooks, tells)
+    answer = Answer(api.client, body, head, jobs, choices, prompts.hooks, tells)
     return with_warnings(await answer.respond(request), grammar)
 
 
@@ -111,6 +142,16 @@ def check_shared(body: CompletionRequest, num_prompts: int) -> None:
                 " possible in all. Send fewer prompts in one request.",
                 name,
             )
+
+
+def check_kept_alone(body: CompletionRequest, num_prompts: int) -> None:
+    """Raise ApiError for an answer that cannot be kept under one id, or not as it is shown."""
+    if body.keep_s and num_prompts > 1:
+        text = f"keep_s is for one prompt, got {num_prompts}; send several requests."
+        raise bad_request(text, "keep_s")
+    if body.keep_s and body.max_tokens == 0:
+        text = "keep_s with max_tokens=0 would keep a token that is not shown; use max_tokens=1."
+        raise bad_request(text, "keep_s")
 
 
 class CompletionChoice:
@@ -227,11 +268,11 @@ def _job(
     job_id: str,
     tenant: str,
     grammar: str,
-    core_id: int | None,
+    origin: Origin,
 ) -> PromptJob:
     room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
-    return make_job(api, body, prompt, params, job_id, tenant, grammar, core_id)
+    return make_job(api, body, prompt, params, job_id, tenant, grammar, origin)
 
 
 async def _choices(

@@ -98,6 +98,8 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
             errors |= WITH_QUERY
     if "requestBody" in operation:
         errors |= WITH_BODY
+    if path.startswith("/v1/requests/") and method == "post":
+        errors |= {"409": "the request still runs"}
     if path.startswith(("/v1/files", "/v1/batches")):
         errors |= OF_FILES
     responses = operation["responses"]
@@ -161,6 +163,11 @@ _MODELS = _object(object="list", data=[_MODEL])
 _PREFIX = _object(
     id="string", object="prefix", status="ready or computing", num_tokens="integer",
     num_blocks="integer", num_hits="integer", age_s="number", expires_in_s="number or null",
+)  # fmt: skip
+_TOKENS = _object(
+    id="string", object="request.tokens", index="integer", status="live or held",
+    num_prompt_tokens="integer", num_tokens="integer", num_blocks="integer",
+    expires_in_s="number or null",
 )  # fmt: skip
 _FILE = _object(
     id="string", object="file", bytes="integer", created_at="integer",
@@ -249,6 +256,21 @@ ANSWERS: dict[tuple[str, str], Json] = {
     ("get", "/v1/batches/{batch_id}"): _json(_BATCH),
     ("post", "/v1/batches/{batch_id}/cancel"): _json(_BATCH),
     ("get", "/v1/requests/{request_id}"): _json(_object(object="request.timeline or list")),
+    ("delete", "/v1/requests/{request_id}"): _json(
+        _object(id="string", object="request", deleted="boolean")
+    ),
+    ("get", "/v1/requests"): _json(_object(object="list", data=[_TOKENS])),
+    ("get", "/v1/requests/{request_id}/tokens"): _json(_TOKENS),
+    ("post", "/v1/requests/{request_id}/rewind"): _json(_TOKENS),
+    ("post", "/v1/requests/{request_id}/keep"): _json(_TOKENS),
+    **{
+        ("post", f"/v1/requests/{{request_id}}/{verb}"): _EVENTS
+        | _json(_object(
+            **_HEAD, object="text_completion", choices=[_TEXT_CHOICE], usage=_USAGE,
+            forked_from=_object(id="string", index="integer", at_token="integer"),
+        ))
+        for verb in ("fork", "append")
+    },
     ("get", "/v1/engine/live"): _EVENTS,
     ("post", "/tokenize"): _json(
         _object(

@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from quire.base.errors import REQUEST_FAILED, STEP_FAILED, TIMED_OUT, StepFailed
-from quire.base.messages import Request
+from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure
@@ -38,6 +38,17 @@ class PromptJob:
         return self.request.prompt_token_ids
 
 
+@dataclass(frozen=True)
+class Origin:
+    """core_id: the core that a job must go to, if any. fork: what its prompt goes on from."""
+
+    core_id: int | None = None
+    fork: Fork | None = None
+
+
+ANYWHERE = Origin()
+
+
 def make_job(
     api: ApiContext,
     body: GenerationRequest,
@@ -46,10 +57,10 @@ def make_job(
     request_id: str,
     tenant: str,
     grammar: str = "",
-    core_id: int | None = None,
+    origin: Origin = ANYWHERE,
 ) -> PromptJob:
     """Make the job of a prompt. Raise RequestError for what the engine can never serve. grammar:
-    what its answer must be, checked; empty: anything. core_id: the core that it must go to."""
+    what its answer must be, checked; empty: anything."""
     request = api.requests.make(
         prompt,
         params,
@@ -60,7 +71,13 @@ def make_job(
         body.timeout_s or 0.0,
         grammar,
     )
-    request = msgspec.structs.replace(request, core_id=core_id)
+    request = msgspec.structs.replace(
+        request,
+        core_id=origin.core_id,
+        fork=origin.fork,
+        keep_s=body.keep_s or 0.0,
+        pin_share=api.config.pin_share_of_key,
+    )
     api.client.check(request)
     return PromptJob(prompt, request)
 

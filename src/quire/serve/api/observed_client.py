@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from quire.base.errors import EngineBusy, EngineDead, QuireError, RequestError
 from quire.base.live import LiveFrame
-from quire.base.messages import PinnedPrefix, Ready, Request
+from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.tenants import key_index
 from quire.engine.remote import AsyncClient
@@ -237,6 +237,26 @@ class ObservedClient:
 
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
         return await self._client.unpin(prefix_id, tenant)
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        return await self._client.held(request_id, index, tenant)
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        await self._client.keep(request_id, keep_s, tenant, core_id)
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        await self._client.rewind(request_id, index, num_tokens, tenant, core_id)
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()

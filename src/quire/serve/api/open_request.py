@@ -17,7 +17,7 @@ from quire.serve.api.completions import CompletionChoice
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.hooked_prompt import admitted_ids
-from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.jobs import Origin, PromptJob, make_job
 from quire.serve.api.params import completion_params, room_beside
 from quire.serve.api.protocol import CompletionRequest, StreamOptions
 from quire.serve.api.rendering import check_model, token_names, tokenizer_of
@@ -129,7 +129,7 @@ class OpenRequest:
         room_beside(prompt, self._max_model_len, "prompt", can_cut=False)
         job = make_job(
             api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or "",
-            self._core_id,
+            Origin(self._core_id),
         )  # fmt: skip
         if not is_last:
             opened = msgspec.structs.replace(job.request, is_open=True)

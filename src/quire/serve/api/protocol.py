@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.base.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
 from quire.base.sampling_params import MOST_NAMED_TOKENS
+from quire.base.validation import MOST_KEEP_S
 from quire.serve.api.open_body import OpenBody
 from quire.serve.api.unsupported_fields import unsupported
 
@@ -164,6 +165,7 @@ NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(M
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+KeepSeconds = Annotated[float, Field(ge=0, le=MOST_KEEP_S)]
 
 
 class NamedProcessor(BaseModel):
@@ -345,10 +347,12 @@ class SampledBody(OpenBody):
 
 
 class GenerationRequest(SampledBody, ServedBody):
-    """The fields that both endpoints have."""
+    """The fields that both endpoints have. keep_s: how long a request is held when it has ended."""
 
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = None
+
+    keep_s: KeepSeconds | None = None
 
     # How tokens are chosen, and when a text ends
     n: Count | None = None

@@ -15,6 +15,7 @@ from quire.serve.api.protocol import (
     Format,
     Ignored,
     Int32,
+    KeepSeconds,
     Label,
     SampledBody,
     ScheduledBody,
@@ -116,6 +117,7 @@ class ResponsesRequest(SampledBody, ScheduledBody):
     stream: bool | None = None
     stream_options: Ignored
     background: bool | None = None
+    keep_s: KeepSeconds | None = None
     store: bool | None = None
     include: Include | None = None
     metadata: Metadata | None = None

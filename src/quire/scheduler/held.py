@@ -1,0 +1,386 @@
+"""Held requests: what has ended, and may be gone on with, forked at a token or rewound (T 5.2).
+
+    held      | block 0 | block 1 | blo     |      its tokens, and the tables that it had
+    branch    | block 0 | block 1 | blo     |      from a fork's arrival until it gets a row
+    fork      | block 0 | block 1 | bl ck 2 | ...  its own copy of the last block: copy-on-write
+
+A fork is a request whose prompt begins with known tokens of another one, held or running. Its
+branch is made when it arrives, so what becomes of the other one afterwards does not matter to it.
+
+What is held stands in nobody's way: when blocks are lacking, the tables go first that nobody has
+gone on from for the longest time. Then the tokens are left. Their full blocks may be found by name,
+on the device, in host memory and in stores, and what is not found is computed again: how many
+blocks a request takes changes by this, never a token. Tokens have a bound and a time.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from quire.base.errors import EngineBusy
+from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind
+from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
+from quire.kv.table import NULL
+from quire.scheduler.sequence import Int32, Sequence, State
+
+MOST_HELD = 1024  # sequences
+MOST_HELD_TOKENS = 1 << 24  # of all of them: 64 MiB
+KEPT_REASONS = ("stop", "length", "repetition")  # with which a request has come to its end
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One sequence of a request that has ended. num_computed: of its tokens, from the first on,
+    which blocks hold. digests: names of its full blocks, from `root`."""
+
+    request: Request
+    index: int
+    tokens: Int32 = field(repr=False)
+    num_prompt_tokens: int
+    num_computed: int
+    digests: list[bytes] = field(repr=False)
+    root: bytes
+    blocks: SequenceBlocks | None
+    keep_s: float
+    ends_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Branch:
+    """What a fork begins with once it gets a row: the first num_tokens tokens at most."""
+
+    blocks: SequenceBlocks
+    num_tokens: int
+
+
+class Holds:
+    """All that is held, and the branches of forks that wait.
+
+    by_id: by request id and index. standing: those that have blocks, the first to give way first.
+    branches: by the fork's request id. spent: of forks that the plan being made has begun: it
+    copies from their blocks.
+    """
+
+    def __init__(self, kv: KVManager) -> None:
+        self.by_id: dict[str, dict[int, Held]] = {}
+        self.standing: list[Held] = []
+        self.branches: dict[str, Branch] = {}
+        self.spent: list[SequenceBlocks] = []
+        self._kv = kv
+
+    # ---- from the end of a request to the end of its time ------------------------------------
+
+    def check(self, request: Request, sequences: Mapping[str, Sequence]) -> None:
+        """Raise EngineBusy if there is no room to hold a request when it ends. sequences: those
+        that have not ended; what they are to leave counts as held."""
+        open_ = [(s.request, s.limit) for s in sequences.values() if s.keep_s]
+        open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
+        kept = [(held.request, len(held.tokens)) for held in self._all()]
+        kept += open_
+        num, share = request.params.num_samples, request.pin_share
+        mine = [n for r, n in kept if r.tenant == request.tenant]
+        num_tokens = num * (len(request.prompt_token_ids) + (request.params.max_tokens or 0))
+        for what, most, all_, own, more in (
+            ("sequences", MOST_HELD, len(kept), len(mine), num),
+            ("tokens", MOST_HELD_TOKENS, sum(n for _, n in kept), sum(mine), num_tokens),
+        ):
+            if all_ + more > most:
+                raise EngineBusy(
+                    f"keep_s: {all_} {what} are held or will be, and {more} more would be more than"
+                    f" the {most} that may be; let go what is not needed any more, or leave keep_s"
+                    " out.",
+                    "keep_s",
+                )
+            if share < 1.0 and own + more > max(1, int(share * most)):
+                raise EngineBusy(
+                    f"keep_s: {own} {what} of your key are held or will be, and with {more} more"
+                    f" they would exceed its share, {max(1, int(share * most))} of {most}; let go"
+                    " what is not needed any more, or leave keep_s out.",
+                    "keep_s",
+                )
+
+    def keep(self, sequence: Sequence, now: float) -> None:
+        """Take over from a sequence that ends, and still has its blocks."""
+        request, tokens = sequence.request, sequence.known_tokens.copy()
+        num_computed = num_sure(sequence)
+        blocks = self._fork(sequence, num_computed) if num_computed else None
+        held = Held(
+            request=request,
+            index=sequence.index,
+            tokens=tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed=num_computed,
+            digests=sequence.digests[: len(tokens) // self._kv.block_size],
+            root=sequence.root,
+            blocks=blocks,
+            keep_s=sequence.keep_s,
+            ends_s=now + sequence.keep_s,
+        )
+        self.by_id.setdefault(request.request_id, {})[sequence.index] = held
+        if blocks is not None:
+            self.standing.append(held)
+        if request.fork is not None and request.fork.takes_over:
+            self._remove(request.fork.request_id, request.fork.index)
+
+    def hold(self, message: Hold, sequences: Mapping[str, Sequence], now: float) -> None:
+        """Keep a request for longer, or shorter, from now on; 0 seconds: let it go. One that has
+        not ended is told how long it will be kept."""
+        sequence = sequences.get(message.request_id)
+        if sequence is not None and message.tenant in (None, sequence.request.tenant):
+            for member in sequence.members:
+                member.keep_s = message.keep_s
+        for held in list(self.by_id.get(message.request_id, {}).values()):
+            if message.tenant not in (None, held.request.tenant):
+                continue
+            held.keep_s, held.ends_s = message.keep_s, now + message.keep_s
+            if not message.keep_s:
+                self._remove(message.request_id, held.index)
+
+    def rewind(self, message: Rewind) -> None:
+        """Drop the last tokens of what is held; at least one stays."""
+        held = self.by_id.get(message.request_id, {}).get(message.index)
+        if held is None or message.tenant not in (None, held.request.tenant):
+            return
+        num_tokens, size = message.num_tokens, self._kv.block_size
+        if not 0 < num_tokens < len(held.tokens):
+            return
+        held.tokens = held.tokens[:num_tokens].copy()
+        held.digests = held.digests[: num_tokens // size]
+        held.num_prompt_tokens = min(held.num_prompt_tokens, num_tokens)
+        held.num_computed = min(held.num_computed, num_tokens)
+        if held.blocks is not None:
+            self._cut(held.blocks, held.num_computed)
+
+    def drop_late(self, now: float) -> None:
+        """Let go what has been held for its time."""
+        for held in [held for held in self._all() if held.ends_s <= now]:
+            self._remove(held.request.request_id, held.index)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next one's time is over; None is never."""
+        next_s = min((held.ends_s for held in self._all()), default=math.inf)
+        return None if next_s == math.inf else next_s
+
+    # ---- forks -------------------------------------------------------------------------------
+
+    def branch(self, sequence: Sequence, sequences: Mapping[str, Sequence]) -> Sequence | None:
+        """Make the branch of a fork that has arrived, if what it goes on from is there; returns the
+        sequence that it shares blocks with and that runs. sequences: those that have not ended."""
+        request, size = sequence.request, self._kv.block_size
+        fork = request.fork
+        assert fork is not None, "it is no fork"
+        found = self.find(fork, sequences)
+        if found is None:
+            return None
+        if found.root == sequence.root:
+            sequence.digests = found.digests[: fork.num_tokens // size]
+        if isinstance(found, Held):
+            if found.blocks is not None:
+                blocks = self._kv.fork(found.blocks)
+                num_tokens = min(fork.num_tokens, found.num_computed)
+                self.branches[request.request_id] = Branch(blocks, num_tokens)
+                self.standing.remove(found)
+                self.standing.append(found)
+            return None
+        num_tokens = min(fork.num_tokens, num_sure(found))
+        if num_tokens == 0:
+            return None
+        blocks = self._fork(found, num_tokens)
+        self.branches[request.request_id] = Branch(blocks, num_tokens)
+        return found
+
+    def find(self, fork: Fork, sequences: Mapping[str, Sequence]) -> Held | Sequence | None:
+        """Find what a fork goes on from: held, or not ended. An index of -1 is any."""
+        held = self.by_id.get(fork.request_id, {})
+        sequence = sequences.get(fork.request_id)
+        members = [] if sequence is None or sequence.is_beam else sequence.members
+        alive = (m for m in members if m.state is not State.ENDED)
+        found: list[Held | Sequence] = [*held.values(), *alive]
+        return next((each for each in found if fork.index in (-1, each.index)), None)
+
+    def hit(self, sequence: Sequence) -> KVBlocks | None:
+        """Return the blocks of the branch that a sequence may begin with; the last of them may be
+        partly full."""
+        branch, num_tokens = self._usable(sequence)
+        if branch is None:
+            return None
+        num_blocks = -(-num_tokens // self._kv.block_size)
+        blocks = tuple(table.blocks[:num_blocks] for table in branch.blocks.tables)
+        return KVBlocks(num_tokens, blocks, is_held=True)
+
+    def num_usable_tokens(self, sequence: Sequence) -> int:
+        """Count the tokens of that hit."""
+        return self._usable(sequence)[1]
+
+    def begin(self, sequence: Sequence) -> None:
+        """Note that a sequence has got a row: what it takes of its branch, it has."""
+        branch = self.branches.pop(sequence.request.request_id, None)
+        if branch is not None:
+            self.spent.append(branch.blocks)
+
+    def end_plan(self) -> None:
+        """Let go what the plan that was just made copies from: blocks that are freed in a plan may
+        be written by it."""
+        spent, self.spent = self.spent, []
+        for blocks in spent:
+            self._kv.free(blocks)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget the branch of a sequence that has ended before it got a row."""
+        branch = self.branches.pop(sequence.request.request_id, None)
+        if branch is not None:
+            self._kv.free(branch.blocks)
+
+    def _usable(self, sequence: Sequence) -> tuple[Branch | None, int]:
+        """Find the branch of a sequence, and how many tokens it may take from it: one must be left,
+        and all must be there that the next token sees."""
+        branch = self.branches.get(sequence.request.request_id)
+        if branch is None:
+            return None, 0
+        readable = min(sequence.num_known_tokens - 1, sequence.num_readable_tokens)
+        tables, groups = branch.blocks.tables, self._kv.groups
+        for num_tokens in self._lengths(branch, min(branch.num_tokens, readable)):
+            pairs = zip(tables, groups, strict=True)
+            if all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs):
+                return branch, num_tokens
+        return None, 0
+
+    def _lengths(self, branch: Branch, most: int) -> Iterator[int]:
+        """List with how many tokens a fork may begin, longest first: a state is behind few."""
+        if most > 0:
+            yield most
+        if self._kv.has_states:
+            size = self._kv.block_size
+            for num_blocks in range((most - 1) // size, 0, -1):
+                if all(table.blocks[num_blocks - 1] != NULL for table in branch.blocks.tables):
+                    yield num_blocks * size
+
+    # ---- what gives way ----------------------------------------------------------------------
+
+    def give_way(self, spared: Sequence | None = None) -> bool:
+        """Free the blocks of what nobody has gone on from for the longest time; whether there was
+        something. spared: whose branch goes last."""
+        if self.standing:
+            self._give_up(self.standing[0])
+            return True
+        own = None if spared is None else spared.request.request_id
+        names = sorted(self.branches, key=lambda name: name == own)
+        if names:
+            self._kv.free(self.branches.pop(names[0]).blocks)
+        return bool(names)
+
+    def distrust(self, failed: Iterable[Sequence]) -> None:
+        """Keep no blocks of what requests that have failed went on from: the error may have come
+        with any of their tokens."""
+        for sequence in failed:
+            fork = sequence.request.fork
+            held = None if fork is None else self.by_id.get(fork.request_id, {}).get(fork.index)
+            if held is not None and held.blocks is not None:
+                self._give_up(held)
+
+    def start_over(self) -> None:
+        """Use nothing any more that was computed before: the tokens are left."""
+        while self.give_way():
+            pass
+        for held in self._all():
+            held.digests, held.root = [], b""
+
+    # ---- told --------------------------------------------------------------------------------
+
+    def tables(self) -> list[SequenceBlocks]:
+        """List what is held in blocks."""
+        held = [held.blocks for held in self.standing if held.blocks is not None]
+        return held + [branch.blocks for branch in self.branches.values()]
+
+    def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
+        """List what is held, without its tokens; tenant: whose, None is everybody's."""
+        mine = [h for h in self._all() if tenant in (None, h.request.tenant)]
+        return [told_of(held, self._num_blocks(held), now) for held in mine]
+
+    def ask(
+        self, fork: Fork, sequences: Mapping[str, Sequence], tenant: str | None, now: float
+    ) -> HeldRequest | None:
+        """Tell of what may be forked, with its tokens."""
+        found = self.find(fork, sequences)
+        if found is None or tenant not in (None, found.request.tenant):
+            return None
+        if isinstance(found, Held):
+            return told_of(found, self._num_blocks(found), now, found.tokens)
+        num_blocks = 0 if found.row < 0 else max(self._kv.num_distinct([found.blocks]))
+        return HeldRequest(
+            id=found.request.request_id,
+            index=found.index,
+            num_prompt_tokens=found.num_prompt_tokens,
+            num_tokens=found.num_known_tokens,
+            num_blocks=num_blocks,
+            keep_s=found.keep_s,
+            tenant=found.request.tenant,
+            cache_salt=found.request.cache_salt,
+            tokens=found.known_tokens.tobytes(),
+        )
+
+    # ------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[Held]:
+        return [held for mine in self.by_id.values() for held in mine.values()]
+
+    def _num_blocks(self, held: Held) -> int:
+        return 0 if held.blocks is None else max(self._kv.num_distinct([held.blocks]))
+
+    def _fork(self, sequence: Sequence, num_tokens: int) -> SequenceBlocks:
+        """Make second tables of a sequence with a row, which end behind so many tokens."""
+        own, num_computed = sequence.blocks, sequence.num_computed_tokens
+        if own.num_tokens > num_computed:  # with room for guesses that were wrong
+            self._kv.truncate(own, num_computed)
+        own.advance(num_computed)
+        blocks = self._kv.fork(own)
+        self._cut(blocks, num_tokens)
+        return blocks
+
+    def _cut(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+        """Free what is behind so many tokens. States and windows are those of their own end."""
+        pairs = zip(blocks.tables, self._kv.groups, strict=True)
+        is_there = all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
+        if is_there and not self._kv.has_states and blocks.num_tokens > num_tokens:
+            self._kv.truncate(blocks, num_tokens)
+
+    def _give_up(self, held: Held) -> None:
+        assert held.blocks is not None, "it has no blocks"
+        self._kv.free(held.blocks)
+        held.blocks, held.num_computed = None, 0
+        self.standing.remove(held)
+
+    def _remove(self, request_id: str, index: int) -> None:
+        held = self.by_id.get(request_id, {}).pop(index, None)
+        if held is None:
+            return
+        if not self.by_id[request_id]:
+            del self.by_id[request_id]
+        if held.blocks is not None:
+            self._give_up(held)
+
+
+def num_sure(sequence: Sequence) -> int:
+    """Count the tokens of a sequence whose keys and values are there, whatever becomes of the plans
+    in flight: a row that has sampled since it began has all before its last known token."""
+    if sequence.row < 0:
+        return 0
+    began = max(len(sequence.saved_tokens), sequence.num_prompt_tokens)
+    return sequence.num_known_tokens - 1 if sequence.num_known_tokens > began else 0
+
+
+def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None) -> HeldRequest:
+    """Make what clients are told of what is held."""
+    return HeldRequest(
+        id=held.request.request_id,
+        index=held.index,
+        num_prompt_tokens=held.num_prompt_tokens,
+        num_tokens=len(held.tokens),
+        num_blocks=num_blocks,
+        keep_s=held.keep_s,
+        tenant=held.request.tenant,
+        cache_salt=held.request.cache_salt,
+        expires_in_s=max(0.0, held.ends_s - now),
+        tokens=b"" if tokens is None else tokens.tobytes(),
+    )
