@@ -87,7 +87,7 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 	$(BIN)/python -m benchmarks.against_transformers --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
 	for name in prefix_sharing prefix_savings chat_turns hybrid_hits swap sharing beam_search scheduler_steps async_scheduling \
-		block_pool block_tables live_slots policies recording kv_events import_time front_end startup worst_bodies; do \
+		block_pool block_tables live_slots policies recording kv_events import_time front_end live_watcher startup worst_bodies; do \
 		$(BIN)/python -m benchmarks.$$name --output-json $(RESULTS)/$$name.json || exit 1; done
 	$(BIN)/python -m benchmarks.linear --output-json $(RESULTS)/linear.json
 	$(BIN)/python -m benchmarks.attention > $(RESULTS)/attention.txt

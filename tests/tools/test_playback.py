@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from quire.base.errors import ConfigError
+from quire.base.plan import Plan
 from quire.engine.live import LiveTally
 from quire.engine.recording import read_recording
 from quire.engine.timeline import in_words
@@ -16,7 +17,7 @@ from quire.serve.api.live_events import snapshot
 from quire.tools import playback
 from quire.tools.explain import timelines_of
 from quire.tools.playback import write_playback
-from quire.tools.replay import Outcome
+from quire.tools.replay import Outcome, replay_all
 from tests.engine.recordings import Run
 from tests.serve.api.test_live import Viewer
 
@@ -31,6 +32,15 @@ def played(recording: Path, every_s: float = 0.0) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in gzip.decompress(output.read_bytes()).splitlines()]
     assert len(lines) == num_frames + 1 and lines[-1]["type"] == "stories"
     return lines
+
+
+def steps_of(recording: Path) -> list[Plan]:
+    plans: list[Plan] = []
+    replay_all(
+        read_recording(recording),
+        lambda segment, step, _: plans.append(step.plan) if step.plan is not None else None,
+    )
+    return plans
 
 
 @pytest.mark.parametrize("num_steps", [1, 7, 20, 0])
@@ -60,6 +70,10 @@ def test_frames_add_up_to_what_was(
     truth = snapshot(LiveTally().frame(1, 0.0, scheduler.live_state()))
     truth = msgspec.json.decode(msgspec.json.encode(truth))
     assert {name: viewer.known[name] for name in SAME} == {name: truth[name] for name in SAME}
+    moves = [move for step in steps_of(tmp_path / "run") for move in step.moves]
+    for kind in ("copy", "swap_out"):
+        told = viewer.counts.get(kind, 0)
+        assert told == sum(len(move.source) for move in moves if move.kind == kind)
     assert step_ids == list(range(step_ids[-1] + 1)), "each step is told once"
     lines = timelines_of(read_recording(tmp_path / "run"))[0]
     every = [*lines.ended.values(), *lines.open.values()]

@@ -30,6 +30,7 @@ export interface Shown {
   call(calls: Call[]): void;
 }
 
+const LEAST_S = 0.05; // over which a rate says something
 const ENDS = ["stop", "tool_calls"]; // that need no remark
 
 /** Fill a message from the server's stream. shown: asked for anew each time, as it may be drawn anew. Never throws: the message notes how it ended. */
@@ -78,7 +79,7 @@ function inWords(usage: Usage, since: number, first: number): string {
   const parts = [`${usage.prompt_tokens} tokens read${cached ? `, ${cached} of them from the cache` : ""}`, `${usage.completion_tokens} written`];
   if (first) parts.push(`first after ${Math.round(first - since)} ms`);
   const seconds = (performance.now() - first) / 1000;
-  if (first && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s`);
+  if (first && seconds > LEAST_S && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s`);
   return parts.join(" · ");
 }
 

@@ -16,7 +16,7 @@ const FLASHES: Record<string, string> = { hit: "#22c55e", copy: "#ec4899", swap_
 
 /** Return the colour of a request: neighbours in number are far apart in hue. */
 export function colourOf(number: number): string {
-  return number < 0 ? "var(--quiet)" : `oklch(0.57 0.135 ${((number * 137.508) % 360).toFixed(1)})`;
+  return number < 0 ? "var(--quiet)" : `oklch(${number % 2 ? 0.5 : 0.585} 0.135 ${((number * 137.508) % 360).toFixed(1)})`;
 }
 
 export class BlockMap {

@@ -74,7 +74,15 @@ export class FramesFile {
     const since = state.at_s - HISTORY_S;
     const before: Step[] = [];
     for (let at = index; at >= 0 && (this.frames[at]?.at_s ?? 0) >= since; at--) before.unshift(...(this.frames[at]?.event.steps ?? []));
-    return { update: { state, blocks: state.groups.map(() => null), events: [], counts: {}, steps: [] }, before };
+    return { update: { state, blocks: state.groups.map(() => null), events: [], counts: this.countsUpTo(index), steps: [] }, before };
+  }
+
+  private countsUpTo(index: number): Record<string, number> {
+    const sums: Record<string, number> = {};
+    for (const { event } of this.frames.slice(0, index + 1)) {
+      for (const [kind, num] of Object.entries(event.counts ?? {})) sums[kind] = (sums[kind] ?? 0) + num;
+    }
+    return sums;
   }
 
   private take(at: number, { event }: Frame): Update {

@@ -16,8 +16,12 @@ export function onTheme(redraw: () => void): void {
 }
 
 function kept(): Choice {
-  const found = localStorage.getItem(NAME);
-  return CHOICES.find((choice) => choice === found) ?? "auto";
+  try {
+    const found = localStorage.getItem(NAME);
+    return CHOICES.find((choice) => choice === found) ?? "auto";
+  } catch {
+    return "auto"; // this browser keeps nothing
+  }
 }
 
 let now = kept();

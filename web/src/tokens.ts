@@ -122,6 +122,6 @@ export class TokensView {
     const chosen: Token = { text: other.text, id: other.id, logprob: other.logprob, others: run.tokens[at]?.others ?? [] };
     const given = [...run.tokens.slice(0, at), chosen];
     const name = card.element.getAttribute("aria-label") ?? "";
-    void this.run(run.prompt, given, run, `${name.toLowerCase()}, other than it from token ${at + 1} on`);
+    void this.run(run.prompt, given, run, `from ${name.toLowerCase()}, at token ${at + 1}`);
   }
 }

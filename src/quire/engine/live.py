@@ -17,7 +17,7 @@ from quire.base.plan import MoveKind, Plan
 from quire.engine.core import EngineCore
 
 FRAME_S = 0.2
-ONE_IN = 100
+ONE_IN = 200
 IDLE_S = 5.0  # after the last question nobody watches any more
 MOST_STEPS = 256  # that a frame tells
 MOST_EVENTS = 512

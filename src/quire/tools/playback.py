@@ -31,6 +31,7 @@ from quire.tools.replay import Outcome, Step, replay_all
 KEY_FRAMES = 200
 MOST_FRAMES = 200_000
 MOST_STORIES = 10_000
+SINCE = ("steps", "events", "counts")  # what an event tells of the time since the one before
 
 
 class Playback:
@@ -79,7 +80,9 @@ class Playback:
         told = self._told
         if told is None or self.num_frames % KEY_FRAMES == 0 or is_another_core(told, frame):
             event = snapshot(frame) | {"core": 0, "num_cores": 1}
-            event["steps"] = [] if told is None else difference(told, frame).get("steps", [])
+            since = {} if told is None else difference(told, frame)
+            event["steps"] = []
+            event |= {name: since[name] for name in SINCE if name in since}
         else:
             event = {"type": "difference", **head(frame), **difference(told, frame)}
         self._write(event)
