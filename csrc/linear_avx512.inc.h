@@ -2,6 +2,8 @@
 // Included by the variants with and without dots of bfloat16, below their target pragmas.
 #pragma once
 
+#define QUIRE_HALF_TILES
+
 #include <immintrin.h>
 
 #include <cstdint>
@@ -35,6 +37,7 @@ struct Isa {
     }
     static inline F load(const void* at) { return _mm512_loadu_ps(at); }
     static inline void store(float* at, F values) { _mm512_storeu_ps(at, values); }
+    static inline void store_words(void* at, I words) { _mm512_storeu_si512(at, raw(words)); }
     static inline I load_words(const void* at) { return words_of(_mm512_loadu_si512(at)); }
     static inline F load_halves(const void* at) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));

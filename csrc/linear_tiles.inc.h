@@ -336,6 +336,16 @@ int64_t chunk_groups(const PanelLayout& layout, int64_t rows) {
     return fitting < 1 ? layout.block_groups : fitting < kFactorGroups ? fitting : kFactorGroups;
 }
 
+}  // namespace
+}  // namespace quire
+
+#ifdef QUIRE_HALF_TILES
+#include "linear_half_tiles.inc.h"
+#endif
+
+namespace quire {
+namespace {
+
 template <WeightFormat kFormat>
 void grouped_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
                    const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
@@ -350,6 +360,13 @@ void grouped_panel(float* acc, const PackedWeight& weight, const PanelLayout& la
         const Groups all{layout.groups, 0, layout.groups, weight.group, 0, most, bias};
         return grouped_row<kFormat>(acc, all, layout, x, row, w);
     }
+#ifdef QUIRE_HALF_TILES
+    if constexpr (parts_of(kFormat).values != Values::kFloat8) {
+        if (takes_half_tiles(rows)) {
+            return half_panel<kFormat>(acc, weight, layout, x, row, rows, w);
+        }
+    }
+#endif
     PlainFactors factors;
     const int64_t chunk = chunk_groups(layout, rows);
     const int64_t ahead_bytes = rows < kFetchRows ? kAheadBytes : layout.bytes;

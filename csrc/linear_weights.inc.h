@@ -121,6 +121,11 @@ struct Int8Weight {
     static QUIRE_INLINE void add(typename Isa::I& sum, const Loaded& w, const int8_t* x) {
         sum = Isa::dot_bytes(sum, w.words, Isa::all_word(x));
     }
+    static constexpr int kOperands = 1;
+    template <int>
+    static QUIRE_INLINE typename Isa::I operand(const Loaded& w) {
+        return w.words;
+    }
 };
 
 struct Int4Weight {
@@ -137,6 +142,11 @@ struct Int4Weight {
     static QUIRE_INLINE void add(typename Isa::I& sum, const Loaded& w, const int8_t* x) {
         sum = Isa::dot_nibbles(sum, w.low, Isa::all_word(x));
         sum = Isa::dot_nibbles(sum, w.high, Isa::all_word(x + 4));
+    }
+    static constexpr int kOperands = 2;
+    template <int i>
+    static QUIRE_INLINE typename Isa::I operand(const Loaded& w) {
+        return i == 0 ? w.low : w.high;
     }
 };
 
@@ -174,6 +184,11 @@ struct Int5Weight {
             sum = Isa::dot_nibbles(sum, w.operands[i], Isa::all_word(x + 4 * i));
         });
     }
+    static constexpr int kOperands = 8;
+    template <int i>
+    static QUIRE_INLINE typename Isa::I operand(const Loaded& w) {
+        return w.operands[i];
+    }
 };
 
 // 16 inputs in three words: operands 0 to 2 in the low bits, 3 in the high ones.
@@ -197,6 +212,11 @@ struct Int6Weight {
         unrolled<4>(QUIRE_EACH(i) {
             sum = Isa::dot_nibbles(sum, w.operands[i], Isa::all_word(x + 4 * i));
         });
+    }
+    static constexpr int kOperands = 4;
+    template <int i>
+    static QUIRE_INLINE typename Isa::I operand(const Loaded& w) {
+        return w.operands[i];
     }
 };
 

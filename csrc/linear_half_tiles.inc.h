@@ -1,0 +1,233 @@
+// Tiles of half of a panel's vectors, for some rows of integers and instruction sets with 32 registers:
+// included by linear_tiles.inc.h. Registers are left for what a tile's groups came to so far: to load and
+// store that at each group's end costs half as much as the products of a small group.
+#pragma once
+
+namespace quire {
+namespace {
+
+constexpr int kHalfVectors = Isa::kVectors / 2;
+
+constexpr int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whether these tiles are faster than those of all vectors. Where one tile has all rows, memory is what
+// is waited for, and is read best in one stream.
+constexpr bool takes_half_tiles(int64_t rows) { return rows > Isa::kTileRows; }
+
+// Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs. Before
+// each block_groups of them, but the first, stand `gap` bytes. bias: what was added to integers.
+struct HalfGroups {
+    int64_t num_groups, first, groups, inputs, block_groups, gap;
+    const float *scales, *offsets;  // [groups, kPanel]
+    int32_t bias;
+};
+
+// What a tile asks memory for while it computes: `step` bytes, at most a cache line, with each step of
+// a group, and `rest` when these are done.
+struct Stream {
+    const uint8_t* next;
+    int64_t step, rest;
+};
+
+// Of the rows of a tile: row r of an array stands `stride` bytes behind row r - 1. Two pointers instead
+// of one for each row, since the compiler would keep those it has no register for in vectors.
+template <int kRows>
+struct RowPointers {
+    const uint8_t *low, *high;
+    int64_t stride;
+
+    QUIRE_INLINE RowPointers(const void* first, int64_t bytes)
+        : low(static_cast<const uint8_t*>(first)), high(low + kRows / 2 * bytes), stride(bytes) {}
+    template <int r>
+    QUIRE_INLINE const uint8_t* at() const {
+        if constexpr (r < kRows / 2) return low + r * stride;
+        return high + (r - kRows / 2) * stride;
+    }
+    QUIRE_INLINE void move(int64_t bytes) {
+        low += bytes;
+        high += bytes;
+        asm("" : "+r"(low), "+r"(high));  // or they become one for each row again
+    }
+};
+
+// sums += the products of a step.
+template <class Weight, int kRows>
+QUIRE_INLINE void add_half_step(typename Isa::I (&sums)[kRows][kHalfVectors], const uint8_t* w,
+                                const RowPointers<kRows>& values) {
+    typename Weight::Loaded loaded[kHalfVectors];
+    unrolled<kHalfVectors>(
+        QUIRE_EACH(v) { loaded[v] = Weight::load(w + v * Weight::kVectorBytes); });
+    unrolled<Weight::kOperands>(QUIRE_EACH(i) {
+        unrolled<kRows>(QUIRE_EACH(r) {
+            const typename Isa::I inputs = Isa::all_word(values.template at<r>() + 4 * i);
+            unrolled<kHalfVectors>(QUIRE_EACH(v) {
+                sums[r][v] = Isa::dot_bytes(sums[r][v], Weight::template operand<i>(loaded[v]), inputs);
+            });
+        });
+    });
+}
+
+// totals += what the sums of a group come to, with the bits of add_sum and add_offset. The offsets stand
+// `offsets` numbers behind the scales of its outputs.
+template <bool kOffsets, int kRows>
+QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
+                             const typename Isa::I (&sums)[kRows][kHalfVectors],
+                             const RowPointers<kRows>& row_scales, const RowPointers<kRows>& row_sums,
+                             const float* scales, int64_t offsets) {
+    unrolled<kRows>(QUIRE_EACH(r) {
+        float scale;
+        int32_t sum;
+        std::memcpy(&scale, row_scales.template at<r>(), sizeof scale);
+        std::memcpy(&sum, row_sums.template at<r>(), sizeof sum);
+        unrolled<kHalfVectors>(QUIRE_EACH(v) {
+            const float* from = scales + v * Isa::kLanes;
+            const typename Isa::F factor = Isa::times(Isa::load(from), Isa::all(scale));
+            totals[r][v] = Isa::fma(Isa::to_float(sums[r][v]), factor, totals[r][v]);
+            if constexpr (kOffsets) {
+                const typename Isa::F times = Isa::all(scale * static_cast<float>(sum));
+                totals[r][v] = Isa::fma(Isa::load(from + offsets), times, totals[r][v]);
+            }
+        });
+    });
+}
+
+// acc [rows, kPanel]: where totals of half of the vectors wait between chunks.
+template <class Weight, bool kOffsets, int kRows>
+void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
+               const uint8_t* w, Stream stream) {
+    typename Isa::F totals[kRows][kHalfVectors];
+    unrolled<kRows>(QUIRE_EACH(r) {
+        unrolled<kHalfVectors>(QUIRE_EACH(v) {
+            float* place = acc + r * kPanel + v * Isa::kLanes;
+            totals[r][v] = part.first == 0 ? Isa::zero() : Isa::load(place);
+        });
+    });
+    const int64_t own = row * part.num_groups + part.first;
+    RowPointers<kRows> values(x.values + row * x.stride + part.first * part.inputs, x.stride);
+    RowPointers<kRows> scales(x.scales + own, part.num_groups * 4);
+    RowPointers<kRows> row_sums(x.sums + own, part.num_groups * 4);
+    const float* factors = part.scales + lane;
+    const int64_t offsets = part.offsets - part.scales, steps = part.inputs / Weight::kDepth;
+    const int32_t bias = -part.bias;
+    int64_t left = part.block_groups;
+    for (int64_t g = part.groups; g > 0; --g) {
+        typename Isa::I sums[kRows][kHalfVectors];
+        unrolled<kRows>(QUIRE_EACH(r) {
+            int32_t sum;
+            std::memcpy(&sum, row_sums.template at<r>(), sizeof sum);
+            unrolled<kHalfVectors>(QUIRE_EACH(v) { sums[r][v] = Isa::all(bias * sum); });
+        });
+        for (int64_t s = steps; s > 0; --s) {
+            __builtin_prefetch(stream.next, 0, 2);
+            stream.next += stream.step;
+            add_half_step<Weight, kRows>(sums, w, values);
+            w += Weight::kWords * kPanel * 4;
+            values.move(Weight::kDepth);
+        }
+        for (int64_t at = 0; at < stream.rest; at += 64, stream.next += 64) {
+            __builtin_prefetch(stream.next, 0, 2);
+        }
+        if (--left == 0) {
+            w += part.gap;
+            left = part.block_groups;
+        }
+        add_groups<kOffsets>(totals, sums, scales, row_sums, factors, offsets);
+        factors += kPanel;
+        scales.move(4);
+        row_sums.move(4);
+    }
+    unrolled<kRows>(QUIRE_EACH(r) {
+        unrolled<kHalfVectors>(
+            QUIRE_EACH(v) { Isa::store(acc + r * kPanel + v * Isa::kLanes, totals[r][v]); });
+    });
+}
+
+template <class Weight, bool kOffsets>
+void half_tile(int64_t rows, float* acc, const Operand& x, int64_t row, const HalfGroups& part,
+               int64_t lane, const uint8_t* w, Stream stream) {
+    switch (rows) {
+        case 3: return half_tile<Weight, kOffsets, 3>(acc, x, row, part, lane, w, stream);
+        case 4: return half_tile<Weight, kOffsets, 4>(acc, x, row, part, lane, w, stream);
+        case 5: return half_tile<Weight, kOffsets, 5>(acc, x, row, part, lane, w, stream);
+        default: return half_tile<Weight, kOffsets, 6>(acc, x, row, part, lane, w, stream);
+    }
+}
+
+// What a tile reads. Formats whose bytes are hard to get at are unpacked first, once for all rows.
+template <class Weight>
+using HalfWeight = std::conditional_t<kTakesTurns<Weight>, Int8Weight, Weight>;
+
+constexpr int64_t kUnpackedBytes = 32 * 1024;
+
+// The values of some groups as those of int8 stand.
+template <class Weight>
+void unpack_bytes(uint8_t* to, const PanelLayout& layout, const uint8_t* block, int64_t groups,
+                  int64_t steps) {
+    for (int64_t g = 0; g < groups; ++g) {
+        const uint8_t* w = block + layout.values(g);
+        for (int64_t s = 0; s < steps; ++s, w += Weight::kWords * kPanel * 4) {
+            unrolled<Isa::kVectors>(QUIRE_EACH(v) {
+                const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
+                unrolled<Weight::kOperands>(QUIRE_EACH(i) {
+                    Isa::store_words(to + i * kPanel * 4 + v * Int8Weight::kVectorBytes,
+                                     Weight::template operand<i>(loaded));
+                });
+            });
+            to += Weight::kOperands * kPanel * 4;
+        }
+    }
+}
+
+// All tiles of some groups, whose values begin at w. next: of `next_bytes` that will be read later each
+// tile asks memory for a part while it computes.
+template <class Weight, bool kOffsets>
+void half_tiles(float* acc, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
+                const uint8_t* w, const uint8_t* next, int64_t next_bytes) {
+    static_assert(Isa::kTileRows == 6);  // so, from 7 rows on, a tile has 3 to 6
+    const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows, units = 2 * tiles;
+    const int64_t steps = part.inputs / Weight::kDepth;
+    const int64_t own_bytes = up(next_bytes / part.groups, units), even = up(own_bytes, steps);
+    const int64_t step = even < 64 ? even : 64, rest = own_bytes - steps * step;
+    for (int64_t unit = 0; unit < units; ++unit) {
+        const int64_t tile = unit / 2, vector = unit % 2 * kHalfVectors, lane = vector * Isa::kLanes;
+        const int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+        const Stream stream{next + unit * (next_bytes / units), step, rest};
+        half_tile<Weight, kOffsets>(end - first, acc + first * kPanel + lane, x, row + first, part, lane,
+                                    w + vector * Weight::kVectorBytes, stream);
+    }
+}
+
+// A panel for `rows` rows from `row` on.
+template <WeightFormat kFormat>
+void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
+                int64_t row, int64_t rows, const uint8_t* w) {
+    using Stored = typename WeightOf<parts_of(kFormat).values>::Type;
+    using Weight = HalfWeight<Stored>;
+    constexpr bool kOffsets = Factors<kFormat>::kHasOffsets, kUnpacks = kTakesTurns<Stored>;
+    const int64_t most = chunk_groups(layout, rows > kFetchRows ? rows : kFetchRows);
+    const int64_t unpacked = kUnpackedBytes / (layout.block_groups * weight.group * kPanel);
+    const int64_t fitting = unpacked * layout.block_groups;
+    const int64_t chunk = kUnpacks && fitting < most ? fitting : most;
+    PlainFactors factors;
+    alignas(64) uint8_t bytes[kUnpacks ? kUnpackedBytes : 64];
+    for (int64_t g = 0; g < layout.groups; g += chunk) {
+        const int64_t count = layout.groups - g < chunk ? layout.groups - g : chunk;
+        const uint8_t *block = w + layout.block(g), *values = block + layout.factor_bytes;
+        decode_factors<kFormat>(factors, layout, block, count, layout.bytes);
+        HalfGroups part{layout.groups,        g,
+                        count,                weight.group,
+                        layout.block_groups,  layout.factor_bytes,
+                        factors.scales,       factors.offsets,
+                        stored_bias(weight)};
+        if constexpr (kUnpacks) {
+            unpack_bytes<Stored>(bytes, layout, block, count, weight.group / Stored::kDepth);
+            values = bytes;
+            part.gap = 0;
+        }
+        const int64_t next_bytes = count / layout.block_groups * layout.block_bytes;
+        half_tiles<Weight, kOffsets>(acc, x, row, rows, part, values, block + layout.bytes, next_bytes);
+    }
+}
+
+}  // namespace
+}  // namespace quire
