@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.config import CacheConfig
+from quire.base.cache_config import CacheConfig
 from quire.base.events import Admitted, Finished, Planned, Queued, Stepped
 from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics

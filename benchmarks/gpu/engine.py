@@ -18,7 +18,8 @@ import torch
 from benchmarks.gpu.context import Bench
 from benchmarks.gpu.idle import DeviceProfile
 from benchmarks.gpu.workload import Request, random_requests
-from quire.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.cache_config import CacheConfig
+from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.base.events import Event, Stepped
 from quire.base.sampling_params import SamplingParams
 from quire.serve.llm import LLM

@@ -9,8 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
+from quire.base.cache_config import CacheConfig
 from quire.base.clock import FakeClock
-from quire.base.config import CacheConfig, SchedulerConfig
+from quire.base.config import SchedulerConfig
 from quire.base.events import (
     Admitted,
     Event,

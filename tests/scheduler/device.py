@@ -468,6 +468,7 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
     timeout_s = float(params.pop("timeout_s", 0.0))  # type: ignore[arg-type]
     seed = int(params.pop("seed", 0))  # type: ignore[call-overload]
     grammar = str(params.pop("grammar", ""))
+    transfer = params.pop("transfer", None)
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
@@ -479,4 +480,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
         tenant=tenant,
         timeout_s=timeout_s,
         grammar=grammar,
+        kv_transfer=transfer,  # type: ignore[arg-type]
     )

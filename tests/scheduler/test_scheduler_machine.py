@@ -9,8 +9,6 @@ Covers `base/plan.py`, `scheduler/arrivals.py`, `scheduler/lifecycle.py`, `sched
 `scheduler/queue.py`, `scheduler/rows.py` and `scheduler/step_results.py`.
 """
 
-import zlib
-
 import msgspec
 import numpy as np
 import pytest
@@ -22,18 +20,7 @@ from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Event, Finished, Stepped
-from quire.base.kv_orders import (
-    Answer,
-    Fetch,
-    Fetched,
-    Keep,
-    Kept,
-    LookedUp,
-    LookUp,
-    Order,
-    Remove,
-    Removed,
-)
+from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.messages import Abort, Append, Draft, Drafted, Request, ResetPrefixCache, Unpin
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
@@ -48,7 +35,6 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.srtf import Srtf
 from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import (
-    GARBAGE,
     VOCAB,
     Curse,
     FakeDevice,
@@ -59,6 +45,7 @@ from tests.scheduler.device import (
     make_request,
     next_token,
 )
+from tests.scheduler.fake_stores import BLOCK, FakeStores
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.updates import read
 
@@ -66,77 +53,11 @@ FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
 STATES = CacheGroup("state", (2,), state_size=8)
 MAX_LEN = 40
-BLOCK = 4
-
-
-class FakeStores:
-    """Blocks of tokens by name, beside the device's host memory. has_others: other engines have put
-    most blocks there that somebody looks for. old: names that nobody may look up any more."""
-
-    def __init__(self, num: int, scheduler: Scheduler) -> None:
-        self.kept: list[dict[tuple[int, bytes], np.ndarray]] = [{} for _ in range(num)]
-        self.scheduler = scheduler
-        self.pending: list[Order] = []
-        self.host: list[np.ndarray] = []
-        self.has_others = False
-        self.old: set[tuple[int, bytes]] = set()
-
-    has_answers = False
-    next_s = None
-    num_open = 0
-
-    def take(self, now: float, waits: bool) -> list[Answer]:
-        return []
-
-    def submit(self, orders: list[Order]) -> None:
-        """Take orders. Removing overtakes all others, and undoes what is still to be kept."""
-        for order in orders:
-            self.pending.append(order)
-            if isinstance(order, LookUp):
-                assert self.old.isdisjoint(order.names), "a name of before a reset"
-                self._put_others(order)
-            elif isinstance(order, Remove):
-                for name in order.names:
-                    self.kept[order.store].pop(name, None)
-                for i, other in enumerate(self.pending):
-                    if isinstance(other, Keep) and other.store == order.store:
-                        items = [
-                            (g, d, -1 if (g, d) in order.names else b) for g, d, b in other.items
-                        ]
-                        self.pending[i] = Keep(other.store, other.ticket, tuple(items))
-
-    def _put_others(self, order: LookUp) -> None:
-        sequence = self.scheduler.lifecycle.sequences.get(order.request_id)
-        if not self.has_others or sequence is None:
-            return
-        tokens = sequence.known_tokens.astype(np.int32)
-        for i, digest in enumerate(sequence.digests):
-            for g in range(len(self.host)):
-                if digest[0] % 8 and (g, digest) in order.names:
-                    ends = range(i * BLOCK + 1, (i + 1) * BLOCK + 1)
-                    block = np.array([zlib.crc32(tokens[:end].tobytes()) for end in ends])
-                    self.kept[order.store][g, digest] = block
-
-    def answer(self, pick: int, fails: bool) -> Answer | None:
-        if not self.pending:
-            return None
-        order = self.pending.pop(pick % len(self.pending))
-        kept = self.kept[order.store]
-        if isinstance(order, LookUp):
-            found = [name in kept and not fails for name in order.names]
-            return LookedUp(order.store, order.request_id, found, order.ticket)
-        if isinstance(order, Remove):
-            return Removed(order.store, order.ticket, [not fails] * len(order.names))
-        ok = [not fails or i % 2 == 0 for i in range(len(order.items))]
-        if isinstance(order, Fetch):
-            ok = [good and item[:2] in kept for good, item in zip(ok, order.items, strict=True)]
-            for g, digest, block in order.items:
-                self.host[g][block] = kept.get((g, digest), GARBAGE)  # also what is no good
-            return Fetched(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
-        for (g, digest, block), good in zip(order.items, ok, strict=True):
-            if good and block >= 0:
-                kept[g, digest] = self.host[g][block].copy()
-        return Kept(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
+# Computed for another engine, by another one, which says nothing of it, or says wrong things
+TRANSFERS = (
+    None, None, KVTransfer(keeps=True), KVTransfer(waits=True), KVTransfer(keeps=True, waits=True),
+    KVTransfer(waits=True, num_blocks=2, digest=bytes(32)),
+)  # fmt: skip
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -156,9 +77,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([0, 0, 1, 5]),
         tier=st.sampled_from([None, None, 0, 2, 7, 60]),
         stores=st.integers(0, 2),
+        kept=st.sampled_from([EVICTED, COMPUTED]),
     )
     def start(
-        self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold, tier, stores
+        self,
+        depth,
+        budget,
+        rows,
+        spare,
+        caching,
+        lazy,
+        mode,
+        policy,
+        threshold,
+        tier,
+        stores,
+        kept=EVICTED,
     ):
         most = MAX_LEN // BLOCK + 1
         sizes = [LEAST_STATES if group.kind == STATE else most for group in self.groups]
@@ -174,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         stores = 0 if tier is None else stores
         memory = Memory(self.kv, budget, watermark=0.1)
-        self.scheduler = Scheduler(memory, config, MAX_LEN, policy, stores, self.num_stages)
+        self.scheduler = Scheduler(memory, config, MAX_LEN, policy, stores, self.num_stages, kept)
         self.stores = FakeStores(stores, self.scheduler)
         self.clock = FakeClock()
         host_blocks = tuple(pool.num_blocks for pool in self.kv.host_pools)
@@ -221,6 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s=st.sampled_from([0.0, 0.0, 0.0, 4.0, 20.0]),
         forks=st.booleans(),
         grammar=st.sampled_from(["", "", "one", "two"]),
+        transfer=st.sampled_from(TRANSFERS),
         curse=st.one_of(
             st.none(),
             st.none(),
@@ -241,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s,
         forks,
         grammar,
+        transfer,
         curse,
     ) -> None:
         """Prompts with equal seeds share a prefix; those of odd seeds repeat one block. forks: it
@@ -265,6 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             timeout_s=timeout_s,
             grammar=grammar if self.takes_grammars else "",
+            transfer=transfer,
         )
         request = self.prepared(request)
         try:
@@ -295,7 +232,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         plan = self.core.plan()
         if plan is not None:
-            assert 0 < plan.num_scheduled_tokens <= self.scheduler.token_budget
+            least = min(len(plan.rows), 1)  # without rows it moves what stores wait for
+            assert least <= plan.num_scheduled_tokens <= self.scheduler.token_budget
+            assert least or self.scheduler.stores is not None
             assert len(set(plan.rows.tolist())) == len(plan.rows)
 
     @rule()
@@ -567,6 +506,7 @@ class StoresMachine(SchedulerMachine):
         mode=st.sampled_from(["recompute", "swap"]),
         tier=st.sampled_from([2, 7, 60]),
         stores=st.integers(1, 2),
+        kept=st.sampled_from([NOTHING, EVICTED, COMPUTED, COMPUTED]),
     )
     def start(self, **drawn) -> None:  # type: ignore[override]
         super().start(caching=True, policy=Fifo, threshold=0, **drawn)

@@ -25,7 +25,8 @@ from tests.scheduler.device import (
     expected_tokens,
     make_request,
 )
-from tests.scheduler.test_scheduler_machine import BLOCK, FULL, MAX_LEN, FakeStores
+from tests.scheduler.fake_stores import BLOCK, FakeStores
+from tests.scheduler.test_scheduler_machine import FULL, MAX_LEN
 from tests.updates import error_of, read
 
 PROMPT = list(range(1, 21))  # five blocks

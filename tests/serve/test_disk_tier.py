@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.base.config import CacheConfig
+from quire.base.cache_config import CacheConfig
 from quire.base.errors import ConfigError
 from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics

@@ -255,7 +255,7 @@ def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
     [
         ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
         ({"tensor_parallel_size": 2}, "in its engine's own process"),
-        ({"kv_disk_dir": "/nowhere"}, "disk:/nowhere: a model that pools all tokens"),
+        ({"kv_disk_dir": "/nowhere"}, "dir:/nowhere: a model that pools all tokens"),
     ],
 )
 def test_settings_of_generating_models(settings: dict[str, Any], words: str) -> None:

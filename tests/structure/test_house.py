@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "torch", "safetensors", "huggingface_hub", "transformers"},
     "runner": {"numpy", "torch"},
-    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch", "zmq"},
+    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch", "zmq",
+               "redis", "boto3", "botocore"},  # fmt: skip
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
         "opentelemetry", "rich", "starlette", "uvicorn",

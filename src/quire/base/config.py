@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.base.cache_config import CacheConfig
 from quire.base.config_checks import check, check_choices, check_installed
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
@@ -34,11 +35,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 JSON_OF_MODEL = (
     "override_generation_config", "default_chat_template_kwargs", "hf_overrides", "pooler_config",
 )  # fmt: skip
-JSON_SETTINGS = (
-    "speculative_config",
-    "kv_events_config",
-    *JSON_OF_MODEL,
-)  # which Python may give as dictionaries
+# Which Python may give as dictionaries
+JSON_SETTINGS = ("speculative_config", "kv_events_config", "kv_transfer_config", *JSON_OF_MODEL)
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
 
@@ -183,62 +181,6 @@ class ModelConfig:
     def most_tokens(self) -> int:
         """Return the most tokens that a row holds, once the length is derived."""
         return most_tokens(self.max_model_len or 0, self.runner)
-
-
-@dataclass(frozen=True)
-class CacheConfig:
-    """The KV cache and the memory that it may take."""
-
-    block_size: int = setting(16, "tokens per block", unit="tokens")
-    gpu_memory_utilization: float = setting(
-        0.92, "share of the GPU's memory that this process may use, whatever others do"
-    )
-    kv_cache_memory_bytes: int | None = setting(
-        None,
-        "size of the KV pool, in which states of layers with linear attention have half at most;"
-        " derived from the memory plan if absent",
-        unit="bytes",
-    )
-    kv_cache_dtype: str = setting(
-        "auto",
-        "how keys and values are stored: in the model's dtype; as int8, with a scale for each token"
-        " and head (on a CPU, or on a GPU by triton); or as fp8 (e4m3), with two scales for each"
-        " layer from the checkpoint, or 1 (on a GPU of compute capability 8.9 or more, by triton)."
-        " States of layers with linear attention are never rounded. fp8_e4m3 is vLLM's name of fp8",
-        choices=("auto", "int8", "fp8", "fp8_e4m3"),
-    )
-    enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
-    pin_prefix: str | None = setting(
-        None,
-        "file with a prefix to compute at the start and to keep: a text, or as .json what"
-        " POST /v1/prefixes takes, or a list of it",
-    )
-    kv_host_gb: float | None = setting(
-        None,
-        "host memory for cached blocks that the KV pool has no room for, which come back as prefix"
-        " hits; if absent none on a CPU, on a GPU as much as the pool",
-        unit="GB",
-    )
-    kv_disk_dir: str | None = setting(
-        None,
-        "directory for cached blocks, which outlives the engine; engines of one model share it",
-    )
-    kv_disk_gb: float = setting(10.0, "most that the directory may hold", unit="GB")
-    kv_store: str | None = setting(
-        None,
-        "a store of cached blocks that another package brings, as NAME:ADDRESS",
-    )
-    watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
-
-    def __post_init__(self) -> None:
-        if self.kv_cache_dtype == "fp8_e4m3":
-            object.__setattr__(self, "kv_cache_dtype", "fp8")  # one name from here on
-
-    @property
-    def stores(self) -> list[str]:
-        """Return the stores that are asked for, each as NAME:ADDRESS, nearest first."""
-        disk = [] if self.kv_disk_dir is None else [f"disk:{self.kv_disk_dir}"]
-        return disk + ([] if self.kv_store is None else [self.kv_store])
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,14 @@ KEEP_AT_END_S = 30.0  # for what is cached to be kept in stores when an engine e
 
 
 class LookUp(msgspec.Struct, frozen=True, tag=True):
-    """Order: which of these blocks does the store have? store: its number."""
+    """Order: which of these blocks does the store have? store: its number. wait_s: how long to look
+    again and again, as long as it has none."""
 
     store: int
     request_id: str
     names: tuple[BlockName, ...]
     ticket: int = 0
+    wait_s: float = 0.0
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.base.kv_orders import Answer
+from quire.base.kv_transfer import KVTransfer
 from quire.base.live import LiveFrame
 from quire.base.pooling import PoolingSpec
 from quire.base.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     grammar: what its answer must be, as llguidance reads it (`render/lark.py`); empty: anything.
     pools: what is asked for is what the prompt comes to, of a model that pools; params ask for one
     token, which stands for it.
+    kv_transfer: its prompt is computed for another engine, or was by another one.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     pools: bool = False
     keep_s: float = 0.0
     fork: Fork | None = None
+    kv_transfer: KVTransfer | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

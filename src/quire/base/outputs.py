@@ -1,6 +1,7 @@
 """What `generate` and `chat` return: vLLM's output classes, by their names and fields."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.base.plan import Float64
 from quire.base.prefix import PrefixReport
@@ -90,7 +91,8 @@ class RequestOutput:
     """The state of a request: its prompt and its continuations.
 
     prefix: where the cached tokens of the prompt were, and why there were no more. pooled: what the
-    prompt came to, of a model that pools, before the last activation.
+    prompt came to, of a model that pools, before the last activation. kv_transfer_params: of a
+    prompt that was computed for another engine, what its request is to bring.
     """
 
     request_id: str
@@ -103,3 +105,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     prefix: PrefixReport | None = None
     pooled: Float64 | None = None
+    kv_transfer_params: dict[str, Any] | None = None

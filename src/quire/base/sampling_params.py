@@ -103,7 +103,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     stream_interval: tokens that an output gathers before it is due, after the first; None is the
     engine's. truncate_prompt_tokens: cut the prompt to so many tokens, -1 to what fits beside
     max_tokens; truncation_side: where they are left out. repetition_detection: end an answer that
-    repeats itself.
+    repeats itself. extra_args: of them `kv_transfer_params` is read (base/kv_transfer.py).
     """
 
     n: int = 1
@@ -155,6 +155,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     logprob_token_ids: list[int] | None = None
     prompt_logprob_token_ids: list[list[int]] | None = None
     prompt_logprob_start: int | None = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -333,6 +334,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         for name in ("stop", "bad_words", "dry_sequence_breakers", "logits_processors", *ID_LISTS):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
+        extra = self.extra_args
+        _require(extra is None or isinstance(extra, dict), "extra_args", extra, "a dictionary")
         bias = self.logit_bias
         _require(bias is None or isinstance(bias, dict), "logit_bias", bias, "a dictionary")
         for token_id, value in (bias or {}).items():

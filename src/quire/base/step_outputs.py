@@ -14,6 +14,7 @@ its own instead. A token's way:
 import msgspec
 import numpy as np
 
+from quire.base.kv_transfer import HandedOver
 from quire.base.plan import Candidates, Float64, Int32
 from quire.base.prefix import PrefixReport
 
@@ -57,7 +58,8 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     candidates: one for each of token_ids. beams: all results of a beam search, with which the
     request has ended. prefix: what of the prompt was cached, once. num_guessed: guesses that it
     tried in the step; those that were right are the tokens behind the first. pooled: what the
-    prompt came to, of a model that pools.
+    prompt came to, of a model that pools. handed_over: with the end, what of the prompt goes to
+    stores for another engine.
 
     None can be part of a cycle, so the garbage collector need not look at them.
     """
@@ -74,6 +76,7 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     prefix: PrefixReport | None = None
     num_guessed: int = 0
     pooled: Float64 | None = None
+    handed_over: HandedOver | None = None
 
 
 class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):

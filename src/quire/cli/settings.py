@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.base.cache_config import CacheConfig
 from quire.base.config import (
-    CacheConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,

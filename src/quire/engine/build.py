@@ -57,7 +57,13 @@ logger = logging.getLogger("quire")
 MOST_MASK_THREADS = 8  # beside a GPU
 Draft = Callable[[DraftOrder], DraftAnswer]
 Progress = Callable[[int, int], None]
-STORE_SETTINGS = ("kv_disk_dir", "kv_store")  # where blocks are kept
+# Where blocks are kept
+STORE_SETTINGS = {
+    "kv_disk_dir": None,
+    "kv_store": (),
+    "kv_eager": False,
+    "kv_transfer_config": None,
+}
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ def _build_core(
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
-        settings |= dict.fromkeys(STORE_SETTINGS)  # a replay asks no store, and it may be a secret
+        settings |= STORE_SETTINGS  # a replay asks no store, and it may be a secret
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
         core.watch(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
@@ -301,6 +307,7 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
         make_policy(config.scheduler.scheduling_policy),
         num_stores=len(config.cache.stores) if built.host_limits else 0,
         num_stages=config.parallel.pipeline_parallel_size,
+        kept=config.cache.kept,
     )
 
 

@@ -187,6 +187,8 @@ def order_fields(order: Order, redaction: Redaction | None) -> Fields:
     for group, digest in names:
         known = digest if redaction is None else redaction.data(digest)
         state.update(group.to_bytes(4, "little") + known)
+    if isinstance(order, LookUp) and order.wait_s:
+        fields["wait_s"] = order.wait_s
     return fields | {"num_blocks": len(names), "names": state.hexdigest()}
 
 

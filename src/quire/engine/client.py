@@ -66,6 +66,8 @@ class InProcessClient:
         due, aborts = self._outputs.process(self.core.step(), self._clock.now())
         for abort in aborts:
             self.core.control(abort)
+        if not self._outputs:
+            self.core.settle()
         return due
 
     def abort(self, request_ids: Iterable[str], finish: Finish = ABORTED) -> list[OpenRequest]:

@@ -11,11 +11,8 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError, RequestError
@@ -53,6 +50,7 @@ from quire.engine.grammars import Grammars
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
+from quire.engine.submitted import NOBODY, Sampling, Submitted
 from quire.scheduler.decisions import Decisions, RequestView, SchedulerView
 from quire.scheduler.scheduler import Scheduler
 
@@ -60,24 +58,9 @@ logger = logging.getLogger("quire")
 
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2
+SETTLE_S = 2.0
 
 Subscriber = Callable[[Event], None]
-Sampling = npt.NDArray[np.object_]
-NOBODY: Sampling = np.empty(0, object)
-
-
-@dataclass(slots=True)
-class Submitted:
-    """A plan in flight. sampling: the sequences of its sample_rows. carried_out: as the executor
-    got it, without rows that had been left out and with what a plan before it was to do;
-    num_tokens: of that; masks: of its masked rows. left_out: rows whose results are void."""
-
-    plan: Plan
-    sampling: Sampling
-    carried_out: Plan
-    num_tokens: int
-    masks: MaskPromise | None
-    left_out: frozenset[int] = frozenset()
 
 
 class EngineCore:
@@ -225,6 +208,13 @@ class EngineCore:
         is nothing to do. Raises EngineError, then and ever after, if the core cannot go on."""
         return self._turn(waits=True)
 
+    def settle(self) -> None:
+        """Copy out what stores wait for, when nobody asks for anything; but for SETTLE_S at most.
+        Raises EngineError."""
+        until_s = self._clock.now() + SETTLE_S
+        while self.scheduler.has_work and not self.requests() and self._clock.now() < until_s:
+            self._turn(waits=True)
+
     def advance(self) -> StepOutputs:
         """Do what is to be done now: plan if it is time for that, take a result if it is there.
         Raises EngineError as `step` does."""
@@ -272,7 +262,7 @@ class EngineCore:
         """Whether the oldest plan in flight has a result."""
         if not self._submitted:
             return False
-        return len(self._submitted[0].carried_out.rows) == 0 or self.executor.is_ready()
+        return not self._submitted[0].has_run or self.executor.is_ready()
 
     def _turn(self, waits: bool) -> StepOutputs:
         """Do one turn of the loop. waits: for a result, or a store's answer."""
@@ -396,14 +386,14 @@ class EngineCore:
         """Take the result of the oldest plan in flight."""
         step = self._submitted[0]
         carried_out = step.carried_out
-        has_run = len(carried_out.rows) > 0
-        result = self.executor.next_result() if has_run else combine(carried_out, [])
+        result = self.executor.next_result() if step.has_run else combine(carried_out, [])
         self._submitted.popleft()
         self._has_nothing_to_plan = False
         self._pacing.end(step.num_tokens, self._clock.now())
         if result.error is not None:
             return self._recover(step, result.error)
-        self._measure(carried_out, result)
+        if len(carried_out.rows):
+            self._measure(carried_out, result)
         if self._drafting is not None:
             self._drafting.observe(carried_out, result)
         if carried_out is not step.plan:
@@ -510,6 +500,9 @@ class EngineCore:
         if len(carried_out.rows):
             self._carried_over = None
             self.executor.submit(carried_out, masks)
+        elif not len(plan.rows):  # it only moves blocks
+            self._carried_over = None
+            self.executor.submit(carried_out)
         else:
             self._carried_over = carried_out
 
@@ -535,7 +528,7 @@ class EngineCore:
         later, self._submitted = self._submitted, deque()
         self._forgo_masks(later)
         for step in later:
-            if len(step.carried_out.rows):
+            if step.has_run:
                 self.executor.next_result()
         self._carried_over = None  # of one of these, if there is something; it is made again below
         self._death = "it was interrupted while it repeated a step that had failed"

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from quire.base.config import CacheConfig
+from quire.base.cache_config import CacheConfig
 from quire.engine.metrics import HISTOGRAMS, EngineMetrics
 from quire.engine.ranks.times import RankTimes
 from quire.scheduler.decisions import SchedulerView
@@ -104,6 +104,12 @@ class Exposition(Collector):
         if stores is not None:
             yield counter("kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched)
             yield counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
+            yield counter(
+                "kv_bytes_fetched", "Bytes of blocks from stores.", stores.num_fetched_bytes
+            )
+            yield counter("kv_bytes_kept", "Bytes that were put there.", stores.num_kept_bytes)
+            help = "Blocks of prompts that were asked for in stores which were here already."
+            yield counter("kv_blocks_not_moved", help, stores.num_here)
 
     def _of_ranks(self) -> Iterator[Metric]:
         """Yield what the processes that compute the model together do."""

@@ -6,8 +6,10 @@ dropped.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from quire.base.errors import RequestError
+from quire.base.kv_transfer import answer_params
 from quire.base.messages import Abort, Request, Rewind
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.plan import Float64
@@ -117,7 +119,7 @@ class OpenRequest:
 
     __slots__ = (
         "_kind", "_metrics", "_num_cached_tokens", "_params", "_pooled", "_prefix", "_prompt",
-        "_prompt_logprobs", "_prompt_token_ids", "_request", "_samples", "_tokenizer",
+        "_prompt_logprobs", "_prompt_token_ids", "_request", "_samples", "_tokenizer", "_transfer",
         "num_open", "only",
     )  # fmt: skip
 
@@ -138,6 +140,7 @@ class OpenRequest:
         self._num_cached_tokens: int | None = None
         self._prefix: PrefixReport | None = None
         self._pooled: Float64 | None = None
+        self._transfer: dict[str, Any] | None = None
         self._tokenizer = tokenizer
         self._prompt_logprobs = _prompt_collector(request.prompt_token_ids, params, tokenizer)
         self._samples = [
@@ -190,6 +193,8 @@ class OpenRequest:
         self._prefix = update.prefix or self._prefix
         if update.pooled is not None:
             self._pooled = update.pooled
+        if update.handed_over is not None:
+            self._transfer = answer_params(update.handed_over)
         if update.beams is not None:
             self._take_beams(update.beams, now_s)
             return ()
@@ -279,6 +284,7 @@ class OpenRequest:
             self._num_cached_tokens,
             self._prefix,
             self._pooled,
+            self._transfer,
         )
 
     def _completions(self, delta: bool) -> list[CompletionOutput]:

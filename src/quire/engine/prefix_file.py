@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from quire.base.config import CacheConfig
+from quire.base.cache_config import CacheConfig
 from quire.base.errors import ConfigError, RequestError
 from quire.base.messages import Request
 from quire.engine.core import EngineCore

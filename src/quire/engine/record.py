@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
+from quire.base.kv_transfer import EVICTED
 from quire.base.messages import Control, Request
 from quire.base.plan import Int32, StepResult
 from quire.base.version import QUIRE_VERSION
@@ -236,6 +237,7 @@ def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
         "host_limits": None if kv.tier is None else kv.tier.limits,
         "rates": memory.rates,
         "num_stores": 0 if stores is None else stores.num_stores,
+        "kept": EVICTED if stores is None else stores.kept,
         "fingerprint": memory.names.fingerprint if keeps_tokens else b"",
     }
 

@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.cache_config import CacheConfig
+from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams

@@ -6,6 +6,8 @@ import secrets
 import msgspec
 
 from quire.base.errors import RequestError
+from quire.base.kv_transfer import FIELD as FIELD_OF_TRANSFER
+from quire.base.kv_transfer import transfer_of
 from quire.base.messages import Request
 from quire.base.pooling import SECOND_TEXT
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
@@ -68,6 +70,11 @@ class RequestMaker:
             grammar = grammar or self._grammar_of(params.structured_outputs)
             params = params.clone()
             params.structured_outputs = None
+        kv_transfer = None
+        if params.extra_args is not None:
+            kv_transfer = transfer_of(params.extra_args.get(FIELD_OF_TRANSFER))
+            params = params.clone()
+            params.extra_args = None
         eos = () if params.ignore_eos and not grammar else self.defaults.eos_token_ids
         if params.has_dry and self.tokenizer is not None:
             params = params.clone()
@@ -94,6 +101,7 @@ class RequestMaker:
             tenant=tenant,
             timeout_s=timeout_s,
             grammar=grammar,
+            kv_transfer=kv_transfer,
         )
 
     def _grammar_of(self, wanted: StructuredOutputsParams) -> str:

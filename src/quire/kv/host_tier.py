@@ -89,6 +89,37 @@ class HostTier:
         self.num_offloaded += len(source)
         return source, destination
 
+    def copy_out(self, group: int, block_id: int | None, digest: bytes, copies: Copies) -> bool:
+        """Have the plan that is being made copy a block of the device which stays where it is,
+        unless host memory has it; its name is told when that is settled, as if it were evicted.
+        False if host memory has no room."""
+        host = self._host[group]
+        known = host.lookup(digest)
+        if known is not None:
+            self.hold(group, known)
+        else:
+            found = self.allocate(group)
+            if found is None:
+                return False
+            assert block_id is not None, "a block that is nowhere is copied"
+            host.index(found, digest)
+            self._held.append((group, found))
+            copies[0].append(block_id)
+            copies[1].append(found)
+            self.num_offloaded += 1
+        self._fresh.append((group, digest))
+        return True
+
+    @property
+    def has_held(self) -> bool:
+        """Whether the plan being made holds host blocks, which its result gives back."""
+        return len(self._held) > 0
+
+    @property
+    def num_unsettled(self) -> int:
+        """Count the names that plans in flight will tell."""
+        return sum(len(names) for _, names in self._unsettled)
+
     def allocate(self, group: int) -> int | None:
         """Take a host block within the tier's limit; None if all are in use."""
         host = self._host[group]

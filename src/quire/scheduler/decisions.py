@@ -58,10 +58,14 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class StoresView:
-    """Blocks that came from stores and went there."""
+    """Blocks that came from stores and went there, and their bytes. num_here: of the blocks that
+    requests were looked up for, those that this engine had already, so that nothing was moved."""
 
     num_fetched: int
     num_kept: int
+    num_fetched_bytes: int
+    num_kept_bytes: int
+    num_here: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.base.cache_group import STATE, STEP
+from quire.base.kv_transfer import HandedOver
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
@@ -27,6 +28,7 @@ from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
 from quire.scheduler.held import Holds
 from quire.scheduler.index_changes import IndexDelta, IndexWatch
 from quire.scheduler.miss_report import MissReports
+from quire.scheduler.offers import Offers
 from quire.scheduler.pinned import PinnedPrefixes
 from quire.scheduler.prefix_lookup import PrefixLookup
 from quire.scheduler.sequence import Sequence
@@ -101,6 +103,7 @@ class Memory:
         self.misses = MissReports(kv, self.names)
         self.held = Holds(kv)
         self.index_watch: IndexWatch | None = None
+        self.offers: Offers | None = None
         self._lookup = PrefixLookup(kv, self.names, self.pinned, self.held)
         self._chunk = chunk
 
@@ -108,6 +111,12 @@ class Memory:
     def _kinds(self) -> list[str]:
         """The kinds of the cache groups."""
         return [group.kind for group in self.kv.groups]
+
+    def offer_to_stores(self, keeps_all: bool) -> None:
+        """Let stores have blocks as soon as they are computed: those of all requests, or of those
+        that ask for it."""
+        assert self.kv.tier is not None, "stores need host blocks"
+        self.offers = Offers(self.kv, self.kv.tier, keeps_all)
 
     def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot: nothing is remembered of prompts that were missed."""
@@ -282,6 +291,14 @@ class Memory:
         """Let the child hold what its parent holds. They share it until one of them writes."""
         child.blocks = self.kv.fork(parent.blocks)
 
+    def handed_over(self, sequence: Sequence) -> HandedOver | None:
+        """Tell what of a prompt goes to the stores for another engine; None if nobody asked."""
+        transfer, num = sequence.request.kv_transfer, sequence.num_prompt_tokens // self.block_size
+        if transfer is None or not transfer.keeps or self.offers is None:
+            return None
+        num = min(num, len(sequence.digests))
+        return HandedOver(num, sequence.digests[num - 1] if num else b"")
+
     def free(self, sequence: Sequence) -> None:
         """Free what a sequence holds on the device."""
         self.kv.free(sequence.blocks)
@@ -294,7 +311,11 @@ class Memory:
             firsts = [sequence.blocks.num_indexed for sequence in sequences]
             self.index_watch.explain(sequences, firsts, counts)
         index = self.kv.index_blocks
-        return [index(s.blocks, s.digests, num) for s, num in zip(sequences, counts, strict=True)]
+        pairs = zip(sequences, counts, strict=True)
+        named = [index(s.blocks, s.digests, num) for s, num in pairs]
+        if self.offers is not None:
+            self.offers.note(sequences, counts, named)
+        return named
 
     # ---- host memory -------------------------------------------------------------------------
 
@@ -341,9 +362,21 @@ class Memory:
         return [] if self.kv.tier is None else self.kv.tier.settle(step_id)
 
     def copies_out(self) -> list[Copies]:
-        """Find host blocks for what the plan that is being made evicts; the copies, by cache
-        group."""
-        return [] if self.kv.tier is None else self.kv.tier.take_evicted()
+        """Find host blocks for what the plan that is being made evicts, and for what stores wait
+        for; the copies, by cache group."""
+        if self.kv.tier is None:
+            return []
+        copies = self.kv.tier.take_evicted()
+        if self.offers is not None:
+            self.offers.add_copies(copies)
+        return copies
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether a plan is needed that copies out what stores wait for."""
+        if self.offers is None or self.kv.tier is None:
+            return False
+        return self.offers.num_waiting > 0 or self.kv.tier.has_held
 
     def end_plan(self, step_id: int) -> None:
         """Note that a plan is made: what it copies belongs to it."""
@@ -351,6 +384,8 @@ class Memory:
         self.held.end_plan()
         if self.kv.tier is not None:
             self.kv.tier.end_plan(step_id)
+        if self.offers is not None:
+            self.offers.end_plan()
 
     # ---- what is not to be used --------------------------------------------------------------
 
@@ -372,4 +407,6 @@ class Memory:
         if self.index_watch is not None:
             self.index_watch.clear()
         self.misses.reset()
+        if self.offers is not None:
+            self.offers.start_over()
         self.names.fingerprint = fingerprint

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.kv_transfer import HandedOver
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.step_outputs import BeamOutput, Finish, RowName, SequenceUpdate, StepOutputs
@@ -45,8 +46,12 @@ class OutputsBuilder:
         """Add the log-probabilities of the tokens that the sequence gets, as far as it does."""
         self._candidates[sequence.arrival] = sequence, candidates
 
-    def finish(self, sequence: Sequence, finish: Finish) -> None:
-        self.update_of(sequence).finish = finish
+    def finish(
+        self, sequence: Sequence, finish: Finish, handed_over: HandedOver | None = None
+    ) -> None:
+        """Tell that a sequence has ended. handed_over: what of its prompt goes to stores."""
+        update = self.update_of(sequence)
+        update.finish, update.handed_over = finish, handed_over
 
     def finish_search(self, leader: Sequence, hypotheses: list[Hypothesis]) -> None:
         """End a request with all results of its beam search."""

@@ -85,6 +85,19 @@ class Planner:
                 return plan
         return None
 
+    def offload(self) -> Plan | None:
+        """Make a plan that only copies to host memory what stores wait for; None if there is
+        nothing that can be copied."""
+        tier = self._memory.kv.tier
+        builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
+        builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
+        if tier is None or not (builder.swaps or tier.has_held):
+            return None
+        self._memory.end_plan(builder.step_id)
+        plan = Plan(builder.step_id, moves=builder.moves())
+        self._put_in_flight(plan, builder, np.empty(0, np.int32))
+        return plan
+
     def _step_budget(self, needs: Int64) -> int:
         """Return the most tokens of the next plan: what a step has time for, but always all that
         decode and a few of a prompt."""

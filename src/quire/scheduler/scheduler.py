@@ -22,6 +22,7 @@ from typing import Any
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.kv_orders import Answer
+from quire.base.kv_transfer import EVICTED
 from quire.base.live import LiveState
 from quire.base.messages import (
     Abort,
@@ -54,7 +55,6 @@ from quire.scheduler.decisions import (
     PinsView,
     RequestView,
     SchedulerView,
-    StoresView,
     TierView,
 )
 from quire.scheduler.drafts import Drafts
@@ -81,7 +81,7 @@ class Scheduler:
 
     max_num_seqs rows, max_num_batched_tokens per plan, sequences up to max_model_len tokens.
     memory: may be another manager's (memory.py); num_stores: that are asked for blocks. num_stages:
-    of the model, each of which carries out all plans.
+    of the model, each of which carries out all plans. kept: what stores get (base/kv_transfer.py).
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Scheduler:
         make_policy: MakePolicy = Fifo,
         num_stores: int = 0,
         num_stages: int = 1,
+        kept: str = EVICTED,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         most_prefill = config.long_prefill_token_threshold
@@ -102,7 +103,7 @@ class Scheduler:
         self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill, num_stages)
         self.progress = progress = SchedulerProgress(rows, memory)
         self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
-        self.stores = Stores(memory, lifecycle, num_stores) if num_stores else None
+        self.stores = Stores(memory, lifecycle, num_stores, kept) if num_stores else None
         self.arrivals = Arrivals(rows, memory, lifecycle, self.stores, max_model_len)
         self.pins = Pins(memory, lifecycle, self.arrivals)
         branching = Branching(rows, memory, lifecycle)
@@ -144,7 +145,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         lifecycle = self.lifecycle
-        return bool(lifecycle.sequences or self.planner.in_flight or lifecycle.dropped)
+        has_requests = bool(lifecycle.sequences or lifecycle.dropped)
+        return has_requests or bool(self.planner.in_flight) or self.memory.has_offers
 
     # ---- the four doors ----------------------------------------------------------------------
 
@@ -206,7 +208,11 @@ class Scheduler:
                     lifecycle.drop(member, finish, now)
         self._tell_ended()
         self._drop_late(now)
+        if self.stores is not None and self.memory.offers is not None:
+            self.memory.offers.allow(self.stores.room)
         plan = self._flush() if self._is_ending else self.planner.plan(now)
+        if plan is None and not in_flight:
+            plan = self._offload()
         if plan is not None:
             return self._decisions(plan=plan, sampling=in_flight[-1].sequences)
         return self._decisions(None if in_flight else OutputsBuilder())
@@ -219,7 +225,7 @@ class Scheduler:
         step = in_flight.popleft()
         is_flush = len(step.plan.rows) == 0
         outputs = OutputsBuilder()
-        if not is_flush:
+        if not is_flush or result.lost_swaps:
             outputs = self._results.take(step, in_flight, result, now)
         for sequence in lifecycle.take_admitted():
             outputs.update_of(sequence).prefix = sequence.report
@@ -273,7 +279,7 @@ class Scheduler:
                 len(pinned.by_id), pinned.num_blocks, pinned.num_hits, pinned.num_hit_tokens
             ),
             tier=None if kv.tier is None else TierView(kv.tier.num_offloaded, kv.tier.num_loaded),
-            stores=None if stores is None else StoresView(stores.num_fetched, stores.num_kept),
+            stores=None if stores is None else stores.view(),
             plans=tuple(step.plan for step in self.planner.in_flight),
         )
 
@@ -390,10 +396,21 @@ class Scheduler:
             self.stores.start_over()
         self.pins.start_over(now)
 
+    def _offload(self) -> Plan | None:
+        """Copy out what stores wait for, if no other plan does. What cannot be copied though
+        nothing is under way is given up."""
+        offers = self.memory.offers
+        if offers is None or self.stores is None or not self.memory.has_offers:
+            return None
+        plan = self.planner.offload()
+        if plan is None and self.stores.num_keeping == 0:
+            offers.drop_waiting()
+        return plan
+
     def _flush(self) -> Plan | None:
         """Copy out what is cached, unless plans are in flight or no other engine could use it."""
-        is_private = self.stores is not None and self.stores.is_private
-        return None if is_private or self.planner.in_flight else self.planner.flush()
+        is_kept = self.stores is None or (self.stores.keeps and not self.stores.is_private)
+        return self.planner.flush() if is_kept and not self.planner.in_flight else None
 
 
 def _view_of(sequence: Sequence) -> RequestView:

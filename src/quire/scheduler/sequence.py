@@ -105,6 +105,7 @@ class Sequence:
     keep_s: float = 0.0  # how long it is held when it has ended
     report: PrefixReport | None = None  # of its first admission
     num_fetched_blocks: int = 0  # that stores brought for it
+    num_offered: int = 0  # leading blocks that stores were offered (offers.py)
     found_tokens: int = 0  # prefix hit when the index had changed found_at times
     found_at: int = -1
     pinned_tokens: int = 0  # of a pinned prefix, when pins had changed pinned_at times

@@ -32,6 +32,7 @@ from quire.base import (
     cache_group,
     events,
     kv_orders,
+    kv_transfer,
     messages,
     plan,
     prefix,
@@ -53,6 +54,7 @@ from quire.scheduler import (
     in_flight,
     lifecycle,
     memory,
+    offers,
     pinned,
     pins,
     planning,
@@ -72,7 +74,7 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 9  # of what is kept of the state
+STATE_VERSION = 10  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "Memory": ("misses", "index_watch"), "BlockPool": ("changes",),
@@ -80,12 +82,12 @@ OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot bri
     }
 )  # fmt: skip
 VOCABULARY = (
-    cache_group, events, kv_orders, messages, plan, prefix, repetition, sampling_params,
-    step_outputs,
+    cache_group, events, kv_orders, kv_transfer, messages, plan, prefix, repetition,
+    sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, pinned, pins,
+    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, offers, pinned, pins,
     planning, preemption, prefix_lookup, progress, queue, rows, scheduler, sequence, srtf,
     step_results, stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip

@@ -104,7 +104,7 @@ class StepResults:
             finish = Finish("stop", None if is_eos else token_id)
         else:
             finish = Finish("length")
-        outputs.finish(sequence, finish)
+        outputs.finish(sequence, finish, self._memory.handed_over(sequence))
         self._lifecycle.end(sequence, finish.reason, now)
 
     def _end_tries(

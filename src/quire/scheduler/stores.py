@@ -9,12 +9,16 @@ the host tier, and the request enters the queue.
                         |                    |
                         +- nothing found ----+-----> queue
 
-What the host tier takes in is kept in every store, once the step that copies it out has ended. The
-orders are carried out elsewhere (`engine/connectors`); every one of them is answered once, by a
-control message, and nothing is known of a store but by these. A row that fails has all blocks of
-its tokens removed (`Remove`): what comes of them from a fetch under way is not taken in.
+What the host tier takes in is kept in every store, once the step that copies it out has ended:
+what is evicted, and what `offers.py` has copied as soon as it was computed. A request whose prompt
+another engine computes just now (`KVTransfer.waits`) is looked up until all of it has come, as long
+as blocks do come: each time a store has something new, that is fetched, while the rest is computed
+elsewhere. The orders are carried out elsewhere (`engine/connectors`); every one of them is answered
+once, by a control message, and nothing is known of a store but by these. A row that fails has all
+blocks of its tokens removed (`Remove`): what comes of them from a fetch under way is not taken in.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from quire.base.kv_orders import (
@@ -30,35 +34,49 @@ from quire.base.kv_orders import (
     Order,
     Remove,
 )
+from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING
 from quire.kv.host_tier import HostTier, Name
+from quire.scheduler.decisions import StoresView
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.sequence import Sequence
 
 MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
+MOST_KEPT_BYTES = 128 << 20  # of what is kept as soon as it is computed; but one block always
+WAIT_S = 1.5  # for a block that another engine is about to keep
 KEEP_OLD = 0.5  # of a measured rate, when another was measured
 
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A request that is looked up or fetched for. asked: by ticket, stores that have not answered;
-    found: which store has a block; tickets: of fetches that have not come."""
+    """A request that is looked up or fetched for. names: that are asked for; is_handed_over: they
+    may be on their way to the stores. asked: by ticket, stores that have not answered; found: which
+    store has a block; is_growing: there is more than when it was asked before; tickets: of fetches
+    that have not come."""
 
     sequence: Sequence
     names: tuple[BlockName, ...]
+    is_handed_over: bool = False
+    stores: list[int] = field(default_factory=list)
+    is_growing: bool = False
     asked: dict[int, int] = field(default_factory=dict)
     found: dict[BlockName, int] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
 
 
 class Stores:
-    """num_stores: they are asked in the order of their numbers."""
+    """num_stores: they are asked in the order of their numbers. kept: what they get
+    (base/kv_transfer.py)."""
 
-    def __init__(self, memory: Memory, lifecycle: Lifecycle, num_stores: int) -> None:
+    def __init__(
+        self, memory: Memory, lifecycle: Lifecycle, num_stores: int, kept: str = EVICTED
+    ) -> None:
         self.num_stores = num_stores
+        self.kept = kept
         self.orders: list[Order] = []  # since somebody took them last
         self.waiting: dict[str, PendingLookup] = {}
         self.num_fetched = self.num_kept = 0
+        self.num_fetched_bytes = self.num_kept_bytes = self.num_here = 0
         self.is_private = False  # the names of this cache mean nothing to other engines
         self._memory, self._lifecycle = memory, lifecycle
         self._fetching: dict[int, tuple[Item, ...]] = {}
@@ -67,6 +85,35 @@ class Stores:
         self._num_keeping = [0] * num_stores
         self._bytes_per_s = [0.0] * num_stores  # of fetching; 0.0 is not known
         self._next_ticket = 0
+        if self.keeps:
+            memory.offer_to_stores(kept == COMPUTED)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether stores get anything."""
+        return self.kept != NOTHING
+
+    @property
+    def num_keeping(self) -> int:
+        """Count the blocks that are on their way to the store that has most of them before it."""
+        return max(self._num_keeping)
+
+    @property
+    def room(self) -> int:
+        """Return how many blocks more may be copied out for stores now: a worker that has too much
+        to keep refuses what comes."""
+        most_bytes = MOST_KEPT_BYTES // max([1, *self._memory.kv.block_bytes])
+        most = min(MOST_KEPT_AT_ONCE, max(1, most_bytes))
+        return most - self.num_keeping - self._tier.num_unsettled
+
+    def view(self) -> StoresView:
+        return StoresView(
+            self.num_fetched,
+            self.num_kept,
+            self.num_fetched_bytes,
+            self.num_kept_bytes,
+            self.num_here,
+        )
 
     @property
     def _tier(self) -> HostTier:
@@ -98,16 +145,38 @@ class Stores:
             for g in range(len(kv.groups))
             if not kv.is_cached(g, digest)
         )
-        stores = [s for s in range(self.num_stores) if self._is_worth_it(s, names, num_tokens)]
+        is_handed_over = self._is_handed_over(sequence, digests)
+        stores = [
+            store
+            for store in range(self.num_stores)
+            if is_handed_over or self._is_worth_it(store, names, num_tokens)
+        ]
         if not stores:
             return False
-        request_id = sequence.request.request_id
-        wait = self.waiting[request_id] = PendingLookup(sequence, names)
-        for store in stores:
+        self.num_here += most * len(kv.groups) - len(names)
+        wait = PendingLookup(sequence, names, is_handed_over, stores)
+        self.waiting[sequence.request.request_id] = wait
+        self._look_up(wait)
+        return True
+
+    def _is_handed_over(self, sequence: Sequence, digests: Seq[bytes]) -> bool:
+        """Tell whether another engine keeps this prompt's blocks now or soon. What it told of them
+        may be of another prompt or another model: these blocks never come."""
+        transfer = sequence.request.kv_transfer
+        if transfer is None or not transfer.waits:
+            return False
+        num = transfer.num_blocks
+        return num == 0 or (num <= len(digests) and digests[num - 1] == transfer.digest)
+
+    def _look_up(self, wait: PendingLookup) -> None:
+        """Ask the stores for what was not found yet."""
+        wait.names = tuple(name for name in wait.names if name not in wait.found)
+        for store in wait.stores:
             ticket = self._ticket()
             wait.asked[ticket] = store
-            self.orders.append(LookUp(store, request_id, names, ticket))
-        return True
+            wait_s = WAIT_S if wait.is_handed_over else 0.0
+            request_id = wait.sequence.request.request_id
+            self.orders.append(LookUp(store, request_id, wait.names, ticket, wait_s))
 
     def is_asked_for(self, sequence: Sequence) -> bool:
         """Tell whether something may still come for a request."""
@@ -133,10 +202,27 @@ class Stores:
         del wait.asked[answer.ticket]
         for name, is_there in zip(wait.names, answer.found, strict=True):
             if is_there:
+                wait.is_growing = wait.is_growing or name not in wait.found
                 wait.found.setdefault(name, answer.store)
-        if not wait.asked:
-            self._fetch(wait)
-            self._end_wait(wait)
+        if wait.asked:
+            return
+        self._fetch(wait)
+        is_growing, wait.is_growing = wait.is_growing, False
+        if wait.is_handed_over and is_growing and not self._is_all_found(wait):
+            self._look_up(wait)
+        self._end_wait(wait)
+
+    def _is_all_found(self, wait: PendingLookup) -> bool:
+        """Tell whether a request could begin with all that it may begin with."""
+        kv = self._memory.kv
+        digests, num_tokens = self._memory.names.readable(wait.sequence)
+        there = kv.num_computed_blocks(
+            digests, num_tokens, lambda g, name: (g, name) in wait.found or kv.is_cached(g, name)
+        )
+        transfer, most = wait.sequence.request.kv_transfer, (num_tokens - 1) // kv.block_size
+        if transfer is not None and transfer.num_blocks:
+            most = min(most, transfer.num_blocks)
+        return there >= most
 
     def _fetch(self, wait: PendingLookup) -> None:
         """Order the blocks that make the hit longer."""
@@ -159,7 +245,8 @@ class Stores:
         num_new = (there - here) * kv.block_size
         for store in range(self.num_stores):
             mine = [name for name in lacking if wait.found.get(name) == store]
-            if mine and self._is_worth_it(store, mine, num_new):
+            is_wanted = wait.is_handed_over or self._is_worth_it(store, mine, num_new)
+            if mine and is_wanted:
                 self._order(wait, store, mine)
 
     def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
@@ -191,6 +278,7 @@ class Stores:
             is_taken = is_there and is_wanted
             self._tier.keep_fetched(g, block, digest if is_taken else None)
             self.num_fetched += is_taken
+        self.num_fetched_bytes += answer.num_bytes
         if answer.num_bytes and answer.duration_s > 0:
             self._measure(answer.store, answer.num_bytes / answer.duration_s)
         num_found = sum(ok for (g, _, _), ok in zip(items, answer.ok, strict=True) if g == 0)
@@ -227,6 +315,8 @@ class Stores:
         on their way.
         """
         names = tuple((g, digest) for digest in digests for g in range(len(self._memory.kv.groups)))
+        if self._memory.offers is not None:
+            self._memory.offers.forget(names)
         for name in names:
             self._coming.pop(name, None)
             for wait in self.waiting.values():
@@ -238,7 +328,7 @@ class Stores:
 
     def keep(self, names: list[Name], most: int | None = None) -> None:
         """Order blocks of the host tier to be kept. most: at once, if not the usual number."""
-        for store in range(self.num_stores if names else 0):
+        for store in range(self.num_stores if names and self.keeps else 0):
             room = max(0, (most or MOST_KEPT_AT_ONCE) - self._num_keeping[store])
             items = []
             for g, digest in names[:room]:
@@ -255,6 +345,10 @@ class Stores:
         items = self._keeping.pop(answer.ticket, ())
         self._num_keeping[answer.store] -= len(items)
         self.num_kept += sum(answer.ok[: len(items)])
+        self.num_kept_bytes += answer.num_bytes
+        if self._memory.offers is not None:
+            pairs = zip(items, answer.ok, strict=False)
+            self._memory.offers.take_kept((g, digest) for (g, digest, _), ok in pairs if ok)
         for g, _, block in items:
             self._tier.release(g, block)
 

@@ -420,7 +420,7 @@ OBSERVATION = {
     "profiler_config": _value("use --record and quire trace (docs/recording.md)", "{}"),
 }
 TRANSFERS = {
-    "kv_transfer_config": _value("blocks go to --kv-disk-dir or --kv-store"),
+    "kv_transfer_config": _same("blocks go through --kv-store (docs/handover.md)"),
     "kv_events_config": _same("no tokens unless it says token_ids; the default is loopback"),
     "ec_transfer_config": _value(TEXT),
     "ec_manager_config": _value(TEXT),

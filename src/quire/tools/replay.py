@@ -22,6 +22,7 @@ from quire.base.config import SchedulerConfig, most_tokens
 from quire.base.errors import EngineError, RecordingDamaged
 from quire.base.events import Event, PrefixFound
 from quire.base.kv_orders import Order
+from quire.base.kv_transfer import EVICTED
 from quire.base.plan import Plan
 from quire.engine.calls import (
     ADD,
@@ -313,10 +314,10 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     fingerprint = parts.get("fingerprint", b"")
     memory = Memory(kv, most_prefill, settings["watermark"], fingerprint, digester)
     policy = make_policy(config.scheduling_policy)
-    num_stores = parts.get("num_stores", 0)
+    num_stores, kept = parts.get("num_stores", 0), parts.get("kept", EVICTED)
     num_stages = settings.get("pipeline_parallel_size", 1)
     length = most_tokens(settings["max_model_len"], settings.get("runner", "auto"))
-    scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages)
+    scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages, kept)
     scheduler.control(parts["rates"], header["now_s"])
     return scheduler
 

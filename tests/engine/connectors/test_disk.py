@@ -343,11 +343,11 @@ def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None
 
 
 def test_a_store_by_its_setting(tmp_path: Path) -> None:
-    store = make_store(f"disk:{tmp_path}/a:b", PLENTY)
+    store = make_store(f"dir:{tmp_path}/a:b", PLENTY)
     assert store.put(key(1), [value(1)])
     assert (tmp_path / "a:b").is_dir()
-    for setting in ("", "disk", "disk:", ":x"):
-        with pytest.raises(ConfigError, match="such as disk:/var/cache/kv, got .*names are disk"):
+    for setting in ("", "disk", "dir:", ":x"):
+        with pytest.raises(ConfigError, match="such as dir:/var/cache/kv, got .*names are dir"):
             make_store(setting, PLENTY)
     with pytest.raises(ConfigError, match="there is no KV store 'tape'; there are disk"):
         make_store("tape:0", PLENTY)

@@ -1,5 +1,5 @@
-"""The Redis example of docs/extending.md, over a socket: a real server where one is installed, else
-a few commands of its protocol."""
+"""The Valkey example of docs/extending.md, over a socket: a real server where one is installed,
+else a few commands of its protocol."""
 
 import logging
 import shutil
@@ -134,15 +134,15 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
     made = Site(folder)
-    made.install_example("quire_redis")
+    made.install_example("quire_valkey")
     yield made
-    sys.modules.pop("quire_redis", None)
+    sys.modules.pop("quire_valkey", None)
 
 
 @pytest.fixture
 def store(site: Site, address: str) -> Iterator[BlockStore]:
-    made = make_store(f"redis:{address}/1", max_bytes=1 << 30)
-    assert type(made).__module__ == "quire_redis"
+    made = make_store(f"valkey:{address}/1", max_bytes=1 << 30)
+    assert type(made).__module__ == "quire_valkey"
     yield made
     made.close()
 
@@ -202,7 +202,7 @@ def refused_address() -> str:
 def test_a_server_that_is_not_there_makes_misses_and_one_warning(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make_store(f"redis:{refused_address()}", max_bytes=1)  # making it does not connect
+    store = make_store(f"valkey:{refused_address()}", max_bytes=1)  # making it does not connect
     calls: list[Callable[[], object]] = [
         lambda: store.find([key(1)]),
         lambda: list(store.get([key(1)])),
@@ -210,7 +210,7 @@ def test_a_server_that_is_not_there_makes_misses_and_one_warning(
         lambda: store.remove([key(1)]),
     ]
     for call in calls:
-        with pytest.raises(StoreError, match="Redis at 127.0.0.1:"):
+        with pytest.raises(StoreError, match="Valkey at 127.0.0.1:"):
             call()
     memory, answers = Memory(), Answers()
     worker = StoreWorker(store, FINGERPRINT, memory, answers.give, answers.ring)
@@ -220,14 +220,14 @@ def test_a_server_that_is_not_there_makes_misses_and_one_warning(
             answer = answers.take()
             assert (answer.found if isinstance(answer, LookedUp) else answer.ok) == [False]
     assert [record.message.split(",")[0] for record in caplog.records] == [
-        "the KV store RedisStore failed"
+        "the KV store ValkeyStore failed"
     ]
     worker.close(PATIENCE_S)
 
 
 def test_an_address_that_is_none_is_an_error_at_the_start(site: Site) -> None:
-    with pytest.raises(ConfigError, match="'redis:host:port' cannot be made: ValueError"):
-        make_store("redis:host:port", max_bytes=1)
+    with pytest.raises(ConfigError, match="'valkey:host:port' cannot be made: ValueError"):
+        make_store("valkey:host:port", max_bytes=1)
 
 
 def test_a_store_that_lacks_a_method_cannot_be_used(site: Site) -> None:

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.base.config import CacheConfig
+from quire.base.cache_config import CacheConfig
 from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics
 from quire.engine.ranks.executor import RankExecutor

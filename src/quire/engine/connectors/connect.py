@@ -3,7 +3,7 @@
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from quire.base.config import CacheConfig
+from quire.base.cache_config import CacheConfig
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
 from quire.engine.connectors.connections import Connections

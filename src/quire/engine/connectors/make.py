@@ -1,25 +1,66 @@
-"""A store by its setting: `disk:/var/cache/kv`, or a name that another package brings."""
+"""A store by its setting: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or a name that another
+package brings."""
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ConfigError, QuireError
 from quire.base.plugins import CONNECTORS, all_names, load_plugin
 from quire.engine.connectors.disk import DiskStore
+from quire.engine.connectors.peer import PeerStore
+from quire.engine.connectors.served import ServedStore
+from quire.engine.connectors.shared_memory import shared_memory_store
 from quire.engine.connectors.store import BlockStore
 
-BUILT_IN: dict[str, type[Any]] = {"disk": DiskStore}
+Make = Callable[[str, int], Any]
+
+
+def _served(address: str, max_bytes: int) -> ServedStore:
+    return ServedStore(address.removeprefix("//"), max_bytes)
+
+
+def _peer(address: str, max_bytes: int) -> PeerStore:
+    return PeerStore(address.removeprefix("//"), max_bytes)
+
+
+def _redis(address: str, max_bytes: int) -> BlockStore:
+    from quire.engine.connectors.redis_store import RedisStore
+
+    return RedisStore(address, max_bytes)
+
+
+def _rediss(address: str, max_bytes: int) -> BlockStore:
+    from quire.engine.connectors.redis_store import TlsRedisStore
+
+    return TlsRedisStore(address, max_bytes)
+
+
+def _s3(address: str, max_bytes: int) -> BlockStore:
+    from quire.engine.connectors.s3_store import S3Store
+
+    return S3Store(address, max_bytes)
+
+
+BUILT_IN: Mapping[str, Make] = MappingProxyType(
+    {
+        "dir": DiskStore, "shm": shared_memory_store, "serve": _served, "peer": _peer,
+        "redis": _redis, "rediss": _rediss, "s3": _s3,
+    }
+)  # fmt: skip
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:
-    """Make a store. setting: NAME:ADDRESS, of which the store's class reads the address; max_bytes:
-    that it may keep. Raises ConfigError if there is no such store, or it cannot be made."""
+    """Make a store. setting: NAME:ADDRESS, of which the store reads the address; max_bytes: that it
+    may keep. Raises ConfigError if there is no such store, or it cannot be made, and
+    MissingDependency if that needs a package."""
     name, colon, address = setting.partition(":")
     if not (name and colon and address):
         raise ConfigError(
-            f"a KV store is a name, a colon and an address, such as disk:/var/cache/kv, got"
+            f"a KV store is a name, a colon and an address, such as dir:/var/cache/kv, got"
             f" {setting!r}; the names are {all_names(CONNECTORS, BUILT_IN)}."
         )
-    kind = BUILT_IN.get(name) or load_plugin(CONNECTORS, name, BUILT_IN)
+    kind: Make = BUILT_IN.get(name) or load_plugin(CONNECTORS, name, BUILT_IN)
     try:
         store: BlockStore = kind(address, max_bytes)
     except QuireError:

@@ -20,6 +20,7 @@ has no such thread: what it asks for is missing.
 """
 
 import logging
+import math
 import os
 import threading
 import weakref
@@ -59,6 +60,7 @@ STUCK_S = 2.0  # a call of the store that takes longer: until it returns, all el
 FETCH_BYTES = 8 << 20  # asked for at once; look-ups go between
 MOST_KEEP_BYTES = 256 << 20  # that wait
 MOST_WAITING = 4096  # look-ups, and fetches
+POLL_S, PROBED = 0.01, 4  # how often, and at how many blocks, to look for what is to come
 MOST_FAILURES, QUIET_S = 3, 5.0  # after so many failures in a row the store is left alone so long
 MOST_REFUSED = 4096
 
@@ -148,6 +150,7 @@ class _Job:
     num_bytes: int = 0
     duration_s: float = 0.0
     unwanted: set[BlockName] = field(default_factory=set)
+    again_s: float = 0.0  # it is not to be carried on before
 
     def __post_init__(self) -> None:
         order = self.order
@@ -296,12 +299,15 @@ class _Work:
         """Return the most important job, which stays where it is; None at the end."""
         with self._changed:
             while not self._is_abandoned:
+                now, next_s = self._clock.now(), math.inf
                 for jobs in self._jobs.values():
-                    if jobs:
-                        return jobs[0]
+                    for job in jobs:
+                        if job.again_s <= now:
+                            return job
+                        next_s = min(next_s, job.again_s)
                 if self._is_closing:
                     break
-                self._changed.wait()
+                self._changed.wait(None if next_s == math.inf else next_s - now)
         return None
 
 
@@ -382,8 +388,15 @@ class _Mover:
         return [bool(is_found) and key not in self._refused for key, is_found in pairs]
 
     def _look_up(self, job: _Job) -> bool:
-        assert isinstance(job.order, LookUp)
-        found = self._find([self._key(*name) for name in job.order.names])
+        """Look blocks up. Those that are to come do so in their order, so the first ones tell
+        whether there are any."""
+        order = job.order
+        assert isinstance(order, LookUp)
+        keys, now = [self._key(*name) for name in order.names], self._clock.now()
+        if now < job.since_s + order.wait_s and not any(self._find(keys[:PROBED])):
+            job.again_s = now + POLL_S
+            return False
+        found = self._find(keys)
         with job.lock:
             job.ok[:] = found
         return True

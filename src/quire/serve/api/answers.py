@@ -107,6 +107,8 @@ class Answer:
         if (hooked := self._hooked()) is not None:
             choices = [await hooked.whole(choice) for choice in choices]
         measured = await self._measured(outputs[0])
+        if len(outputs) == 1 and outputs[0].kv_transfer_params is not None:
+            measured = measured | {"kv_transfer_params": outputs[0].kv_transfer_params}
         return found | {"choices": choices, "usage": usage_json(self.choices)} | measured
 
     async def _events(self) -> AsyncGenerator[bytes, None]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from quire.base.config import ServerConfig
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
+from quire.base.kv_transfer import FIELD as KV_TRANSFER
 from quire.base.messages import Ready
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.render import truncation
@@ -159,6 +160,8 @@ def _params(
     values["logprob_token_ids"] = request.logprob_token_ids or None
     values["logprobs"] = None if request.num_named else logprobs
     values["prompt_logprobs"] = prompt_logprobs
+    if request.kv_transfer_params:
+        values["extra_args"] = {KV_TRANSFER: request.kv_transfer_params}
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, output_kind=kind)
 

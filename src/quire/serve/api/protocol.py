@@ -43,6 +43,7 @@ MAX_ALLOWED_TOKENS = 1 << 19
 MAX_NAME_CHARS = 256  # of an object's fields
 MAX_CHOICES = 1 << 14
 MAX_FORMAT_FIELDS = 16
+MAX_TRANSFER_FIELDS = 64
 MAX_SCHEMA_FIELDS = 256  # of a JSON schema, on its first level
 INT32 = 2**31
 NOT_HERE = "is not supported; leave it out"
@@ -289,6 +290,7 @@ JsonSchema = Annotated[
         {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": MAX_SCHEMA_FIELDS}]}
     ),
 ]
+TransferParams = Annotated[dict[str, Any], at_most(MAX_TRANSFER_FIELDS)]
 Choice = Annotated[str, Field(min_length=1)]
 Choices = Annotated[
     list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)
@@ -402,7 +404,7 @@ class GenerationRequest(SampledBody, ServedBody):
     return_token_offsets: Any = unsupported(NOT_HERE, False)
     thinking_token_budget: Any = unsupported("use max_tokens to bound the answer", -1)
     watermarking: Any = unsupported(NOT_HERE, False)
-    kv_transfer_params: Any = unsupported(NOT_HERE, {})
+    kv_transfer_params: TransferParams | None = None
     ec_transfer_params: Any = unsupported(NOT_HERE, {})
     vllm_xargs: Any = unsupported(NOT_HERE, {})
 

@@ -1,0 +1,88 @@
+"""Another engine's blocks, as it serves them (`served.py`): `peer://HOST:PORT`.
+
+Nothing is put there: a peer keeps what it computes itself. A peer that is away, or was started
+anew, is a miss; each call tries it once.
+"""
+
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+
+from quire.engine.connectors.disk import MOST_BYTES
+from quire.engine.connectors.peer_wire import (
+    FIND,
+    GET,
+    LENGTH,
+    NOTHING,
+    REMOVE,
+    introduce,
+    parse_address,
+    receive,
+    request,
+    secret_for,
+)
+from quire.engine.connectors.store import Buffer, StoreError
+
+CONNECT_S, CALL_S = 0.5, 1.5
+
+
+class PeerStore:
+    """A connection to one peer, made when it is first needed. address: HOST:PORT."""
+
+    def __init__(self, address: str, max_bytes: int) -> None:
+        self._address = address
+        self._place = parse_address("peer", address)
+        self._secret = secret_for(self._place[0], "peer")
+        self._sock: socket.socket | None = None
+        self._buffer = bytearray()
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._connection() as sock:
+            sock.sendall(request(FIND, keys))
+            return [bool(each) for each in receive(sock, len(keys))]
+
+    def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Yield the values; each overwrites the one before it. Who stops early ends the
+        connection: what is still to come on it answers nobody."""
+        with self._connection() as sock:
+            sock.sendall(request(GET, keys))
+            for _ in keys:
+                (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+                yield None if length == NOTHING else self._value(sock, length)
+
+    def _value(self, sock: socket.socket, length: int) -> memoryview:
+        if length > MOST_BYTES:
+            raise StoreError(f"peer {self._address}: a value of {length} bytes is none of ours.")
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return receive(sock, length, self._buffer)
+
+    def put(self, key: bytes, parts: Sequence[Buffer]) -> bool:
+        return False
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with self._connection() as sock:
+            sock.sendall(request(REMOVE, keys))
+            receive(sock, 1)
+
+    def close(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[socket.socket]:
+        """Give the connection, which ends if anything goes wrong. Raises StoreError."""
+        sock = self._sock
+        try:
+            if sock is None:
+                sock = self._sock = socket.create_connection(self._place, CONNECT_S)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.settimeout(CALL_S)
+                introduce(sock, self._secret)
+            yield sock
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError | StoreError):
+                raise StoreError(f"peer {self._address}: {error}") from error
+            raise

@@ -1,0 +1,120 @@
+"""What an engine that serves blocks and its peers say to each other over TCP.
+
+    server    MAGIC | nonce (32 bytes)
+    client    nonce (32) | HMAC-SHA256(secret, "client" | both nonces)
+    server    HMAC-SHA256(secret, "server" | both nonces)
+    client    kind u8 | number of keys u32 | keys of 68 bytes
+    server    FIND: a byte for each key, 1 or 0
+              GET: for each key the length of its value u64, or NOTHING, and the value
+              REMOVE: a byte, 1
+
+Both sides prove that they know the secret, and neither sends it; what follows is not encrypted.
+Values are envelopes with checksums (`store.py`), which their reader checks. Without a secret the
+server listens on this machine alone.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+
+from quire.base.errors import ConfigError
+from quire.engine.connectors.store import KEY, StoreError
+
+MAGIC = b"QUIREKV1"
+NONCE_BYTES, PROOF_BYTES = 32, 32
+HEAD = struct.Struct("<BI")
+LENGTH = struct.Struct("<Q")
+NOTHING = (1 << 64) - 1
+FIND, GET, REMOVE = 1, 2, 3
+MOST_KEYS = 1 << 16
+SECRET = "QUIRE_KV_SECRET"  # the environment variable: a flag could be seen by all users
+
+
+def parse_address(kind: str, text: str) -> tuple[str, int]:
+    """Split HOST:PORT. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"{kind}:// takes HOST:PORT, such as {kind}://127.0.0.1:7400, got {text!r}."
+        )
+    return host, int(port)
+
+
+def secret_for(host: str, kind: str) -> bytes:
+    """Return the secret that both sides know. Raises ConfigError where there must be one."""
+    secret = os.environ.get(SECRET, "")
+    if not secret and not _is_loopback(host):
+        raise ConfigError(
+            f"{kind}://{host} is more than this machine, so both sides need a secret: set the"
+            f" environment variable {SECRET} to the same text for all engines."
+        )
+    return secret.encode()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def receive(sock: socket.socket, num: int, into: bytearray | None = None) -> memoryview:
+    """Return so many bytes. Raises OSError, also if the other side has closed."""
+    buffer = bytearray(num) if into is None else into
+    view, done = memoryview(buffer)[:num], 0
+    while done < num:
+        got = sock.recv_into(view[done:])
+        if not got:
+            raise ConnectionError("the other side has closed the connection")
+        done += got
+    return view
+
+
+def greet(sock: socket.socket, secret: bytes) -> None:
+    """Begin a connection as its server. Raises OSError for who does not know the secret."""
+    mine = secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(MAGIC + mine)
+    answer = bytes(receive(sock, NONCE_BYTES + PROOF_BYTES))
+    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(proof, _proof(secret, b"client", mine, theirs)):
+        raise ConnectionError("a peer does not know the secret")
+    sock.sendall(_proof(secret, b"server", mine, theirs))
+
+
+def introduce(sock: socket.socket, secret: bytes) -> None:
+    """Begin a connection as a client. Raises OSError, and StoreError for a server that is none of
+    ours, or has another secret."""
+    head = bytes(receive(sock, len(MAGIC) + NONCE_BYTES))
+    if not head.startswith(MAGIC):
+        raise StoreError("no engine of quire serves blocks there; check the address.")
+    theirs, mine = head[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(mine + _proof(secret, b"client", theirs, mine))
+    try:
+        proof = bytes(receive(sock, PROOF_BYTES))
+    except ConnectionError as error:
+        raise StoreError(f"it has another secret; set {SECRET} alike on both sides.") from error
+    if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, mine)):
+        raise StoreError(f"it has another secret; set {SECRET} alike on both sides.")
+
+
+def _proof(secret: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.new(secret, side + server + client, hashlib.sha256).digest()
+
+
+def request(kind: int, keys: Sequence[bytes]) -> bytes:
+    return HEAD.pack(kind, len(keys)) + b"".join(keys)
+
+
+def receive_request(sock: socket.socket) -> tuple[int, list[bytes]]:
+    """Return what is asked, and its keys. Raises OSError."""
+    kind, num = HEAD.unpack(receive(sock, HEAD.size))
+    if kind not in (FIND, GET, REMOVE) or num > MOST_KEYS:
+        raise ConnectionError("a peer says what is no request")
+    data = bytes(receive(sock, num * KEY.size))
+    return kind, [data[i : i + KEY.size] for i in range(0, len(data), KEY.size)]

@@ -1,0 +1,65 @@
+"""What requests and settings say of handing prompts over, in vLLM's words."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError, RequestError
+from quire.base.kv_transfer import (
+    BOTH,
+    CONSUMER,
+    HandedOver,
+    KVTransfer,
+    answer_params,
+    parse_transfer,
+    transfer_of,
+)
+
+DIGEST = bytes(range(32))
+
+
+def test_what_an_answer_says_is_what_the_next_request_means() -> None:
+    told = answer_params(HandedOver(7, DIGEST))
+    assert transfer_of(told) == KVTransfer(waits=True, num_blocks=7, digest=DIGEST)
+    assert transfer_of(answer_params(HandedOver(0, b""))) == KVTransfer(waits=True)
+
+
+@pytest.mark.parametrize(
+    ("params", "means"),
+    [
+        (None, None),
+        ({}, None),
+        ({"do_remote_decode": False, "do_remote_prefill": None, "x": 3}, None),
+        ({"do_remote_decode": True, "remote_host": "h", "tp_size": 4}, KVTransfer(keeps=True)),
+        ({"do_remote_prefill": True}, KVTransfer(waits=True)),
+        ({"do_remote_prefill": True, "remote_block_ids": []}, KVTransfer(waits=True)),
+        # Of other engines: they never come.
+        ({"do_remote_prefill": True, "remote_block_ids": [1, 2, 3]}, None),
+        ({"do_remote_prefill": True, "remote_block_ids": ["xy"], "remote_num_blocks": 1}, None),
+        ({"do_remote_prefill": True, "remote_block_ids": ["00"], "remote_num_blocks": 1}, None),
+        (answer_params(HandedOver(1, DIGEST)) | {"remote_num_blocks": -1}, None),
+    ],
+)
+def test_params(params: Any, means: KVTransfer | None) -> None:
+    assert transfer_of(params) == means
+
+
+@pytest.mark.parametrize(
+    "params", ["x", [1], {"do_remote_decode": 3}, {str(i): 1 for i in range(65)}]
+)
+def test_odd_params_are_refused(params: Any) -> None:
+    with pytest.raises(RequestError, match="kv_transfer_params"):
+        transfer_of(params)
+
+
+def test_settings() -> None:
+    assert parse_transfer(None).role == BOTH and not parse_transfer(None).needs_store
+    found = parse_transfer(
+        '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer", "x": 1}'
+    )
+    assert found.role == CONSUMER and found.needs_store
+    for odd in ("[]", '{"kv_connector": 3}', '{"kv_connector_extra_config": 1}'):
+        with pytest.raises(ConfigError, match="kv_"):
+            parse_transfer(odd)
+    with pytest.raises(ConfigError, match="needs a list"):
+        parse_transfer('{"kv_connector": "MultiConnector"}')

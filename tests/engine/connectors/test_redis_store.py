@@ -1,0 +1,34 @@
+"""The built-in store in Redis, over a socket, against a few commands of its protocol."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from quire.engine.connectors.make import make_store
+from quire.engine.connectors.store import StoreError
+from tests.engine.connectors.stores import key, sealed
+from tests.engine.connectors.test_redis_example import small_server
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    yield from small_server()
+
+
+def test_what_was_put_is_found_and_read(address: str) -> None:
+    store = make_store(f"redis://{address}/1", 1)
+    for i in (1, 2):
+        assert store.put(key(i), (sealed(i)[:50], sealed(i)[50:]))
+    assert store.find([key(2), key(3), key(1)]) == [True, False, True]
+    assert list(store.get([key(2), key(3), key(1)])) == [sealed(2), None, sealed(1)]
+    store.remove([key(1), key(7)])
+    store.remove([])
+    assert store.find([key(1), key(2)]) == [False, True]
+    store.close()
+
+
+def test_a_password_is_not_shown() -> None:
+    store = make_store("redis://me:a-secret@127.0.0.1:1/0", 1)
+    with pytest.raises(StoreError, match=r"Redis at 127.0.0.1:1/0") as raised:
+        store.find([key(1)])
+    assert "a-secret" not in str(raised.value)

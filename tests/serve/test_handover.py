@@ -1,0 +1,333 @@
+"""A prompt computed in one engine, and its answer in another one: the same tokens over every store,
+only what is missing moves, and whatever is lost on the way is computed again.
+
+Covers `base/cache_config.py`, `base/kv_orders.py`, `base/kv_transfer.py` and
+`scheduler/offers.py`.
+"""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.base.errors import ConfigError, RequestError
+from quire.engine.connectors import served, shared_memory
+from quire.ops.native import core
+from quire.scheduler.decisions import StoresView
+from quire.scheduler.scheduler import Scheduler
+from tests.models.checkpoints import random_tokens
+from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.serve.test_same_bits import found, open_llm
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+LENGTH, BLOCK = 41, 4
+PATIENCE_S = 20.0
+FULL = LENGTH // BLOCK  # blocks of a prompt
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in random_tokens(*[LENGTH] * 4, seed=3)]
+FIRST_LEG = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}
+SAMPLED = {"temperature": 0.8, "seed": 1}
+GREEDY = {"temperature": 0.0}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_num_batched_tokens": 16}
+
+Urls = tuple[list[str], list[str]]  # the stores of the engine that computes prompts, of the other
+
+
+def params(transfer: Any = None, **chosen: Any) -> SamplingParams:
+    extra = None if transfer is None else {"kv_transfer_params": transfer}
+    defaults = {"max_tokens": 8, "ignore_eos": True, "logprobs": 2}
+    return SamplingParams(extra_args=extra, **(defaults | chosen))
+
+
+def scheduler_of(llm: LLM) -> Scheduler:
+    return llm._alive.client.core.scheduler
+
+
+def view(llm: LLM) -> StoresView:
+    stores = scheduler_of(llm).stores
+    assert stores is not None
+    return stores.view()
+
+
+def generate(llm: LLM, prompt: Any, *args: Any, **chosen: Any) -> RequestOutput:
+    (output,) = llm.generate([prompt], params(*args, **chosen), use_tqdm=False)
+    return output
+
+
+def settled(llm: LLM) -> None:
+    """All that went to stores is there, and nobody holds a block."""
+    running = llm._alive.client.core
+    while running._stores is not None and running._stores.num_open:
+        running._wait_for_answer()
+    running.scheduler.check_invariants()
+    kv = running.scheduler.memory.kv
+    assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools))
+
+
+@pytest.fixture
+def shm() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield f"shm:{name}"
+    directory = shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}"
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(params=["dir", "shm", "peer"])
+def urls(request: pytest.FixtureRequest, tmp_path: Path, shm: str) -> Urls:
+    if request.param == "peer":
+        return ["serve://127.0.0.1:0"], []
+    url = f"dir:{tmp_path}" if request.param == "dir" else shm
+    return [url], [url]
+
+
+def open_pair(urls: Urls, **settings: Any) -> tuple[LLM, LLM]:
+    first = open_llm("qwen3", kv_store=urls[0], **(SETTINGS | settings))
+    stores = urls[1] or [f"peer://127.0.0.1:{port_of(first)}"]
+    return first, open_llm("qwen3", kv_store=stores, **(SETTINGS | settings))
+
+
+def port_of(llm: LLM) -> int:
+    connections = llm._alive.client.core._stores
+    assert connections is not None
+    (worker,) = connections._workers
+    store = worker._work.mover._store  # type: ignore[attr-defined]
+    assert isinstance(store, served.ServedStore)
+    return store.port
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, list[Any]]:
+    with open_llm("qwen3", enable_prefix_caching=False, **SETTINGS) as llm:
+        return {
+            name: [found([generate(llm, prompt, **chosen)]) for prompt in PROMPTS]
+            for name, chosen in (("sampled", SAMPLED), ("greedy", GREEDY))
+        }
+
+
+def test_one_engine_goes_on_where_another_ends(urls: Urls, wanted: dict[str, list[Any]]) -> None:
+    """Both legs, as a router sends them. What the second engine has already is not moved."""
+    first, second = open_pair(urls)
+    with first, second:
+        block_bytes = sum(scheduler_of(first).memory.kv.block_bytes)
+        for number, prompt in enumerate(PROMPTS):
+            told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+            assert told is not None and told["do_remote_prefill"] is True
+            assert told["remote_num_blocks"] == FULL
+            kind, chosen = ("greedy", GREEDY) if number % 2 else ("sampled", SAMPLED)
+            output = generate(second, prompt, told | {"of_a_router": 1}, **chosen)
+            assert found([output]) == wanted[kind][number]
+            assert output.num_cached_tokens == FULL * BLOCK
+            assert output.prefix is not None and output.prefix.store == FULL * BLOCK
+            assert view(second).num_fetched == FULL * (number + 1)
+        settled(first)
+        assert view(first).num_kept_bytes == view(second).num_fetched_bytes
+        assert view(second).num_fetched_bytes == FULL * len(PROMPTS) * block_bytes
+        # The first half is there: only the other one moves.
+        half = PROMPTS[0]["prompt_token_ids"][: FULL // 2 * BLOCK]
+        longer = {"prompt_token_ids": half + PROMPTS[1]["prompt_token_ids"][: LENGTH - len(half)]}
+        before, kept = view(second).num_fetched, view(first).num_kept
+        told = generate(first, longer, FIRST_LEG, max_tokens=1).kv_transfer_params
+        generate(second, longer, told)
+        settled(first)
+        assert view(second).num_fetched - before == FULL - FULL // 2
+        assert view(first).num_kept - kept == FULL - FULL // 2
+        settled(first)
+        settled(second)
+
+
+def test_only_marked_requests_are_kept_at_once_unless_all_are(shm: str) -> None:
+    with open_llm("qwen3", kv_store=shm, **SETTINGS) as llm:
+        assert generate(llm, PROMPTS[0]).kv_transfer_params is None
+        settled(llm)
+        assert view(llm).num_kept == 0
+        # What was computed before belongs to the marked request as well.
+        generate(llm, PROMPTS[0], FIRST_LEG, max_tokens=1)
+        settled(llm)
+        assert view(llm).num_kept == FULL
+    for number, settings in enumerate(({"kv_eager": True}, {"kv_transfer_config": PRODUCER}), 1):
+        with open_llm("qwen3", kv_store=shm, **SETTINGS, **settings) as llm:
+            generate(llm, PROMPTS[number])
+            settled(llm)
+            assert view(llm).num_kept == (LENGTH + 8 - 1) // BLOCK
+
+
+PRODUCER = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffer_size": 1e9}
+CONSUMER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+
+
+def test_a_consumer_gives_nothing(shm: str) -> None:
+    pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
+    few = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "kv_transfer_config": CONSUMER}
+    with open_llm("qwen3", kv_store=shm, **SETTINGS, **few) as llm:
+        for prompt in PROMPTS:
+            assert generate(llm, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params is None
+        settled(llm)
+        assert view(llm).num_kept == 0
+    with open_llm("qwen3", kv_store=shm, **SETTINGS) as llm:
+        assert generate(llm, PROMPTS[0]).num_cached_tokens == 0, "nor at its end"
+
+
+def test_the_second_engine_does_not_wait_for_what_will_not_come(shm: str) -> None:
+    """Of another prompt, of another engine; each is computed at once."""
+    first, second = open_pair(([shm], [shm]))
+    orders: list[Any] = []
+    with first, second:
+        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        assert told is not None
+        submit = second._alive.client.core._stores.submit  # type: ignore[union-attr]
+        second._alive.client.core._stores.submit = (  # type: ignore[union-attr,method-assign]
+            lambda new: (orders.extend(new), submit(new))
+        )
+        foreign = {"do_remote_prefill": True, "remote_block_ids": [3, 4], "remote_host": "x"}
+        for prompt, transfer in zip(PROMPTS[1:], (told, foreign), strict=False):
+            assert generate(second, prompt, transfer).num_cached_tokens == 0
+        assert orders and not any(getattr(order, "wait_s", 0.0) for order in orders)
+
+
+def test_blocks_are_fetched_while_others_are_computed(shm: str, wanted: dict[str, Any]) -> None:
+    """The second leg comes first: it gets each block when it comes, and ends with the same
+    tokens."""
+    first, second = open_pair(([shm], [shm]))
+    with first, second:
+        client, other = first._alive.client, second._alive.client
+        requests = second._alive.requests
+        prompt = second._alive.renderer.render(PROMPTS[0])
+        other.add(requests.make(prompt, params({"do_remote_prefill": True}, **GREEDY), "late"))
+        client.add(first._alive.requests.make(prompt, params(FIRST_LEG, max_tokens=1), "early"))
+        there = []
+        until_s = time.monotonic() + PATIENCE_S
+        while client.num_unfinished:
+            client.step()
+            while view(second).num_fetched < (kept := settled_stores(client.core)):
+                assert time.monotonic() < until_s, f"{kept} blocks were kept, and not all came"
+                other._outputs.process(other.core.advance(), 0.0)
+            there.append(kept)
+        assert there == [0, 4, FULL], "two chunks' blocks come before the last step ends"
+        outputs = []
+        while other.num_unfinished:
+            outputs = other.step() or outputs
+        assert found(outputs) == wanted["greedy"][0]
+        assert outputs[0].num_cached_tokens == FULL * BLOCK
+
+
+def settled_stores(running: Any) -> int:
+    while running._stores.num_open:
+        running._wait_for_answer()
+    return int(running.scheduler.stores.num_kept)
+
+
+@pytest.mark.parametrize("harm", ["flip", "swap", "remove"])
+def test_what_is_lost_or_damaged_is_computed_again(
+    harm: str, tmp_path: Path, wanted: dict[str, Any]
+) -> None:
+    first, second = open_pair(([f"dir:{tmp_path}"], [f"dir:{tmp_path}"]))
+    with first, second:
+        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        settled(first)
+        files = sorted(path for path in tmp_path.rglob("*.kv"))
+        assert len(files) == FULL
+        data = [file.read_bytes() for file in files]
+        for i, file in enumerate(files):
+            if harm == "flip":
+                file.write_bytes(data[i][:-1] + bytes([data[i][-1] ^ 1]))
+            elif harm == "swap":
+                file.write_bytes(data[i - 1])
+            elif i % 2:
+                file.unlink()
+        output = generate(second, PROMPTS[0], told, **SAMPLED)
+        assert found([output]) == wanted["sampled"][0]
+        settled(second)
+
+
+def test_another_models_blocks_are_never_used(shm: str) -> None:
+    first, _ = open_llm("qwen3", kv_store=shm, **SETTINGS), None
+    with first, open_llm("qwen3", kv_store=shm, **(SETTINGS | {"dtype": "bfloat16"})) as second:
+        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        assert generate(second, PROMPTS[0], told).num_cached_tokens == 0
+        salted = PROMPTS[0] | {"cache_salt": "a tenant's"}
+        assert generate(first, salted, FIRST_LEG, max_tokens=1).num_cached_tokens == 0
+
+
+def test_a_peer_that_has_gone_is_a_miss(wanted: dict[str, Any]) -> None:
+    first, second = open_pair((["serve://127.0.0.1:0"], []))
+    with second:
+        with first:
+            told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+            gone = generate(first, PROMPTS[1], FIRST_LEG, max_tokens=1).kv_transfer_params
+            output = generate(second, PROMPTS[0], told, **GREEDY)
+            assert output.num_cached_tokens == FULL * BLOCK
+        output = generate(second, PROMPTS[1], gone, **GREEDY)
+        assert found([output]) == wanted["greedy"][1]
+        assert output.num_cached_tokens == 0
+        settled(second)
+
+
+def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
+    """n answers to one prompt that was computed elsewhere; who is cancelled leaves nothing."""
+    several = {"n": 3, "temperature": 0.9, "seed": 4}
+    with open_llm("qwen3", enable_prefix_caching=False, **SETTINGS) as llm:
+        alone = [each.token_ids for each in generate(llm, PROMPTS[2], **several).outputs]
+    first, second = open_pair(([shm], [shm]), max_num_batched_tokens=7)
+    with first, second:
+        told = generate(first, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
+        output = generate(second, PROMPTS[2], told, **several)
+        assert [each.token_ids for each in output.outputs] == alone
+        assert output.num_cached_tokens == FULL * BLOCK
+        for llm, transfer in ((first, FIRST_LEG), (second, {"do_remote_prefill": True})):
+            client = llm._alive.client
+            prompt = llm._alive.renderer.render(PROMPTS[3])
+            for num_steps in range(4):
+                name = f"cancelled {num_steps}"
+                client.add(llm._alive.requests.make(prompt, params(transfer), name))
+                for _ in range(num_steps):
+                    client.step()
+                client.abort([name])
+                client.core.settle()
+            settled(llm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kv_transfer_config": CONSUMER}, "needs a store that both engines reach"),
+        ({"kv_transfer_config": {"kv_role": "boss"}}, "kv_role .* must be one of kv_producer"),
+        ({"kv_transfer_config": {"kv_connector": "Unknown"}}, "is not supported: quire moves"),
+        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "--kv-host-gb"),
+        ({"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}}, "shared_storage_path"),
+        ({"kv_transfer_config": "{"}, "kv_transfer_config is not JSON"),
+        ({"kv_eager": True}, "kv_eager needs a store"),
+        ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "gives none"),
+        ({"kv_store": "shm:../x"}, "takes a name of letters"),
+        ({"kv_store": "peer://10.1.2.3:7400"}, "set the environment variable QUIRE_KV_SECRET"),
+        ({"kv_store": "peer://nowhere"}, "takes HOST:PORT"),
+    ],
+)
+def test_wrong_settings_are_told(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_llm("qwen3", **settings)
+
+
+def test_vllms_connector_of_a_directory_is_that_directory(tmp_path: Path) -> None:
+    extra = {"shared_storage_path": str(tmp_path)}
+    given = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    given |= {"kv_connector_extra_config": extra}  # type: ignore[dict-item]
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    several |= {"kv_connector_extra_config": {"connectors": [given]}}  # type: ignore[dict-item]
+    for config in (given, several):
+        with open_llm("qwen3", kv_transfer_config=config, **SETTINGS) as llm:
+            assert llm._alive.config.cache.stores == [f"dir:{tmp_path}"]
+
+
+def test_odd_params_are_told() -> None:
+    with open_llm("qwen3") as llm:
+        for odd in ({"do_remote_decode": "yes"}, [1], {str(i): 0 for i in range(99)}):
+            with pytest.raises(RequestError, match="kv_transfer_params"):
+                generate(llm, PROMPTS[0], odd)
+        assert generate(llm, PROMPTS[0], {"do_remote_decode": False, "x": 1}).outputs
