@@ -38,8 +38,8 @@ WARM_UP = 64
 
 
 def make_core(num_rows: int, num_blocks: int, num_steps: int) -> EngineCore:
-    """Return a core whose rows all decode, with prompts that fill half of the pool; a pool that would
-    run out is larger."""
+    """Return a core whose rows all decode, with prompts that fill half of the pool; a pool that
+    would run out is larger."""
     prompt_len = max(2 * BLOCK_SIZE, num_blocks * BLOCK_SIZE // (2 * num_rows))
     max_len = prompt_len + num_steps + WARM_UP + 64
     num_blocks = max(num_blocks, num_rows * (max_len // BLOCK_SIZE + 2))
@@ -114,8 +114,8 @@ def main() -> None:
             line = compare(num_rows, num_blocks, options.steps, options.step_ms)
             shares = "".join(f"{share:12.2%}" for share in line["shares"].values())
             print(
-                f"{num_rows:6,} {line['blocks']:8,} {line['plain_ms']:9.3f} {line['watched_ms']:9.3f}"
-                f" {line['frame_ms']:9.3f}{shares} {AIM:6.0%}",
+                f"{num_rows:6,} {line['blocks']:8,} {line['plain_ms']:9.3f}"
+                f" {line['watched_ms']:9.3f} {line['frame_ms']:9.3f}{shares} {AIM:6.0%}",
                 flush=True,
             )
             results.append(line)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
-from quire.base.live import CACHED, NOBODY, PINNED, REASONS, USED
+from quire.base.live import CACHED, HELD, NOBODY, PINNED, REASONS, USED
 from quire.base.messages import Append
 from tests.scheduler.test_pins import FULL, WINDOW, Bench
 from tests.scheduler.watched import blocks_of, random_run, told_blocks
@@ -37,10 +37,13 @@ def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) 
                 sequence.num_computed_tokens,
                 len(sequence.known_tokens),
             )
+        held = bench.scheduler.memory.held.all()
+        assert state.num_held == len(held) == len(state.held)
+        assert {row.id for row in state.held} == {each.request.request_id for each in held}
         waiting = len(state.waiting)
         assert waiting == state.num_waiting >= bench.scheduler.num_waiting
         assert {row.reason for row in state.waiting} <= REASONS.keys()
-    assert seen >= {CACHED, USED, PINNED} and most_sharers > 2
+    assert seen >= {CACHED, USED, PINNED, HELD} and most_sharers > 2
     assert bench.num_preempted > 0
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from quire.base.cache_group import CacheGroup
 from quire.base.errors import RequestError
-from quire.base.live import CACHED, FREE, NOBODY, PINNED, USED, LiveState
-from quire.base.messages import Abort, Unpin
+from quire.base.live import CACHED, FREE, HELD, NOBODY, PINNED, USED, LiveState
+from quire.base.messages import Abort, Hold, Unpin
 from quire.kv.table import NULL
 from tests.scheduler.test_pins import FULL, WINDOW, Bench
 
@@ -18,7 +18,8 @@ def random_run(
     seed: int, num_steps: int, groups: tuple[CacheGroup, ...] = (FULL, WINDOW), **settings: Any
 ) -> Iterator[Bench]:
     """Yield the bench after each step, with prompts that share prefixes, n of 1 to 3, prefixes
-    that are pinned for a while, clients that leave, and memory for a few of them alone."""
+    that are pinned for a while, requests that are held, clients that leave, and memory for a few of
+    them alone."""
     random = Random(seed)
     settings = {"max_num_batched_tokens": 24, "max_num_seqs": 4} | settings
     bench = Bench(num_blocks=28, groups=groups, **settings)
@@ -39,6 +40,8 @@ def random_run(
                 assert n > 1 or bench.pins
             else:
                 names.append(f"r{i}")
+                if i % 3 == 0:
+                    bench.core.control(Hold(f"r{i}", 1000.0))
         if random.random() < 0.05 and names:
             bench.core.control(Abort(random.choice(names)))
         bench.step()
@@ -59,9 +62,15 @@ def blocks_of(bench: Bench, g: int) -> list[tuple[int, int, int]]:
         for block in pin.blocks.tables[g].live_blocks if pin.blocks is not None else ():
             holders[block].append(NOBODY)
             pinned.add(block)
+    held: set[int] = set()
+    for each in bench.scheduler.memory.held.all():
+        for block in each.blocks.tables[g].live_blocks if each.blocks is not None else ():
+            if block != NULL:
+                holders[block].append(NOBODY)
+                held.add(block)
     found = []
     for block, numbers in enumerate(holders):
-        state = PINNED if block in pinned else USED
+        state = PINNED if block in pinned else HELD if block in held else USED
         if not numbers:
             state = CACHED if pool.is_indexed(block) else FREE
         owner = min((n for n in numbers if n != NOBODY), default=NOBODY)

@@ -7,16 +7,18 @@ import { onTheme } from "./theme";
 const FREE = 0;
 const CACHED = 1;
 const PINNED = 3;
+const HELD = 4;
 const MOST_HEIGHT = 380;
 const LARGEST = 22;
 const SMALLEST = 3;
 const WITH_COUNT = 13; // a cell this large has room for a number
 const FLASH_MS = 700;
+const LIGHTNESS = [0.585, 0.5, 0.43]; // white numbers are read on all of them
 const FLASHES: Record<string, string> = { hit: "#22c55e", copy: "#ec4899", swap_out: "#f97316", load: "#06b6d4" };
 
 /** Return the colour of a request: neighbours in number are far apart in hue. */
 export function colourOf(number: number): string {
-  return number < 0 ? "var(--quiet)" : `oklch(${number % 2 ? 0.5 : 0.585} 0.135 ${((number * 137.508) % 360).toFixed(1)})`;
+  return number < 0 ? "var(--quiet)" : `oklch(${LIGHTNESS[number % 3] ?? 0.5} 0.135 ${((number * 137.508) % 360).toFixed(1)})`;
 }
 
 export class BlockMap {
@@ -109,11 +111,10 @@ export class BlockMap {
     context.globalAlpha = this.chosen >= 0 && owner !== this.chosen ? 0.25 : 1;
     if (state === FREE) context.fillStyle = this.style("--free");
     else if (state === CACHED) context.fillStyle = this.style("--cached");
-    else context.fillStyle = owner < 0 ? this.style("--pinned") : colourOf(owner);
+    else if (owner >= 0) context.fillStyle = colourOf(owner);
+    else context.fillStyle = this.style(state === HELD ? "--cached" : "--pinned");
     context.fillRect(x, y, size - gap, size - gap);
-    if (state === PINNED) {
-      frame(context, x, y, size - gap, this.style("--pinned"), 2);
-    }
+    if (state >= PINNED) frame(context, x, y, size - gap, this.style(state === HELD ? "--held" : "--pinned"), 2);
     const flash = this.flashes.get(block);
     if (flash) {
       context.globalAlpha = calm.matches ? 1 : Math.max(0, 1 - (performance.now() - flash.since) / FLASH_MS);
@@ -168,7 +169,7 @@ export class BlockMap {
     if (!group || block < 0) return "";
     const owner = group.owners[block] ?? -1;
     const sharers = group.sharers[block] ?? 0;
-    const what = ["free", "cached: nobody holds it, the prefix cache knows it", "in use", "pinned"][group.states[block] ?? 0];
+    const what = ["free", "cached: nobody holds it, the prefix cache knows it", "in use", "pinned", "held by a request that has ended"][group.states[block] ?? 0];
     const whose = owner < 0 ? "" : `, of request #${owner}`;
     return `Block ${block}: ${what}${whose}${sharers > 1 ? `, shared by ${sharers}` : ""}`;
   }
@@ -191,15 +192,16 @@ export class BlockMap {
   }
 
   private tell(): void {
-    const counts = [0, 0, 0, 0];
+    const counts = [0, 0, 0, 0, 0];
     let shared = 0;
     this.group?.states.forEach((state, block) => {
       counts[state] = (counts[state] ?? 0) + 1;
       if ((this.group?.sharers[block] ?? 0) > 1) shared++;
     });
     this.canvas.dataset["used"] = String(counts[2]);
+    this.canvas.dataset["held"] = String(counts[HELD]);
     this.canvas.dataset["shared"] = String(shared);
-    const label = `${this.name}: ${counts[2]} in use, of them and the pinned ${shared} shared, ${counts[1]} cached, ${counts[3]} pinned, ${counts[0]} free. Arrow keys move, Enter tells of the owner.`;
+    const label = `${this.name}: ${counts[2]} in use, ${shared} shared, ${counts[1]} cached, ${counts[3]} pinned, ${counts[4]} held, ${counts[0]} free. Arrow keys move, Enter tells of the owner.`;
     this.canvas.setAttribute("aria-label", label);
   }
 }

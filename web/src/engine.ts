@@ -3,7 +3,7 @@
 import { BlockMap } from "./block_map";
 import { Lines, StepBars } from "./charts";
 import { button, byId, duration, field, make, short } from "./dom";
-import { pinnedRow, runningRow, waitingRow, type Links } from "./engine_rows";
+import { heldRow, pinnedRow, runningRow, waitingRow, type Links } from "./engine_rows";
 import { readFrames } from "./frames_file";
 import { KeyedRows } from "./keyed_rows";
 import { Latency } from "./latency";
@@ -32,6 +32,8 @@ export class EngineView {
   private readonly waiting = new KeyedRows(make("tbody"), 5, 2);
   private readonly pinned = new KeyedRows(make("tbody"), 4);
   private readonly pinnedList = list("Pinned", ["Prefix", "Tokens", "Blocks", "Hits"], this.pinned.body);
+  private readonly held = new KeyedRows(make("tbody"), 4);
+  private readonly heldList = list("Held", ["Request", "Tokens", "Blocks", "For"], this.held.body);
   private readonly throughput = new Lines(
     "Throughput",
     [{ name: "written", colour: "--decode" }, { name: "prompts read", colour: "--prefill" }],
@@ -79,7 +81,7 @@ export class EngineView {
       make("div", { class: "lists" },
         list("Running", ["Request", "Progress", "Prompt", "Written", "Cached", "Blocks"], this.running.body),
         list("Queue", ["Request", "Tokens", "Since", "Waits because", "Preempted"], this.waiting.body),
-        this.pinnedList),
+        this.pinnedList, this.heldList),
       this.story.element,
     );
     this.showBar();
@@ -201,6 +203,8 @@ export class EngineView {
     this.waiting.show(state.waiting.map((row) => waitingRow(row, state, this.links)), others(state.num_waiting - state.waiting.length, state.num_waiting ? "" : "nobody waits"));
     this.pinned.show(state.pinned.map(pinnedRow), "");
     this.pinnedList.hidden = !state.pinned.length;
+    this.held.show(state.held.map((row) => heldRow(row, state.at_s, this.links)), others(state.num_held - state.held.length, ""));
+    this.heldList.hidden = !state.num_held;
   }
 
   private begin(state: Snapshot): void {
@@ -278,6 +282,6 @@ function list(title: string, columns: string[], body: HTMLElement): HTMLElement 
 }
 
 function legend(): HTMLElement {
-  const keys: [string, string][] = [["free", "free"], ["cached", "cached"], ["used", "in use, a colour a request"], ["shared", "shared, by how many"], ["pinned", "pinned"]];
+  const keys: [string, string][] = [["free", "free"], ["cached", "cached"], ["used", "in use, a colour a request"], ["shared", "shared, by how many"], ["pinned", "pinned"], ["held", "held after its end"]];
   return make("p", { class: "legend" }, ...keys.map(([name, text]) => make("span", { class: "key" }, make("i", { class: `mark ${name}` }, name === "shared" ? "3" : ""), text)));
 }

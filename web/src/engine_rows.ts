@@ -3,7 +3,7 @@
 import { colourOf } from "./block_map";
 import { button, make } from "./dom";
 import type { Row } from "./keyed_rows";
-import type { Pinned, Running, Snapshot, Waiting } from "./live";
+import type { Held, Pinned, Running, Snapshot, Waiting } from "./live";
 
 /** What links of a request do. */
 export interface Links {
@@ -32,6 +32,13 @@ export function waitingRow(row: Waiting, state: Snapshot, links: Links): Row {
 export function pinnedRow(row: Pinned): Row {
   const cells = [String(row.num_tokens), String(row.num_blocks), String(row.num_hits)];
   return { key: row.id, first: () => make("bdi", { class: "code", title: row.id }, row.id), cells };
+}
+
+export function heldRow(row: Held, now: number, links: Links): Row {
+  const left = Math.max(0, row.ends_s - now);
+  const name = `${row.id.slice(0, 14)}…${row.index ? `.${row.index}` : ""}`;
+  const first = (): HTMLElement => button(name, () => links.tell(row.id), { class: "link code", title: row.id });
+  return { key: `${row.id} ${row.index}`, first, cells: [String(row.num_tokens), row.num_blocks ? String(row.num_blocks) : "given up", `${left.toFixed(0)} s`] };
 }
 
 function link(row: Running | Waiting, links: Links): HTMLElement {

@@ -34,6 +34,15 @@ export interface Pinned {
   num_hits: number;
 }
 
+/** A sequence of a request that has ended and is held. */
+export interface Held {
+  id: string;
+  index: number;
+  num_tokens: number;
+  num_blocks: number;
+  ends_s: number;
+}
+
 /** Blocks of host memory. */
 export interface Host {
   num_blocks: number;
@@ -75,6 +84,8 @@ export interface Snapshot {
   waiting: Waiting[];
   num_waiting: number;
   pinned: Pinned[];
+  held: Held[];
+  num_held: number;
   host: Host;
   steps: Step[];
   events?: BlockEvent[];
@@ -90,6 +101,8 @@ export interface Difference {
   waiting?: Waiting[];
   num_waiting?: number;
   pinned?: Pinned[];
+  held?: Held[];
+  num_held?: number;
   host?: Host;
   steps?: Step[];
   events?: BlockEvent[];
@@ -198,8 +211,8 @@ export function apply(state: Snapshot, event: Difference): Update {
     blocks[change.group] = change.blocks;
   }
   state.at_s = event.at_s;
-  const { running, num_running, waiting, num_waiting, pinned, host } = event;
-  const changed = Object.entries({ running, num_running, waiting, num_waiting, pinned, host });
+  const { running, num_running, waiting, num_waiting, pinned, held, num_held, host } = event;
+  const changed = Object.entries({ running, num_running, waiting, num_waiting, pinned, held, num_held, host });
   Object.assign(state, Object.fromEntries(changed.filter(([, value]) => value !== undefined)));
   return { state, blocks, events: event.events ?? [], counts: event.counts ?? {}, steps: event.steps ?? [] };
 }

@@ -45,7 +45,7 @@ export class TokenRun {
   readonly tokens: Token[] = [];
   promptIds: number[] | null = null;
   end = ""; // how it ended
-  isShared = false; // forked from what the server kept
+  isShared = false; // forked from what the server kept: blocks are shared
   private id = "";
   private readonly control = new AbortController();
 
@@ -94,7 +94,7 @@ export class TokenRun {
 
   private async follow(path: string, body: object): Promise<void> {
     const { model, values } = this.asked;
-    const whole = { ...(path === "v1/completions" ? { model } : {}), ...body, stream: true, logprobs: NUM_ALTERNATIVES, return_token_ids: true, keep_s: KEEP_S, ...values };
+    const whole = { model, ...body, stream: true, logprobs: NUM_ALTERNATIVES, return_token_ids: true, keep_s: KEEP_S, ...values };
     try {
       await this.listen(path, whole);
     } catch (error) {

@@ -8,8 +8,8 @@ import msgspec
 
 from quire.base.plan import Int32
 
-FREE, CACHED, USED, PINNED = range(4)
-STATES = ("free", "cached", "used", "pinned")
+FREE, CACHED, USED, PINNED, HELD = range(5)
+STATES = ("free", "cached", "used", "pinned", "held")
 NOBODY = -1
 
 
@@ -18,7 +18,7 @@ class BlockMap(msgspec.Struct, frozen=True):
 
     owners: [B] number of the oldest request that holds the block, or NOBODY; sharers: [B] how many
     hold it; states: [B] FREE; CACHED: nobody holds it, but the prefix cache knows it; USED; PINNED:
-    a pinned prefix or a held request holds it, perhaps with others.
+    a pinned prefix holds it, perhaps with others; HELD: a held request does, or a fork that waits.
     """
 
     kind: str
@@ -68,6 +68,18 @@ class PinnedRow(msgspec.Struct, frozen=True):
     tenant: str
 
 
+class HeldRow(msgspec.Struct, frozen=True):
+    """A sequence of a request that has ended and is held. num_blocks: 0 if they were given up;
+    ends_s: when it is let go, on the clock of the frames."""
+
+    id: str
+    index: int
+    num_tokens: int
+    num_blocks: int
+    ends_s: float
+    tenant: str
+
+
 class HostMemory(msgspec.Struct, frozen=True):
     """Blocks of host memory, over all cache groups. num_swapped: of sequences that gave way, or in
     use by a plan; num_cached: evicted by the device and still known."""
@@ -113,13 +125,16 @@ class BlockEvent(msgspec.Struct, frozen=True):
 
 class LiveState(msgspec.Struct, frozen=True):
     """What the scheduler holds. waiting: the first ones; num_waiting: all that wait in the queue or
-    for what they lack. num_evicted: blocks that have lost their name since the start."""
+    for what they lack. held: the first ones; num_held: all. num_evicted: blocks that have lost
+    their name since the start."""
 
     groups: list[BlockMap]
     running: list[RunningRow]
     waiting: list[WaitingRow]
     num_waiting: int
     pinned: list[PinnedRow]
+    held: list[HeldRow]
+    num_held: int
     host: HostMemory
     num_rows: int
     block_size: int

@@ -75,7 +75,7 @@ class Holds:
         that have not ended; what they are to leave counts as held."""
         open_ = [(s.request, s.limit) for s in sequences.values() if s.keep_s]
         open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
-        kept = [(held.request, len(held.tokens)) for held in self._all()]
+        kept = [(held.request, len(held.tokens)) for held in self.all()]
         kept += open_
         num, share = request.params.num_samples, request.pin_share
         mine = [n for r, n in kept if r.tenant == request.tenant]
@@ -153,13 +153,13 @@ class Holds:
 
     def drop_late(self, now: float) -> None:
         """Let go what has been held for its time."""
-        for held in [held for held in self._all() if held.ends_s <= now]:
+        for held in [held for held in self.all() if held.ends_s <= now]:
             self._remove(held.request.request_id, held.index)
 
     @property
     def next_s(self) -> float | None:
         """When the next one's time is over; None is never."""
-        next_s = min((held.ends_s for held in self._all()), default=math.inf)
+        next_s = min((held.ends_s for held in self.all()), default=math.inf)
         return None if next_s == math.inf else next_s
 
     # ---- forks -------------------------------------------------------------------------------
@@ -283,10 +283,14 @@ class Holds:
         """Use nothing any more that was computed before: the tokens are left."""
         while self.give_way():
             pass
-        for held in self._all():
+        for held in self.all():
             held.digests, held.root = [], b""
 
     # ---- told --------------------------------------------------------------------------------
+
+    def all(self) -> list[Held]:
+        """List what is held, by request."""
+        return [held for mine in self.by_id.values() for held in mine.values()]
 
     def tables(self) -> list[SequenceBlocks]:
         """List what is held in blocks."""
@@ -295,7 +299,7 @@ class Holds:
 
     def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
         """List what is held, without its tokens; tenant: whose, None is everybody's."""
-        mine = [h for h in self._all() if tenant in (None, h.request.tenant)]
+        mine = [h for h in self.all() if tenant in (None, h.request.tenant)]
         return [told_of(held, self._num_blocks(held), now) for held in mine]
 
     def ask(
@@ -321,9 +325,6 @@ class Holds:
         )
 
     # ------------------------------------------------------------------------------------------
-
-    def _all(self) -> list[Held]:
-        return [held for mine in self.by_id.values() for held in mine.values()]
 
     def _num_blocks(self, held: Held) -> int:
         return 0 if held.blocks is None else max(self._kv.num_distinct([held.blocks]))

@@ -10,10 +10,12 @@ import numpy as np
 
 from quire.base.live import (
     CACHED,
+    HELD,
     NOBODY,
     PINNED,
     USED,
     BlockMap,
+    HeldRow,
     HostMemory,
     LiveState,
     PinnedRow,
@@ -23,12 +25,13 @@ from quire.base.live import (
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.kv.table import NULL
 from quire.scheduler.admission import Admission
+from quire.scheduler.held import Held
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int64, Sequence, State
 
-MOST_WAITING = 100  # that are told one by one
+MOST_TOLD = 100  # of a kind, one by one
 
 
 def live_state(rows: Rows, memory: Memory, lifecycle: Lifecycle, admission: Admission) -> LiveState:
@@ -36,7 +39,8 @@ def live_state(rows: Rows, memory: Memory, lifecycle: Lifecycle, admission: Admi
     running = rows.sequences()
     oldest_last = sorted(running, key=lambda sequence: -sequence.arrival)
     queue, parked = lifecycle.queue.waiting(), _parked(lifecycle)
-    told = list(itertools.islice((*queue, *parked), MOST_WAITING))
+    told = list(itertools.islice((*queue, *parked), MOST_TOLD))
+    held = memory.held.all()
     return LiveState(
         groups=[_block_map(memory, g, oldest_last) for g in range(len(memory.kv.groups))],
         running=[_running(sequence) for sequence in running],
@@ -46,6 +50,8 @@ def live_state(rows: Rows, memory: Memory, lifecycle: Lifecycle, admission: Admi
         ],
         num_waiting=len(queue) + len(parked),
         pinned=_pinned(memory),
+        held=[_held(each) for each in held[:MOST_TOLD]],
+        num_held=len(held),
         host=HostMemory(*memory.kv.host_occupancy()),
         num_rows=rows.table.num_rows,
         block_size=memory.block_size,
@@ -72,13 +78,15 @@ def _block_map(memory: Memory, g: int, oldest_last: list[Sequence]) -> BlockMap:
     states[sharers > 0] = USED
     owners = np.full_like(sharers, NOBODY)
     for sequence in oldest_last:
-        owners[_held(sequence.blocks.tables[g].live_blocks)] = number_of(sequence)
-    for blocks in memory.pinned.tables() + memory.held.tables():
-        states[_held(blocks.tables[g].live_blocks)] = PINNED
+        owners[_there(sequence.blocks.tables[g].live_blocks)] = number_of(sequence)
+    for blocks in memory.held.tables():
+        states[_there(blocks.tables[g].live_blocks)] = HELD
+    for blocks in memory.pinned.tables():
+        states[_there(blocks.tables[g].live_blocks)] = PINNED
     return BlockMap(memory.kv.groups[g].kind, owners, sharers, states)
 
 
-def _held(blocks: list[int]) -> Int64:
+def _there(blocks: list[int]) -> Int64:
     return np.array([block for block in blocks if block != NULL], np.int64)
 
 
@@ -94,6 +102,17 @@ def _pinned(memory: Memory) -> list[PinnedRow]:
         for pin in memory.pinned.ready
         if pin.blocks is not None
     ]
+
+
+def _held(held: Held) -> HeldRow:
+    return HeldRow(
+        held.request.request_id,
+        held.index,
+        len(held.tokens),
+        0 if held.blocks is None else _num_blocks(held.blocks),
+        held.ends_s,
+        held.request.tenant,
+    )
 
 
 def _num_blocks(blocks: SequenceBlocks) -> int:

@@ -257,6 +257,37 @@ def test_tokens_show_what_else_might_have_been_and_fork_there(page: Any) -> None
     assert after[:3] == before[:3] and after[3].strip() == name.strip("␣ ✓")
     assert second.locator(".token.given").count() == 4
     assert json.loads(forked.value.post_data)["token_ids"]
+    second.get_by_text("shares blocks").wait_for()
+
+
+@pytest.mark.slow
+def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tokens(
+    page: Any, client: FakeClient
+) -> None:
+    page.get_by_role("tab", name="Tokens").click()
+    page.get_by_label("Prompt", exact=True).fill("A fox went to the river and the sea. " * 8)
+    page.get_by_role("button", name="Write", exact=True).click()
+    page.wait_for_selector(".token:nth-child(3)")
+    page.get_by_role("button", name="Stop").wait_for(state="hidden")
+    client.hold(after_steps=3)
+    page.locator(".token").nth(1).focus()
+    page.locator(".others button:not(.chosen)").first.click()
+    page.locator(".token-card").nth(1).locator(".token:nth-child(3)").wait_for()
+    page.get_by_role("tab", name="Engine").click()
+    page.wait_for_selector("canvas.map:not([data-shared='0']):not([data-held='0'])")
+    assert page.locator("[aria-label=Held] tbody tr:visible").count() == 1
+    client.release()
+    page.get_by_role("tab", name="Tokens").click()
+    page.get_by_role("button", name="Stop").wait_for(state="hidden")
+    core, first = client.engine.client.core, client.requests[-2]
+    for held in core.held():
+        client.engine.client.keep(held.id, 0.0)
+    page.locator(".token-card").nth(0).locator(".token").nth(1).focus()
+    with page.expect_request("**/v1/completions") as asked:
+        page.locator(".others button:not(.chosen)").first.click()
+    page.locator(".token-card").nth(2).locator(".token:nth-child(3)").wait_for()
+    ids = json.loads(asked.value.post_data)["prompt"]
+    assert ids[:-2] == first.prompt_token_ids and client.requests[-1].prompt_token_ids == ids
 
 
 # ---- the engine ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from quire.base.live import (
     REASONS,
     STATES,
     BlockMap,
+    HeldRow,
     LiveFrame,
     LiveState,
     PinnedRow,
@@ -20,7 +21,7 @@ from quire.base.live import (
 )
 
 Json = dict[str, Any]
-Row = RunningRow | WaitingRow | PinnedRow
+Row = RunningRow | WaitingRow | PinnedRow | HeldRow
 
 
 def is_another_core(told: LiveFrame, frame: LiveFrame) -> bool:
@@ -108,6 +109,8 @@ def _lists(state: LiveState, tenant: str | None) -> Json:
         "waiting": _told(state.waiting, tenant),
         "num_waiting": state.num_waiting,
         "pinned": _told(state.pinned, tenant),
+        "held": _told(state.held, tenant),
+        "num_held": state.num_held,
         "host": {name: getattr(state.host, name) for name in state.host.__struct_fields__},
     }
 
