@@ -3,8 +3,10 @@
 import fnmatch
 import json
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +95,28 @@ def test_the_image_copies_what_there_is_and_is_given() -> None:
     ]
     assert copied and all((ROOT / name).exists() for name in copied)
     assert set(copied) == set(given)
+
+
+def test_wheels_are_built_for_the_pythons_that_are_named() -> None:
+    """The image's Python is one of them, the oldest one that quire runs on is another."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    built = re.findall(r"cp3(\d+)-", " ".join(project["tool"]["cibuildwheel"]["build"]))
+    [oldest] = re.findall(r">=3\.(\d+)", project["project"]["requires-python"])
+    [image] = re.findall(r"ARG PYTHON=3\.(\d+)", (ROOT / "Dockerfile").read_text())
+    assert oldest == built[0] and image in built
+
+
+def test_the_images_first_words_are_a_command() -> None:
+    """What a container does if nothing is said, and what the image is tried with, are taken."""
+    text = (ROOT / "Dockerfile").read_text()
+    [entry] = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
+    [given] = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
+    [tried] = re.findall(r"quire (generate [^\\\n]*)", text)
+    assert json.loads(entry) == ["quire"]
+    for words in (json.loads(given), shlex.split(tried)):
+        command = [sys.executable, "-m", "quire.cli.main", *words, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and f"quire {words[0]}" in done.stdout, done.stderr
 
 
 def test_a_wheel_is_checked(tmp_path: Path) -> None:

@@ -122,9 +122,11 @@ def test_tools_stream(agent_of: AgentOf, run: Any) -> None:
 
 
 def test_tools_then_text(agent_of: AgentOf, run: Any) -> None:
-    """The result goes back; what the model makes of it is a text, or calls until the turns end."""
+    """The result goes back; what the model makes of it is a text, or calls until the turns end.
+    The text has an end, because the agent takes none that was cut."""
     functions, called = tools()
-    agent = agent_of(settings={"tool_choice": "add"}, tools=functions)
+    extra = {"seed": SEED, "structured_outputs": {"regex": "[a-z ]{1,12}"}}
+    agent = agent_of(settings={"tool_choice": "add", "extra_body": extra}, tools=functions)
     result = run(Runner.run(agent, ASK, max_turns=4))
     assert called[0] == "add" and isinstance(result.final_output, str)
 

@@ -95,7 +95,8 @@ def test_output_vllm(server: Served, run: Any, kind: str) -> None:
 
 def test_output_tool_with_prefix(server: Served, run: Any) -> None:
     named = ToolOutput(Fox, name="tell_fox", description="Tell of a fox.")
-    result = run(agent_of(server, output_type=named).run(ASK))
+    one: Any = {"parallel_tool_calls": False}
+    result = run(agent_of(server, output_type=named, model_settings=one).run(ASK))
     calls = [p for m in result.all_messages() for p in m.parts if isinstance(p, ToolCallPart)]
     assert [call.tool_name for call in calls] == ["tell_fox"]
 
