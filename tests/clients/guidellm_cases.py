@@ -12,18 +12,19 @@ from tests.clients.given import Served
 
 TOKENIZER = Path(__file__).parents[2] / "src" / "quire" / "demo"
 NUM, NUM_TOKENS = 6, 8
-PROFILES = {"synchronous": "kind=synchronous", "concurrent": "kind=concurrent,streams=3"}
+ONE, SEVERAL = "kind=synchronous", "kind=concurrent,streams=3"
+PATHS = {"/v1/chat/completions": ONE, "/v1/completions": SEVERAL, "/v1/responses": SEVERAL}
 
 
-def benchmark(server: Served, profile: str, out: Path, *backend: str) -> Any:
+def benchmark(server: Served, path: str, out: Path) -> Any:
     """Run NUM requests of NUM_TOKENS each; return the report's one benchmark."""
     target = server.url.removesuffix("/v1")
     made = f"kind=synthetic_text,prompt_tokens=32,output_tokens={NUM_TOKENS}"
     # fmt: off
     command = [
         str(Path(sys.executable).with_name("guidellm")), "run",
-        "--backend", ",".join([f"kind=openai_http,target={target},model={server.model}", *backend]),
-        "--profile", PROFILES[profile], "--constraint", f"kind=max_requests,count={NUM}",
+        "--backend", f"kind=openai_http,target={target},model={server.model},request_format={path}",
+        "--profile", PATHS[path], "--constraint", f"kind=max_requests,count={NUM}",
         "--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}", "--data", made,
         "--output", f"kind=json,path={out}", "--disable-console",
     ]
@@ -43,11 +44,6 @@ def check(found: Any) -> None:
     assert found["metrics"]["time_to_first_token_ms"]["successful"]["mean"] > 0
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_chats(server: Served, tmp_path: Path, profile: str) -> None:
-    check(benchmark(server, profile, tmp_path / "out.json"))
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-def test_others(server: Served, tmp_path: Path, path: str) -> None:
-    check(benchmark(server, "concurrent", tmp_path / "out.json", f"request_format={path}"))
+@pytest.mark.parametrize("path", PATHS)
+def test_benchmark(server: Served, tmp_path: Path, path: str) -> None:
+    check(benchmark(server, path, tmp_path / "out.json"))
