@@ -263,6 +263,8 @@ class KVManager:
         """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
         copy of a last one that is not full."""
         pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
+        if hit.is_held:  # in use, all of them
+            return int(copied)
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
 
@@ -278,6 +280,12 @@ class KVManager:
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
         names from now on: loads come before the forward pass of the plan being made."""
+        if hit.is_held:  # nobody takes one of them meanwhile, and none is to load
+            for table, found in zip(sequence.tables, hit.blocks, strict=True):
+                table.adopt(found, hit.num_tokens)
+            sequence.num_indexed = hit.num_tokens // self.block_size
+            self._begin_states(sequence, hit)
+            return
         for pool, blocks in zip(self.pools, hit.blocks, strict=True):
             for block_id in blocks:  # first, so that no load takes one of them
                 if block_id >= 0:
@@ -291,6 +299,10 @@ class KVManager:
                 if block_id != NULL:
                     pool.release(block_id)
         sequence.num_indexed = hit.num_tokens // self.block_size
+        self._begin_states(sequence, hit)
+
+    def _begin_states(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
+        """Note which states are begun with."""
         for g in self._state_groups if hit.num_tokens else ():
             digest = self.pools[g].digest_of(sequence.tables[g].blocks[-1])
             self.worth.begin(self._state_table(sequence, g), digest)

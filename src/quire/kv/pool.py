@@ -99,6 +99,14 @@ class BlockPool:
             del self._unused[block_id]
         self._num_refs[block_id] += 1
 
+    def acquire_all(self, blocks: Iterable[int]) -> None:
+        """Acquire each of these: a long prompt has thousands."""
+        refs, unused = self._num_refs, self._unused
+        for block_id in blocks:
+            if refs[block_id] == 0:
+                del unused[block_id]
+            refs[block_id] += 1
+
     def release(self, block_id: int) -> None:
         """Drop a reference; the last one frees the block."""
         left = self._num_refs[block_id] - 1

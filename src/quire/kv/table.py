@@ -56,12 +56,10 @@ class BlockTable:
     def adopt(self, blocks: list[int], num_tokens: int) -> None:
         """Begin with the blocks of a prefix hit; takes references."""
         assert not self.blocks, "a prefix hit is for an empty table"
-        for block_id in blocks:
-            if block_id != NULL:
-                self._pool.acquire(block_id)
         self.blocks = list(blocks)
         self.num_tokens = num_tokens
-        self.num_dropped = sum(block_id == NULL for block_id in blocks)
+        self.num_dropped = blocks.count(NULL)
+        self._pool.acquire_all(blocks if not self.num_dropped else filter(_is_there, blocks))
 
     def num_new_blocks(self, num_tokens: int) -> int:
         """Free blocks that `append(num_tokens)` takes."""
@@ -117,8 +115,7 @@ class BlockTable:
         """Make a second table over the same blocks, which are shared until one of the two
         writes."""
         child = type(self)(self._pool, self.block_size)
-        for block_id in self.live_blocks:
-            self._pool.acquire(block_id)
+        self._pool.acquire_all(self.live_blocks)
         child.blocks = list(self.blocks)
         child.num_tokens = self.num_tokens
         child.num_dropped = self.num_dropped
@@ -188,3 +185,7 @@ class BlockTable:
             done.copies.append((block_id, fresh))
         else:
             self._pool.unindex(block_id)
+
+
+def _is_there(block_id: int) -> bool:
+    return block_id != NULL

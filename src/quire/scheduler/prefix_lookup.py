@@ -30,7 +30,10 @@ class PrefixLookup:
     def find(self, sequence: Sequence, rates: MeasuredRates) -> KVBlocks:
         """Find the cached blocks that this sequence may begin with. rates: tell whether loading
         what host memory has takes less time than computing it."""
-        hit, held = self._find_named(sequence, rates), self._held.hit(sequence)
+        held = self._held.hit(sequence)
+        if held is not None and held.num_tokens == sequence.num_known_tokens - 1:
+            return held  # nothing is longer
+        hit = self._find_named(sequence, rates)
         return hit if held is None or held.num_tokens < hit.num_tokens else held
 
     def _find_named(self, sequence: Sequence, rates: MeasuredRates) -> KVBlocks:

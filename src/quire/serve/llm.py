@@ -29,6 +29,7 @@ from quire.serve.hooks import TIMEOUT_S, Hooks
 from quire.serve.local_hooks import LocalHooks, LocalRequest
 from quire.serve.pooling import Pooling
 from quire.serve.progress import LoadBar, RequestBar
+from quire.serve.session import KEEP_S, Session
 from quire.serve.vllm_compat import drop_vllm_settings
 
 
@@ -262,6 +263,20 @@ class LLM:
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Oldest first."""
         return self._alive.client.prefixes()
+
+    def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> Session:
+        """Begin a session: tokens that grow, fork and go back, over KV blocks that are held for
+        keep_s seconds after each answer. Hooks are not for sessions: what passes is in tokens."""
+        if self._hooks is not None:
+            raise ConfigError("a session passes no hooks; make an LLM without them.")
+
+        def run(request: Request) -> RequestOutput:
+            self._alive.client.check(request)
+            bar = RequestBar(1, enabled=False)
+            prompt = RenderedPrompt(request.prompt_token_ids)
+            return self._finished([request], [prompt], bar)[request.request_id]
+
+        return Session(self._alive, run, keep_s, cache_salt)
 
     def close(self) -> None:
         """Free the model and its KV memory; with a directory or store of KV blocks, first keep

@@ -7,6 +7,7 @@ from typing import Any
 from starlette.types import Scope
 
 from quire.base.errors import RequestError
+from quire.base.messages import Fork, HeldRequest
 from quire.base.validation import gives_no_text
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.chat_template import ChatOptions
@@ -27,6 +28,7 @@ from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reasoning_count import ReasoningCount
 from quire.serve.api.rendering import check_model, render_prompt, token_names
 from quire.serve.api.structured import form_size, structured_outputs_of
+from quire.serve.api.turn_tokens import tokens_behind
 from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.hooks import RequestHooks
 
@@ -50,16 +52,22 @@ async def make_chat_job(
     scope: Scope,
     answer_id: str,
     cuts_length: bool = False,
+    continued: "Continued | None" = None,
 ) -> ChatJob:
     """Make the job of a conversation. cuts_length: of max_tokens beyond what fits beside the prompt
-    only this is kept. Raises ApiError, RequestError or HookFailed for what cannot be served."""
+    only this is kept. continued: what its last messages follow, if that is held; where they cannot,
+    all is rendered. Raises ApiError, RequestError or HookFailed for what cannot be served."""
     model = check_model(api, body.model)
     if api.client.ready.pooling is not None:
         raise gives_no_text()
     check_neutral(body)
     check_top_logprobs(body, api.client.ready)
+    messages = body.messages
     body, hooks = await admitted_chat(api, body, scope, answer_id)
-    whole = await render_chat(api, body)
+    if body.messages is not messages:
+        continued = None  # a hook has changed them, perhaps also those before
+    behind = None if continued is None else await _behind(api, body, continued)
+    whole = behind or await render_chat(api, body)
     asked = _asked_answer(api, body, whole.text or "")
     max_model_len = api.client.ready.max_model_len
     prompt = truncated(whole, body, max_model_len)
@@ -70,9 +78,41 @@ async def make_chat_job(
     params.shown_special_token_ids = list(asked.format.shown_special_token_ids) or None
     tenant = tenant_asking(scope, api.config, body)
     grammar = await _checked_grammar(api, body, asked)
-    core = asked_core(scope)
-    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, Origin(core))
+    origin = Origin(asked_core(scope))
+    if continued is not None and behind is not None:
+        origin = continued.origin(prompt.token_ids) or origin
+    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, origin)
     return ChatJob(model, body, job, asked, grammar, hooks)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A held conversation, up to an answer, and the messages that follow it."""
+
+    source: HeldRequest
+    messages: list[dict[str, Any]]
+
+    def origin(self, token_ids: list[int]) -> Origin | None:
+        """Return what a prompt goes on from, unless its beginning was cut off."""
+        source = self.source
+        if token_ids[: source.num_tokens] != source.token_ids:
+            return None
+        return Origin(source.core_id, Fork(source.id, source.index, source.num_tokens))
+
+
+async def _behind(
+    api: ApiContext, body: ChatCompletionRequest, continued: Continued
+) -> RenderedPrompt | None:
+    """Return the prompt that a held conversation becomes by its next messages; None if the template
+    makes that impossible."""
+    held_ids = continued.source.token_ids
+    try:
+        tail = await tokens_behind(
+            api, held_ids, continued.messages, _options_of(body), body.chat_template
+        )
+    except RequestError:
+        return None
+    return RenderedPrompt(held_ids + tail.token_ids, tail.text)
 
 
 async def render_chat(
@@ -80,26 +120,32 @@ async def render_chat(
 ) -> RenderedPrompt:
     """Return the conversation as tokens. tool_choice `none` leaves the tools out of it. is_counted:
     it may be longer than what can be answered."""
+    try:
+        is_cut = is_counted or body.truncate_prompt_tokens is not None
+        prompt = await render_prompt(
+            api, body.messages, _options_of(body), body.chat_template, is_cut=is_cut
+        )
+        if body.add_special_tokens and prompt.text is not None:
+            prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
+    except RequestError as error:
+        raise error_in("messages", error) from error
+    return prompt
+
+
+def _options_of(body: ChatCompletionRequest) -> ChatOptions:
+    """Return what the template gets beside the messages."""
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    options = ChatOptions(
+    return ChatOptions(
         add_generation_prompt=begins,
         continue_final_message=goes_on,
         tools=shown_tools(body),
         documents=body.documents,
         template_kwargs=variables,
     )
-    try:
-        is_cut = is_counted or body.truncate_prompt_tokens is not None
-        prompt = await render_prompt(api, body.messages, options, body.chat_template, is_cut=is_cut)
-        if body.add_special_tokens and prompt.text is not None:
-            prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
-    except RequestError as error:
-        raise error_in("messages", error) from error
-    return prompt
 
 
 def _asked_answer(api: ApiContext, body: ChatCompletionRequest, prompt: str) -> AskedAnswer:

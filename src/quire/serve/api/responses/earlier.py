@@ -3,9 +3,14 @@
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
+from quire.serve.api.auth import reader_of
+from quire.serve.api.chat_job import Continued
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
+from quire.serve.api.responses.body import ResponsesRequest
+from quire.serve.api.responses.conversation import messages_of
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.validation_errors import shown
 
@@ -32,6 +37,29 @@ async def earlier_items(api: ApiContext, owner: str, response_id: str | None) ->
         )
     num_chars = sum(stored.num_bytes for stored in found)
     return await api.lanes.run(num_chars, _items_of, found)
+
+
+async def continued_turn(
+    api: ApiContext, body: ResponsesRequest, owner: str, scope: Scope, items: list[Json]
+) -> Continued | None:
+    """Return what a response goes on from, if its tokens are held, and the messages that follow it:
+    the same as the conversation rendered once more, but for what a template leaves out of earlier
+    turns. None where what comes before the items is not what was before."""
+    previous = body.previous_response_id
+    stored = None if previous is None else api.responses.store.get(owner, previous)
+    if previous is None or stored is None:
+        return None
+    told = msgspec.json.decode(stored.response)
+    if told["instructions"] != body.instructions or told["tools"] != (body.tools or []):
+        return None
+    found = await api.client.held(previous, 0, reader_of(scope, api.config.api_key))
+    if not found or found[0].expires_in_s is None:
+        return None
+    if body.cache_salt != (found[0].cache_salt or None):
+        return None
+    messages = messages_of(None, items)
+    begins_turn = bool(messages) and messages[0]["role"] in ("user", "tool")
+    return Continued(found[0], messages) if begins_turn else None
 
 
 def _items_of(conversation: list[Stored]) -> list[Json]:

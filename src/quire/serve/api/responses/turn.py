@@ -24,7 +24,7 @@ from quire.serve.api.responses.as_chat import chat_body, in_own_words
 from quire.serve.api.responses.background import RunningResponse, error_json, event
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.conversation import messages_of
-from quire.serve.api.responses.earlier import earlier_items, without_references
+from quire.serve.api.responses.earlier import continued_turn, earlier_items, without_references
 from quire.serve.api.responses.items import read_items
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.responses.writer import ResponseWriter
@@ -61,7 +61,8 @@ async def make_turn(api: ApiContext, body: ResponsesRequest, scope: Scope) -> "T
     chat = chat_body(body, messages_of(body.instructions, known))
     response_id = api.responses.new_id("resp")
     try:
-        made = await make_chat_job(api, chat, scope, response_id)
+        continued = await continued_turn(api, body, owner, scope, items)
+        made = await make_chat_job(api, chat, scope, response_id, continued=continued)
     except (RequestError, ApiError) as error:
         raise in_own_words(error) from error
     [choice] = chat_choices(api, made)
