@@ -1,0 +1,316 @@
+"""Held requests, block number for block number: who shares, who copies, what gives way, what is
+left; windows, states, time, failures. The device checks that each token sees what it should."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.base.cache_group import STATE, CacheGroup
+from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
+from quire.scheduler.held import Held
+from tests.scheduler.device import Curse, make_request
+from tests.scheduler.test_pins import FULL, WINDOW, Bench, copies
+
+STATES = CacheGroup(STATE, (2,), state_size=8)
+PROMPT = list(range(10))  # with 6 output tokens: 15 computed, the fourth block is not full
+
+
+class HeldBench(Bench):
+    def keep(self, name: str = "a", prompt: list[int] = PROMPT, **more: Any) -> Held:
+        """A request that has ended, and is held."""
+        request = make_request(name, prompt, **({"max_tokens": 6} | more))
+        self._send(msgspec.structs.replace(request, keep_s=100.0))
+        self.finish()
+        self.assert_right(request)
+        return self.held_of(name)
+
+    def fork(self, held: Held, at: int, added: tuple[int, ...] = (), **more: Any) -> Request:
+        tokens = [*held.tokens[:at].tolist(), *added]
+        name = f"fork {len(self.output)}"
+        request = make_request(name, tokens, **({"max_tokens": 6} | more))
+        fork = Fork(held.request.request_id, held.index, at, more.get("takes_over", False))
+        request = msgspec.structs.replace(request, fork=fork)
+        self._send(request)
+        return request
+
+    def held_of(self, name: str, index: int = 0) -> Held:
+        return self.scheduler.memory.held.by_id[name][index]
+
+    def refs(self, held: Held) -> list[int]:
+        assert held.blocks is not None
+        return [self.kv.pools[0].num_refs(block) for block in held.blocks.tables[0].blocks]
+
+    def let_go(self) -> None:
+        for one in self.scheduler.held(0.0):
+            self.core.control(Hold(one.id, 0.0))
+        assert self.num_used == [0] * len(self.kv.pools)
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_last(  # P fig. 8
+) -> None:
+    bench = HeldBench(caching=False)
+    held = bench.keep()
+    assert held.num_computed == 15 and bench.refs(held) == [1, 1, 1, 1]
+    request = bench.fork(held, 15)
+    bench.step()
+    [plan] = bench.plans[-1:]
+    assert held.blocks is not None
+    [(group, source, copy)] = copies(plan)
+    assert (group, source) == (0, held.blocks.tables[0].blocks[3]) and copy != source
+    assert plan.num_tokens.tolist() == [1], "one token is computed, whatever the index says"
+    assert bench.refs(held) == [2, 2, 2, 1], "2 -> 1: the copy is the fork's own"
+    bench.finish()
+    bench.assert_right(request)
+    assert bench.refs(held) == [1, 1, 1, 1]
+    bench.let_go()
+
+
+def test_n_branches_take_a_block_each() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    before = bench.num_used[0]
+    request = bench.fork(held, 15, n=4, max_tokens=2)
+    bench.step()
+    bench.step()
+    assert bench.num_used[0] - before <= 4
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 8, 14, 15, 16])
+def test_any_token_may_be_forked_at(at: int) -> None:
+    bench = HeldBench(caching=False)
+    held = bench.keep()
+    request = bench.fork(held, at)
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [max(1, at - min(15, at - 1))]
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+def test_what_runs_is_forked_and_copies_its_own_block() -> None:
+    """The branch has the shared one until the fork has its copy; then it is nobody's."""
+    bench = HeldBench(caching=False)
+    running = bench.add("running", PROMPT, max_tokens=30)
+    for _ in range(5):
+        bench.step()
+    tokens = bench.sequence("running").known_tokens.tolist()
+    fork = make_request("fork", tokens, max_tokens=8)
+    bench._send(msgspec.structs.replace(fork, fork=Fork("running", 0, len(tokens))))
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [1, 1]
+    assert len(copies(bench.plans[-1])) == 2
+    assert bench.num_used == [len({copied for _, _, copied in copies(bench.plans[-1])}) + 3]
+    bench.finish()
+    bench.assert_right(running, fork)
+    bench.let_go()
+
+
+def test_what_has_not_sampled_yet_shares_nothing() -> None:
+    bench = HeldBench(caching=False, max_num_batched_tokens=4)
+    running = bench.add("running", PROMPT)
+    bench.step()
+    fork = make_request("fork", PROMPT, max_tokens=8)
+    bench._send(msgspec.structs.replace(fork, fork=Fork("running", 0, len(PROMPT))))
+    assert not bench.scheduler.memory.held.branches
+    bench.finish()
+    bench.assert_right(running, fork)
+
+
+def test_a_branch_does_not_mind_what_becomes_of_its_source() -> None:
+    bench = HeldBench(caching=False)
+    held = bench.keep()
+    request = bench.fork(held, 15)
+    bench.core.control(Rewind("a", 0, 2))
+    bench.core.control(Hold("a", 0.0))
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [1]
+    bench.finish()
+    bench.assert_right(request)
+    assert bench.num_used == [0]
+
+
+def test_an_aborted_fork_leaves_no_branch() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    request = bench.fork(held, 15)
+    bench.core.control(Abort(request.request_id))
+    bench.step()
+    assert not bench.scheduler.memory.held.branches
+    bench.let_go()
+
+
+def test_the_one_that_nobody_went_on_from_gives_way_first() -> None:
+    bench = HeldBench(num_blocks=12, caching=False)
+    first, second = bench.keep("a"), bench.keep("b", [*PROMPT[1:], 0])
+    bench.fork(first, 15, max_tokens=1)
+    bench.finish()
+    assert bench.scheduler.memory.held.standing == [second, first]
+    request = bench.add("large", list(range(20, 40)), max_tokens=3)  # 6 blocks, and 4 are free
+    bench.finish()
+    bench.assert_right(request)
+    assert second.blocks is None and first.blocks is not None
+    assert second.tokens.tolist()[:10] == [*PROMPT[1:], 0]
+    again = bench.fork(second, 16)
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [16], "all is computed again"
+    bench.finish()
+    bench.assert_right(again)
+    assert bench.num_preempted == 0
+    bench.let_go()
+
+
+def test_full_blocks_that_gave_way_are_found_by_name() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    bench.scheduler.memory.held.give_way()
+    assert held.blocks is None and bench.num_used == [0]
+    request = bench.fork(held, 16)
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [16 - 12]
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+def test_who_runs_takes_blocks_of_the_held_before_others_give_way() -> None:
+    bench = HeldBench(num_blocks=10, caching=False)
+    held = bench.keep()
+    request = bench.add("long", list(range(20, 30)), max_tokens=28)  # 10 blocks
+    bench.finish()
+    bench.assert_right(request)
+    assert held.blocks is None and bench.num_preempted == 0
+    bench.let_go()
+
+
+def test_time_ends_it() -> None:
+    bench = HeldBench()
+    bench.keep()
+    bench.clock.advance(99.0)
+    assert bench.core.rest_s() == pytest.approx(1.0)
+    bench.core.control(Hold("a", 3.0))
+    assert bench.core.rest_s() == pytest.approx(3.0)
+    bench.clock.advance(3.0)
+    assert bench.core.rest_s() == 0.0
+    bench.step()
+    assert not bench.scheduler.memory.held.by_id and bench.num_used == [0]
+    assert bench.core.rest_s() is None
+
+
+def test_taking_over() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    tokens = held.tokens.tolist()
+    request = make_request("b", [*tokens, 7], max_tokens=3)
+    fork = Fork("a", 0, len(tokens), takes_over=True)
+    bench._send(msgspec.structs.replace(request, keep_s=9.0, fork=fork))
+    assert set(bench.scheduler.memory.held.by_id) == {"a"}
+    bench.finish()
+    assert set(bench.scheduler.memory.held.by_id) == {"b"}
+    bench.let_go()
+
+
+def test_rewinding_frees_blocks() -> None:
+    bench = HeldBench(caching=False)
+    held = bench.keep()
+    bench.core.control(Rewind("a", 0, 7))
+    assert held.blocks is not None and bench.num_used == [2] and held.num_computed == 7
+    for wrong in (0, 7, 100, -1):
+        bench.core.control(Rewind("a", 0, wrong))
+    assert len(held.tokens) == 7
+    request = bench.fork(held, 7, added=(9, 9))
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [2]
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+def test_only_its_tenant_may_change_it() -> None:
+    bench = HeldBench()
+    held = bench.keep(tenant="one")
+    for tenant, left in (("two", 16), ("one", 5)):
+        bench.core.control(Rewind("a", 0, 5, tenant))
+        assert len(held.tokens) == left
+        bench.core.control(Hold("a", 0.0, tenant))
+        assert ("a" in bench.scheduler.memory.held.by_id) == (tenant == "two")
+    assert bench.num_used == [0]
+
+
+def test_a_window_is_that_of_its_end() -> None:
+    """At the end, where the window still is, a fork shares; before it, all is computed again."""
+    bench = HeldBench(groups=(WINDOW,), caching=False)
+    held = bench.keep(prompt=list(range(20)))
+    for at, num in ((25, 1), (26, 1), (12, 12)):
+        request = bench.fork(held, at)
+        bench.step()
+        assert bench.plans[-1].num_tokens.tolist() == [num]
+        bench.finish()
+        bench.assert_right(request)
+    bench.core.control(Rewind("a", 0, 12))
+    request = bench.fork(held, 12)
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+def test_a_state_is_forked_at_its_end_or_where_one_was_left() -> None:
+    bench = HeldBench(groups=(FULL, STATES))
+    held = bench.keep(prompt=list(range(30)), max_tokens=8)
+    assert held.num_computed == 37
+    for at, most in ((38, 1), (37, 37), (30, 30)):
+        request = bench.fork(held, at)
+        bench.step()
+        assert 1 <= bench.plans[-1].num_tokens.tolist()[0] <= most
+        bench.finish()
+        bench.assert_right(request)
+    bench.let_go()
+
+
+def test_a_reset_leaves_tokens_only() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    bench.core.control(ResetPrefixCache("new"))
+    assert held.blocks is None and bench.num_used == [0] and len(held.tokens) == 16
+    request = bench.fork(held, 16)
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [16]
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+def test_who_fails_takes_the_blocks_along_that_it_went_on_from() -> None:
+    """Nobody knows which of its tokens the error came with."""
+    bench = HeldBench()
+    held = bench.keep()
+    bench.device.curses[77] = Curse(15, raises=True)
+    bad = bench.fork(held, 16, seed=77)
+    bench.finish()
+    assert bench.reason[bad.request_id] == "error" and held.blocks is None
+    request = bench.fork(held, 16)
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [16], "nor is it found by name"
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+@pytest.mark.parametrize("reason", ["abort", "stop"])
+def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
+    bench = HeldBench()
+    request = make_request("a", PROMPT, max_tokens=30)
+    bench._send(msgspec.structs.replace(request, keep_s=9.0))
+    for _ in range(5):
+        bench.step()
+    bench.core.control(Abort("a", reason))
+    bench.step()
+    if reason == "abort":
+        assert not bench.scheduler.memory.held.by_id and bench.num_used == [0]
+        return
+    held = bench.held_of("a")
+    assert held.tokens.tolist() == PROMPT + bench.output["a"][0]
+    bench.let_go()
