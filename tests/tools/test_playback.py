@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan
 from quire.engine.live import LiveTally
+from quire.engine.metrics import EngineMetrics
 from quire.engine.recording import read_recording
 from quire.engine.timeline import in_words
 from quire.serve.api.live_events import snapshot
@@ -106,3 +108,18 @@ def test_what_cannot_be_played(tmp_path: Path) -> None:
     run.recorder.close()
     with pytest.raises(ConfigError, match="cannot be written"):
         write_playback(tmp_path / "run", tmp_path / "no" / "where", 0.0, Outcome())
+
+
+def test_times_are_those_that_the_engine_measured(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    metrics = EngineMetrics(run.core.view().num_rows, 96, True)
+    run.core.subscribe(metrics)
+    run.everything()
+    *frames, _ = played(tmp_path / "run")
+    first = metrics.histograms["time_to_first_token_seconds"]
+    told = [frame["first_ms"] for frame in frames if "first_ms" in frame]
+    assert 4 < len(told) <= first.counts.sum()
+    assert min(told) > 0 and max(told) <= 1e3 * first.total
+    next_ms = [frame["next_ms"] for frame in frames if "next_ms" in frame]
+    mean = metrics.histograms["inter_token_latency_seconds"]
+    assert abs(np.mean(next_ms) - 1e3 * mean.total / mean.counts.sum()) < 1.0

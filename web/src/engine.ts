@@ -4,7 +4,7 @@ import { BlockMap } from "./block_map";
 import { Lines, StepBars } from "./charts";
 import { button, byId, duration, field, make, short } from "./dom";
 import { heldRow, pinnedRow, runningRow, waitingRow, type Links } from "./engine_rows";
-import { readFrames } from "./frames_file";
+import { readFrames, type Before } from "./frames_file";
 import { KeyedRows } from "./keyed_rows";
 import { Latency } from "./latency";
 import { Live, type Snapshot, type Step, type Update } from "./live";
@@ -109,7 +109,6 @@ export class EngineView {
   private showBar(): void {
     const open = button("Open a recording…", () => this.file.click(), { title: "A file that `quire playback` made; it is read in this browser" });
     this.bar.replaceChildren(this.player ? this.player.element : make("div", { class: "row" }, make("span", { class: "quiet" }, "Live, while this is shown"), this.file, open));
-    for (const chart of [this.firsts, this.nexts]) chart.element.hidden = this.player !== null;
   }
 
   private async openFile(): Promise<void> {
@@ -144,15 +143,14 @@ export class EngineView {
     this.show(this.isShown);
   }
 
-  private jump(update: Update, before: Step[]): void {
+  private jump(update: Update, before: Before): void {
     this.begin(update.state);
-    let last = 0;
-    for (const step of before) {
-      const isDrawn = step.at_s - last > 0.2; // as many points as the live view has
-      this.count([step]);
-      if (isDrawn) this.throughput.add((last = step.at_s), this.rates(step.at_s), false);
+    for (const { at_s, steps, times } of before) {
+      this.count(steps);
+      this.throughput.add(at_s, this.rates(at_s), false);
+      this.addTimes(at_s, times);
     }
-    this.bars.add(before);
+    this.bars.add(before.flatMap(({ steps }) => steps));
     this.update(update);
   }
 
@@ -174,7 +172,7 @@ export class EngineView {
     this.root.classList.add("stale");
   }
 
-  private update({ state, blocks, events, counts, steps }: Update): void {
+  private update({ state, blocks, events, counts, steps, times }: Update): void {
     const isNew = state !== this.state;
     if (isNew) this.begin(state);
     this.tellNotice("");
@@ -192,6 +190,7 @@ export class EngineView {
     this.bars.add(steps);
     this.count(isNew ? [] : steps);
     this.throughput.add(state.at_s, this.rates(state.at_s));
+    if (times) this.addTimes(state.at_s, times);
     this.tellTiles(state);
     for (const row of [...state.running, ...state.waiting]) if (row.id) this.owners.set(row.number, row.id);
     while (this.owners.size > 4096) this.owners.delete(this.owners.keys().next().value ?? 0);
@@ -228,6 +227,12 @@ export class EngineView {
 
   private count(steps: Step[]): void {
     for (const step of steps) this.steps.push({ at: step.at_s, read: step.prefill_tokens, written: step.sampled_tokens });
+  }
+
+  /** Add mean times; where none came there is no point, and the line goes on. */
+  private addTimes(at: number, [first, next]: [first: number, next: number]): void {
+    if (Number.isFinite(first)) this.firsts.add(at, [first]);
+    if (Number.isFinite(next)) this.nexts.add(at, [next]);
   }
 
   /** Return tokens a second of the last moments: written, and read of prompts. */

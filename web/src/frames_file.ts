@@ -9,6 +9,11 @@ export interface Frame {
 }
 
 const HISTORY_S = 60; // that charts show
+/** Of a whole frame that another version of quire has written. */
+const ABSENT = { running: [], num_running: 0, waiting: [], num_waiting: 0, pinned: [], held: [], num_held: 0, host: { num_blocks: 0, num_swapped: 0, num_cached: 0 }, steps: [], reasons: {} };
+
+/** What charts show of the frames before one, and of itself. */
+export type Before = { at_s: number; steps: Step[]; times: [first: number, next: number] }[];
 
 /** Read a file of JSON lines, packed with gzip or not. Throws Error if it is not one of ours. */
 export async function readFrames(file: File): Promise<FramesFile> {
@@ -22,7 +27,8 @@ export async function readFrames(file: File): Promise<FramesFile> {
     if (!json.startsWith("{")) continue;
     const event = parsed(json);
     if (event?.type === "stories") stories = event.requests;
-    else if (event?.type === "snapshot" || (event?.type === "difference" && frames.length)) frames.push({ at_s: event.at_s, event });
+    else if (event?.type === "snapshot") frames.push({ at_s: event.at_s, event: { ...ABSENT, ...event } });
+    else if (event?.type === "difference" && frames.length) frames.push({ at_s: event.at_s, event });
   }
   if (!frames.length) throw new Error(`${file.name} holds no frames; \`quire playback RECORDING --output FILE\` makes such a file of a recording.`);
   return new FramesFile(file.name, frames, stories);
@@ -62,7 +68,7 @@ export class FramesFile {
   }
 
   /** Go to a frame: all that there is then, and what the charts show of the time before. */
-  seek(index: number): { update: Update; before: Step[] } {
+  seek(index: number): { update: Update; before: Before } {
     let first = index;
     while (first > 0 && this.frames[first]?.event.type !== "snapshot") first--;
     this.state = null;
@@ -72,8 +78,9 @@ export class FramesFile {
     }
     const state = this.state ?? (this.frames[0]?.event as Snapshot);
     const since = state.at_s - HISTORY_S;
-    const before: Step[] = [];
-    for (let at = index; at >= 0 && (this.frames[at]?.at_s ?? 0) >= since; at--) before.unshift(...(this.frames[at]?.event.steps ?? []));
+    let earliest = index;
+    while (earliest > 0 && (this.frames[earliest - 1]?.at_s ?? 0) >= since) earliest--;
+    const before = this.frames.slice(earliest, index + 1).map(({ at_s, event }) => ({ at_s, steps: event.steps ?? [], times: timesOf(event) }));
     return { update: { state, blocks: state.groups.map(() => null), events: [], counts: this.countsUpTo(index), steps: [] }, before };
   }
 
@@ -87,13 +94,17 @@ export class FramesFile {
 
   private take(at: number, { event }: Frame): Update {
     this.at = at;
-    if (event.type === "difference" && this.state) return apply(this.state, event);
+    if (event.type === "difference" && this.state) return { ...apply(this.state, event), times: timesOf(event) };
     const before = this.state;
     const state = structuredClone(event as Snapshot);
     const isSame = before?.groups.length === state.groups.length && before.groups.every((group, g) => group.states.length === state.groups[g]?.states.length);
     if (before && isSame) Object.assign(before, state);
     else this.state = state;
     const now = this.state ?? state;
-    return { state: now, blocks: now.groups.map(() => null), events: state.events ?? [], counts: state.counts ?? {}, steps: state.steps };
+    return { state: now, blocks: now.groups.map(() => null), events: state.events ?? [], counts: state.counts ?? {}, steps: state.steps, times: timesOf(state) };
   }
+}
+
+function timesOf({ first_ms = NaN, next_ms = NaN }: Snapshot | Difference): [first: number, next: number] {
+  return [first_ms, next_ms];
 }

@@ -90,6 +90,8 @@ export interface Snapshot {
   steps: Step[];
   events?: BlockEvent[];
   counts?: Record<string, number>;
+  first_ms?: number; // mean times, of recordings alone
+  next_ms?: number;
 }
 
 export interface Difference {
@@ -107,6 +109,8 @@ export interface Difference {
   steps?: Step[];
   events?: BlockEvent[];
   counts?: Record<string, number>;
+  first_ms?: number;
+  next_ms?: number;
 }
 
 /** What changed with an event. blocks: by cache group; null: all. */
@@ -116,6 +120,7 @@ export interface Update {
   events: BlockEvent[];
   counts: Record<string, number>;
   steps: Step[];
+  times?: [first: number, next: number]; // mean milliseconds, of recordings alone; NaN: none came
 }
 
 export interface Watcher {

@@ -1,8 +1,8 @@
 // Plays a recording: a slider, play and pause, a speed; by mouse and by keyboard.
 
 import { button, make } from "./dom";
-import type { FramesFile } from "./frames_file";
-import type { Step, Update } from "./live";
+import type { Before, FramesFile } from "./frames_file";
+import type { Update } from "./live";
 
 const SPEEDS = [0.25, 0.5, 1, 2, 5, 10, 50];
 const MOST_GAP_S = 1; // where nothing was going on, it goes on after this
@@ -11,7 +11,7 @@ export interface Stage {
   /** Show what has changed. */
   update(update: Update): void;
   /** Show all of a moment, and in charts what was before it. */
-  jump(update: Update, before: Step[]): void;
+  jump(update: Update, before: Before): void;
   close(): void;
 }
 

@@ -3,6 +3,8 @@
     {"type": "snapshot", ...}      a whole frame: first, after a gap, and each KEY_FRAMES frames, so
                                    that a player finds its place without reading from the start
     {"type": "difference", ...}    what changed since the frame before
+                                   both may have "first_ms" and "next_ms": mean times to first
+                                   tokens and between tokens, of those that came since then
     {"type": "stories", "requests": {id: lines}}     the last line: what happened to each request
 
 One line of JSON each. The recording is replayed: the production scheduler makes the same plans once
@@ -21,6 +23,7 @@ import msgspec
 from quire.base.errors import ConfigError
 from quire.base.live import LiveFrame
 from quire.engine.live import MOST_STEPS, LiveTally
+from quire.engine.metrics import EngineMetrics
 from quire.engine.recording import Segment, read_recording
 from quire.engine.timeline import Timeline, Timelines, in_words
 from quire.scheduler.scheduler import Scheduler
@@ -31,7 +34,28 @@ from quire.tools.replay import Outcome, Step, replay_all
 KEY_FRAMES = 200
 MOST_FRAMES = 200_000
 MOST_STORIES = 10_000
+TIMES = {"first_ms": "time_to_first_token_seconds", "next_ms": "inter_token_latency_seconds"}
 SINCE = ("steps", "events", "counts")  # what an event tells of the time since the one before
+
+
+class Times:
+    """Mean times to first tokens and between tokens, since one has asked last."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.metrics = EngineMetrics(num_rows, 1, False)
+        self._told = dict.fromkeys(TIMES, (0.0, 0))
+
+    def since(self) -> dict[str, float]:
+        """Return the means in milliseconds of what came; what did not come is absent."""
+        found = {}
+        for name, histogram_name in TIMES.items():
+            histogram = self.metrics.histograms[histogram_name]
+            total, num = histogram.total, int(histogram.counts.sum())
+            total_before, num_before = self._told[name]
+            self._told[name] = total, num
+            if num > num_before:
+                found[name] = round(1e3 * (total - total_before) / (num - num_before), 3)
+        return found
 
 
 class Playback:
@@ -43,12 +67,15 @@ class Playback:
         self._file, self._every_s = file, every_s
         self._tally = LiveTally()
         self._listener = Listener()
+        self._times: Times | None = None
         self._told: LiveFrame | None = None
         self._last: tuple[Segment, float, Scheduler] | None = None  # that no frame was made of
 
     def __call__(self, segment: Segment, step: Step, scheduler: Scheduler) -> None:
         self._listener(segment, step, scheduler)
+        self._times = self._times or Times(scheduler.rows.table.num_rows)
         for event in step.events:
+            self._times.metrics(event)
             self._tally.take(event, scheduler.memory.block_size)
         now = step.call.now
         is_due = self._told is None or now - self._told.at_s >= self._every_s
@@ -85,7 +112,8 @@ class Playback:
             event |= {name: since[name] for name in SINCE if name in since}
         else:
             event = {"type": "difference", **head(frame), **difference(told, frame)}
-        self._write(event)
+        assert self._times is not None, "a call comes before each frame"
+        self._write(event | self._times.since())
         self._told = frame
         self.num_frames += 1
 
