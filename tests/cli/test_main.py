@@ -16,7 +16,7 @@ SETTINGS = ("--config FILE", "--log-level {debug,info,warning,error}", "--max-mo
     [
         ("serve", ("--port NUMBER", "TCP port; 0 takes a free one (default: 8000)", *SETTINGS)),
         ("serve", ("--shutdown-timeout SECONDS", "(default: 30.0)", "--no-restart-engine")),
-        ("serve", ("usage: quire serve [MODEL] [option ...]", "--api-key TEXT [TEXT ...]")),
+        ("serve", ("usage: quire serve [MODEL ...] [option ...]", "--api-key TEXT [TEXT ...]")),
         ("chat", ("--system TEXT", "--url URL", "--temperature FLOAT", *SETTINGS)),
         ("generate", ("--raw", "--temperature FLOAT", "--block-size TOKENS", *SETTINGS)),
         ("doctor", ("--json", "No weights are loaded", *SETTINGS)),
@@ -63,7 +63,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve --port eighty", "'eighty' is not a number such as 4096, 4k or 2G"),
         ("serve --port 1.5", "'1.5' is not a whole number"),
         ("serve --shutdown-timeout soon", "'soon' is not a number such as 0.9"),
-        ("serve demo other", "unrecognized arguments: other"),
+        ("serve demo --port 1 other", "unrecognized arguments: other"),
         ("doctor --max-model-len inf", "'inf' is not a number"),
     ],
 )

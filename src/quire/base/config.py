@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.base.cache_config import CacheConfig
-from quire.base.config_checks import check, check_choices, check_installed
-from quire.base.durations import duration_rule, is_duration
+from quire.base.config_checks import check, check_choices, check_duration, check_installed
+from quire.base.durations import is_duration
 from quire.base.errors import ConfigError
 from quire.base.kv_events import parse_kv_events
 from quire.base.parallel import ParallelConfig
@@ -23,6 +23,7 @@ from quire.base.plugins import (
     POLICIES,
 )
 from quire.base.settings import json_object, number_of, setting
+from quire.base.several_models import SeveralModels
 from quire.base.speculation import parse_speculation
 
 # vLLM's names.
@@ -313,7 +314,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(SeveralModels):
     """The HTTP server and its processes (`quire serve`)."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
@@ -425,6 +426,7 @@ class ServerConfig:
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
         path = self.root_path
@@ -435,10 +437,8 @@ class ServerConfig:
         hosts = self.allowed_hosts
         is_name = all(name and not set(name) & set("/:@ ") for name in hosts)
         check(is_name, "allowed_hosts", hosts, "names without scheme and port, or *")
-        timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
-        check(is_duration(timeout), "shutdown_timeout", timeout, rule)
-        alive, rule = self.sse_keep_alive_interval, duration_rule("for none")
-        check(is_duration(alive), "sse_keep_alive_interval", alive, rule)
+        check_duration("shutdown_timeout", self.shutdown_timeout, "to end at once")
+        check_duration("sse_keep_alive_interval", self.sse_keep_alive_interval, "for none")
         check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         kept = self.response_store_bytes
         check(kept >= 0, "response_store_bytes", kept, "at least 0")

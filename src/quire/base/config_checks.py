@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
 from quire.base.plugins import PluginKind, all_names, is_installed
 
@@ -11,6 +12,11 @@ def check(ok: bool, name: str, value: object, rule: str) -> None:
     """Raise ConfigError, saying the rule, for a value that cannot be."""
     if not ok:
         raise ConfigError(f"{name} must be {rule}, got {value!r}.")
+
+
+def check_duration(name: str, seconds: float, otherwise: str) -> None:
+    """Raise ConfigError for what is no number of seconds. otherwise: what 0 means."""
+    check(is_duration(seconds), name, seconds, duration_rule(otherwise))
 
 
 def check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:

@@ -4,6 +4,7 @@
     max-model-len: 4k          # a flag's name, with - or _
     served-model-name: [a, b]
     enable-prefix-caching: false
+    models: [a, {model: b, name: [c, d], max-model-len: 2k}]     # of `quire serve`
 
 A file may hold settings of all commands; each takes its own. Flags win over the file, the file over
 defaults. What is derived when the engine starts is the engine's to tell.
@@ -16,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.cli.settings import ALIASES, FLAG, SECRETS, Given, Option, all_options
+from quire.cli.served_models import ModelEntry, entry_of, join_models
+from quire.cli.settings import (
+    ALIASES,
+    ENGINE,
+    FLAG,
+    SECRETS,
+    Given,
+    Option,
+    all_options,
+    options_of,
+)
 from quire.serve.vllm_compat import (
     SPECULATION,
     SPECULATION_FIELDS,
@@ -26,6 +37,7 @@ from quire.serve.vllm_compat import (
 )
 
 THEIRS = VLLM_SETTINGS.keys() | SPECULATION_FIELDS.keys()
+MODELS, NAMES = "models", ("name", "names", "served-model-name", "served_model_name")
 KINDS = {
     int: "a whole number such as 4096 or 4k",
     float: "a number such as 0.9",
@@ -44,12 +56,14 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
     settings: dict[str, Given] = {}
     if has_settings:
         _take_model(flags)
+        words = flags.pop("given_models", [])
         known = all_options()
         if "config" in flags:
             settings |= read_config_file(Path(flags.pop("config")))
         for name in [name for name in flags if name in known or name in THEIRS]:
             value = flags.pop(name)
             settings[name] = Given(tuple(value) if isinstance(value, list) else value, FLAG)
+        join_models(settings, words)
     notes = [
         _ignored(name, settings.pop(name)) for name in [n for n in settings if n in VLLM_SETTINGS]
     ]
@@ -84,6 +98,9 @@ def read_config_file(path: Path) -> dict[str, Given]:
     options = all_options()
     settings: dict[str, Given] = {}
     for key, value in content.items():
+        if key == MODELS:
+            settings[MODELS] = Given(_entries(path, value), str(path))
+            continue
         name = _name_of(path, key, options)
         if name in settings:
             raise ConfigError(f"{path}: {name} is there twice (as {key!r} the second time).")
@@ -114,6 +131,36 @@ def _ignored(name: str, given: Given) -> str:
     """Return what is said about a setting of vLLM that asks for nothing. Raises ConfigError for
     others."""
     return f"{name} ({given.origin}) is ignored: {ignore_vllm_setting(name, given.value)}."
+
+
+def _entries(path: Path, value: object) -> tuple[ModelEntry, ...]:
+    """Return the models of a list: texts, or settings of the engine with `model` and `name`."""
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{path}: models must be a list of models, got {value!r}.")
+    return tuple(_entry(path, item) for item in value)
+
+
+def _entry(path: Path, item: object) -> ModelEntry:
+    if isinstance(item, str):
+        return entry_of(item)
+    if not isinstance(item, dict):
+        raise ConfigError(f"{path}: one of models must be text or settings, got {item!r}.")
+    options = options_of(ENGINE)
+    names, settings = list[str](), dict[str, Any]()
+    for key, value in item.items():
+        if key in NAMES:
+            names += value if isinstance(value, list) else [value]
+            continue
+        name = _name_of(path, key, options)
+        if name not in options:
+            raise ConfigError(f"{path}: {key} is vLLM's, and no setting of one model here.")
+        settings[name] = _checked(path, f"{key} of one of models", value, options[name])
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: the names of one of models must be texts, got {names!r}.")
+    model = settings.pop("model", None)
+    if model is None:
+        raise ConfigError(f"{path}: one of models lacks `model`, which says where it is.")
+    return ModelEntry(model, tuple(names), settings)
 
 
 def _name_of(path: Path, key: object, options: dict[str, Option]) -> str:

@@ -2,11 +2,13 @@
 here: the processes that need them are children of this one."""
 
 import argparse
+import dataclasses
 import os
 from typing import Any
 
-from quire.base.config import ServerConfig, config_from_flat
+from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.cli.served_models import served_models
 from quire.cli.settings import (
     SERVER,
     add_settings,
@@ -14,6 +16,7 @@ from quire.cli.settings import (
     given_server_settings,
     given_settings,
 )
+from quire.serve.several.served import check_together
 
 KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
 
@@ -21,29 +24,36 @@ KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "serve",
-        usage="quire serve [MODEL] [option ...]",
+        usage="quire serve [MODEL ...] [option ...]",
         help="answer OpenAI's HTTP API",
-        description="Serve MODEL (the demo model if absent) through OpenAI's HTTP API.",
+        description="Serve MODEL (the demo model if absent) or several through OpenAI's HTTP API.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    add_settings(parser, *SERVER, model_first=True)
+    add_settings(parser, *SERVER, several_models=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status, when the server has ended."""
-    from quire.serve.supervisor import serve
+    from quire.serve.supervisor import serve, serve_several
 
     check_several(arguments.settings)
     given = given_settings(arguments)
-    engine = config_from_flat(**given)
     server = ServerConfig(**(keys_of_environment() | given_server_settings(arguments)))
+    models = served_models(arguments.settings.get("models"), given, server)
+    if len(models) > 1 or server.idle_unload_s:
+        check_together(models, server)
+        _check_certificate(server)
+        return serve_several(models, server, arguments.log_level)
+    server = dataclasses.replace(server, served_model_name=models[0].names)
+    engine = models[0].engine
     if engine.parallel.node_rank > 0:
         from quire.engine.ranks.launch import cuda_devices
         from quire.engine.ranks.node import ranks_of_node, serve_node
 
         devices = cuda_devices(engine, len(ranks_of_node(engine.parallel)))
-        return serve_node(engine, devices, given, server.restart_engine)
+        settings = given | {"model": engine.model.model}
+        return serve_node(engine, devices, settings, server.restart_engine)
     _check_certificate(server)
     return serve(engine, server, arguments.log_level)
 

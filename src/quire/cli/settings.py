@@ -116,15 +116,19 @@ def all_options() -> dict[str, Option]:
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, *more: tuple[str, type], model_first: bool = False
+    parser: argparse.ArgumentParser,
+    *more: tuple[str, type],
+    model_first: bool = False,
+    several_models: bool = False,
 ) -> None:
     """Add --config, and one option per field in one group per dataclass. None has a default here:
     what is in the parsed arguments was given.
 
-    more: dataclasses beside the engine's. model_first: MODEL may also be given without a flag.
+    more: dataclasses beside the engine's. model_first: MODEL may also be given without a flag;
+    several_models: or any number of them.
     `quire.cli.config_file.resolve` puts it all together.
     """
-    _add_common(parser, model_first)
+    _add_common(parser, model_first, several_models)
     for title, config in (*more, *ENGINE):
         group = parser.add_argument_group(f"{title} settings")
         for option in options_of(((title, config),)).values():
@@ -148,10 +152,17 @@ def add_server_settings(parser: argparse.ArgumentParser, names: Collection[str])
             _add_option(group, option)
 
 
-def _add_common(parser: argparse.ArgumentParser, model_first: bool) -> None:
+def _add_common(
+    parser: argparse.ArgumentParser, model_first: bool, several_models: bool = False
+) -> None:
     """Add MODEL, --config and what is told."""
     parser.set_defaults(has_settings=True)
-    if model_first:
+    if several_models:
+        parser.add_argument(
+            "given_models", nargs="*", metavar="MODEL", default=argparse.SUPPRESS,
+            help="as --model; or NAME=MODEL; several are served side by side",
+        )  # fmt: skip
+    elif model_first:
         parser.add_argument(
             "given_model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
             help="as --model",
@@ -176,7 +187,7 @@ def given_server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def check_several(settings: dict[str, Given]) -> None:
     """Raise ConfigError where an option of several values has taken the MODEL that follows it, so
     that no model becomes a key."""
-    if "model" in settings:
+    if "model" in settings or "models" in settings:
         return
     texts = (n for n, o in options_of(SERVER).items() if o.several and o.kind is str)
     for name in texts:

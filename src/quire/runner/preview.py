@@ -93,6 +93,16 @@ def _outline(
     return model, planned_bytes(model, dtype, device, formats, stored)
 
 
+def free_and_total_bytes(device: str) -> tuple[int, int]:
+    """Return how much memory a type of device has left and has; of a CPU what this process may
+    still take counts as both."""
+    if device == "cpu":
+        available = available_cpu_bytes()
+        return available, available
+    free, total = torch.cuda.mem_get_info()
+    return free, total
+
+
 @dataclass(frozen=True)
 class TorchFacts:
     """num_threads: of one operation. gpus: (name, bytes, compute capability) as torch sees them."""

@@ -53,7 +53,7 @@ class Child:
     def start(self) -> None:
         """Start it. Raise OSError if that is not possible; it is as if it had died."""
         self.due_s = None
-        self.was_killed = False
+        self.was_told = self.was_killed = False
         self._process = self._start()
         try:
             self.pidfd = os.pidfd_open(self._process.pid)

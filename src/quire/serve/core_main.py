@@ -42,14 +42,15 @@ logger = logging.getLogger("quire")
 def main() -> int:
     """Load, serve, end."""
     options = _arguments()
-    begin_child(options.log_level, f"core {options.core}" if options.num_cores > 1 else "")
+    begin_child(options.log_level, _log_name(options))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         ranks = start_ranks(config)
         if ranks is None:
             import_torch()
         clock = MonotonicClock()
-        with LoadBar(enabled=options.core == 0) as bar, ended_if_raised(ranks):
+        shows_bar = options.core == 0 and not options.is_one_model_of_several
+        with LoadBar(enabled=shows_bar) as bar, ended_if_raised(ranks):
             source = resolve_source(config.model, progress=False)
             built = build_core(config, source, clock, bar.update, ranks)
         publish_events(built.core, built.config, options.core)
@@ -71,6 +72,13 @@ def main() -> int:
     finally:
         built.core.close()
     return 0
+
+
+def _log_name(options: argparse.Namespace) -> str:
+    """Return what the lines of this process in the log begin with."""
+    if options.is_one_model_of_several:
+        return f"model {options.name}"
+    return f"core {options.core}" if options.num_cores > 1 else ""
 
 
 def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> CoreServer:
@@ -112,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--home", type=Path, required=True, help="the private directory")
     parser.add_argument("--name", help="what metrics call the model; its own name if absent")
     parser.add_argument("--metrics-prefix", default="quire", help="of the names of metrics")
+    parser.add_argument("--is-one-model-of-several", action="store_true", help="for the log")
     parser.add_argument("--core", type=int, default=0, help="its number")
     parser.add_argument("--num-cores", type=int, default=1, help="how many there are")
     parser.add_argument("--log-level", default="info")

@@ -21,16 +21,20 @@ DEVICES = Path("/dev")
 
 @dataclass(frozen=True)
 class CorePlace:
-    """One of num_cores. cpus: that it may run on, all if empty; environment: of its process."""
+    """One of num_cores. cpus: that it may run on, all if empty; environment: of its process; model:
+    its name where a server has several."""
 
     number: int = 0
     num_cores: int = 1
     cpus: frozenset[int] = frozenset()
     environment: Mapping[str, str] = field(default_factory=dict)
+    model: str = ""
 
     @property
     def name(self) -> str:
         """What logs and errors call it."""
+        if self.model:
+            return f"the engine of model {self.model}"
         return "the engine" if self.num_cores == 1 else f"core {self.number}"
 
     def config(self, engine: EngineConfig) -> EngineConfig:

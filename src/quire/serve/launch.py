@@ -75,6 +75,7 @@ class CoreSocket:
         arguments += ["--core", str(place.number), "--num-cores", str(place.num_cores)]
         arguments += ["--metrics-prefix", metrics_prefix]
         arguments += [] if name is None else ["--name", name]
+        arguments += ["--is-one-model-of-several"] if place.model else []
         environment = {**os.environ, **place.environment}
         if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
             environment["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -14,6 +14,9 @@ clients of a core that is started anew only wait. It imports neither torch nor F
     dies too often       (serve/children.py) the others end; exit status 1
     could not start      the others end; exit status 3
     kill -9 of this one  the kernel kills the children (engine/child.py)
+
+With several models (serve/several/) a core that dies or cannot start takes no other with it: the
+server ends when there is none left.
 """
 
 import contextlib
@@ -25,8 +28,10 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.base.config import EngineConfig, ServerConfig
 from quire.base.durations import bounded_wait_s
@@ -44,27 +49,81 @@ from quire.serve.launch import (
     remove_abandoned_sockets,
 )
 from quire.serve.rate_limits import make_memory
+from quire.serve.several.served import ApiModel, ServedModel, named, own_record
 from quire.serve.tracing_package import check_tracing
 from quire.serve.usage_log import check_usage_log
+
+if TYPE_CHECKING:
+    from quire.serve.several.keeper import Keeper
 
 logger = logging.getLogger("quire")
 
 MAX_OPEN_FILES = 1 << 16
 
 
+KEEPER = "keeper.sock"
+
+
+@dataclass(frozen=True)
+class ServedCore:
+    """One core of a model: where it runs, and its socket."""
+
+    model: ServedModel
+    place: CorePlace
+    socket: CoreSocket
+
+
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
-    """Serve until a signal or a death; returns the exit status."""
+    """Serve one model until a signal or a death; returns the exit status."""
+    places = core_places(engine)
+    model = ServedModel(engine, server.served_model_name)
+    with _prepared(server) as (listening, stack):
+        sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
+        resolve_source(engine.model)  # downloads, and fails, only once
+        pairs = zip(places, sockets, strict=True)
+        cores = [ServedCore(model, place, unix) for place, unix in pairs]
+        return Supervisor(server, log_level, listening, cores).run()
+
+
+def serve_several(
+    models: Sequence[ServedModel], server: ServerConfig, log_level: str = "info"
+) -> int:
+    """Serve models that come and go, each by its names, until a signal or until none is left;
+    returns the exit status."""
+    from quire.serve.several.keeper import Keeper
+    from quire.serve.several.residency import Residency
+    from quire.serve.several.shares import shared_out
+
+    with _prepared(server) as (listening, stack):
+        models = [own_record(each) for each in named(models)] if len(models) > 1 else named(models)
+        models = shared_out(models, server.max_loaded_models, log_level)
+        cores = []
+        for model in models:
+            unix = stack.enter_context(contextlib.closing(CoreSocket()))
+            cores.append(ServedCore(model, CorePlace(model=model.name), unix))
+        listener = stack.enter_context(bind_unix(cores[0].socket.home / KEEPER))
+        listener.listen(64)
+        most, idle_s = server.max_loaded_models, server.idle_unload_s
+        end_s = max(core_end_s(model.engine) for model in models)
+        names = [model.name for model in models]
+
+        def make_keeper(children: Sequence[CoreChild]) -> Keeper:
+            residency = Residency(names, most, idle_s, time.monotonic())
+            pairs = zip(names, children, strict=True)
+            return Keeper(residency, dict(pairs), listener, end_s)
+
+        return Supervisor(server, log_level, listening, cores, make_keeper).run()
+
+
+@contextlib.contextmanager
+def _prepared(server: ServerConfig) -> Iterator[tuple[socket.socket, contextlib.ExitStack]]:
+    """Prepare this process, check what can be checked, and bind."""
     raise_open_files_limit()
     remove_abandoned_sockets()
     check_usage_log(server.usage_log)
     check_tracing(server.otlp_traces_endpoint)
-    places = core_places(engine)
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(_listening(server))
-        sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
-        resolve_source(engine.model)  # downloads, and fails, only once
-        cores = list(zip(places, sockets, strict=True))
-        return Supervisor(engine, server, log_level, listening, cores).run()
+        yield stack.enter_context(_listening(server)), stack
 
 
 def raise_open_files_limit() -> None:
@@ -123,22 +182,23 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Supervisor:
-    """The processes of one server."""
+    """The processes of one server. make_keeper: of what loads models, where they come and go."""
 
     def __init__(
         self,
-        engine: EngineConfig,
         server: ServerConfig,
         log_level: str,
         tcp: socket.socket,
-        cores: Sequence[tuple[CorePlace, CoreSocket]],
+        cores: Sequence[ServedCore],
+        make_keeper: "Callable[[Sequence[CoreChild]], Keeper] | None" = None,
     ) -> None:
-        self._engine = engine
         self._server = server
+        self._served = cores
         self._log_level = log_level
         self._tcp = tcp
         self._rates = make_memory(len(server.api_key)) if server.rate_limits else None
-        self._cores = [self._core(place, unix) for place, unix in cores]
+        self._cores = [self._core(core) for core in cores]
+        self._keeper = None if make_keeper is None else make_keeper(self._cores)
         self._apis = [self._api(index) for index in range(server.api_server_count)]
         self._ready_in, self._ready_out = os.pipe()
         self._never_ready = set(range(server.api_server_count))  # API processes, by index
@@ -156,6 +216,8 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
                 signal.signal(number, lambda *_: None)
         try:
+            if self._keeper is not None:
+                self._keeper.begin()
             self._start_due()
             while any(child.is_running or child.due_s is not None for child in self._children):
                 self._watch()
@@ -172,22 +234,36 @@ class Supervisor:
 
     # ---- starting ----------------------------------------------------------------------------
 
-    def _core(self, place: CorePlace, unix: CoreSocket) -> CoreChild:
+    def _core(self, served: ServedCore) -> CoreChild:
+        model, place, unix = served.model, served.place, served.socket
+
         def start() -> Process:
-            names, prefix = self._server.served_model_name, self._server.metrics_prefix
-            name = names[0] if names else None
-            return unix.start_core(self._engine, self._log_level, name, place, prefix)
+            name, prefix = model.name if model.names else None, self._server.metrics_prefix
+            return unix.start_core(model.engine, self._log_level, name, place, prefix)
 
         child = Child(place.name, start, self._server.restart_engine)
         return CoreChild(child, unix.path, unix.heartbeat)
+
+    def _core_end_s(self) -> float:
+        return max(core_end_s(served.model.engine) for served in self._served)
+
+    def _api_models(self) -> list[ApiModel]:
+        found: dict[int, ApiModel] = {}
+        for served in self._served:
+            model = served.model
+            known = found.get(id(model))
+            paths = () if known is None else known.cores
+            paths = (*paths, str(served.socket.path))
+            found[id(model)] = ApiModel(model.engine.model, model.names, paths)
+        return list(found.values())
 
     def _api(self, index: int) -> Child:
         def start() -> Process:
             arguments = ["--socket", str(self._tcp.fileno()), "--ready", str(self._ready_out)]
             arguments += ["--index", str(index)]
-            for core in self._cores:
-                arguments += ["--core", str(core.path)]
-            config = {"model": self._engine.model, "server": self._server}
+            if self._keeper is not None:
+                arguments += ["--keeper", str(self._served[0].socket.home / KEEPER)]
+            config = {"models": self._api_models(), "server": self._server}
             fds: tuple[int, ...] = (self._tcp.fileno(), self._ready_out)
             if self._rates is not None:
                 arguments += ["--rates", str(self._rates)]
@@ -207,7 +283,10 @@ class Supervisor:
                 child.start()
             except OSError as error:
                 logger.error("%s cannot be started: %s", child.name, error)
-                self._start_again(child)
+                if self._keeper is None or child in self._apis:
+                    self._start_again(child)
+                else:
+                    self._keeper.start_failed(child, error)
 
     # ---- watching ----------------------------------------------------------------------------
 
@@ -215,6 +294,7 @@ class Supervisor:
         """Wait for the next thing that happens, and see to it."""
         running = [child for child in self._children if child.is_running]
         fds = [*(child.pidfd for child in running), self._ready_in, self._signals_in.fileno()]
+        fds += [] if self._keeper is None else self._keeper.fds()
         readable, _, _ = select.select(fds, [], [], self._wait_s())
         if self._signals_in.fileno() in readable:
             self._take_signals()
@@ -228,15 +308,26 @@ class Supervisor:
             core.look(now, is_ending=self._status is not None)
             if core.is_lost and self._status is None:
                 self._end(1, 0.0)
+        if self._keeper is not None:
+            self._keep(self._keeper, readable)
         if now > self._deadline_s:
             self._kill_late(now)
         self._start_due()
+
+    def _keep(self, keeper: "Keeper", readable: Sequence[int]) -> None:
+        """Load and unload models, also while requests are waited for that are still open."""
+        if keeper.is_open:
+            keeper.look(readable)
+        if self._status is None and (status := keeper.end_status) is not None:
+            logger.error("there is no model left to serve")
+            self._end(status, 0.0)
 
     def _wait_s(self) -> float:
         """Return the seconds until the next deadline or start, and never for long: the heartbeat is
         looked at."""
         dues = (child.due_s for child in self._children if child.due_s is not None)
-        untils = (core.until_s for core in self._cores)
+        untils = [core.until_s for core in self._cores]
+        untils += [] if self._keeper is None else [self._keeper.due_s()]
         next_s = min(self._deadline_s, *untils, *dues)
         return bounded_wait_s(next_s - time.monotonic())
 
@@ -245,6 +336,7 @@ class Supervisor:
         if self._num_signals > 1:
             self._status = 1
             self._deadline_s = time.monotonic() + END_S
+            self._start_no_cores()
             for child in self._children:
                 child.kill()
         else:
@@ -271,6 +363,10 @@ class Supervisor:
         for core in self._cores:
             if core.child is child:
                 core.forget()
+        if self._is_kept(child):
+            assert self._keeper is not None
+            self._keeper.bury(child, status)
+            return
         if self._status is not None:
             if not child.was_told or status not in (0, -signal.SIGTERM):
                 logger.error("%s did not end well (%s)", child.name, _describe(status))
@@ -283,6 +379,11 @@ class Supervisor:
             return
         logger.error("%s ended by itself (%s)", child.name, _describe(status))
         self._start_again(child)
+
+    def _is_kept(self, child: Child) -> bool:
+        """Tell whether a child comes and goes, as models do."""
+        keeper = self._keeper
+        return keeper is not None and keeper.is_open and child not in self._apis
 
     def _start_again(self, child: Child) -> None:
         pause_s = child.plan_restart(time.monotonic())
@@ -298,18 +399,25 @@ class Supervisor:
         """Ask the API processes to end; the cores follow when they have."""
         self._status = status
         self._deadline_s = time.monotonic() + drain_s + END_S
-        for core in self._cores:
-            core.child.due_s = None
+        if self._keeper is None or drain_s == 0:
+            self._start_no_cores()
         for child in self._apis:
             child.end()
         if not self._running_apis():
             self._end_cores()
 
     def _end_cores(self) -> None:
+        self._start_no_cores()
         for core in self._running_cores():
             if not core.was_told:
-                self._deadline_s = time.monotonic() + core_end_s(self._engine)
+                self._deadline_s = time.monotonic() + self._core_end_s()
                 core.end()
+
+    def _start_no_cores(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        for core in self._cores:
+            core.child.due_s = None
 
     def _running_cores(self) -> list[Child]:
         return [core.child for core in self._cores if core.child.is_running]

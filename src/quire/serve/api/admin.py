@@ -48,7 +48,7 @@ async def reset_prefix_cache(
             " them by /abort_requests.",
             "reset_running_requests",
         )
-    await api.client.reset_prefix_cache()
+    await api.engine.reset_prefix_cache()
     return {"reset": True}
 
 
@@ -61,7 +61,7 @@ async def abort_requests(
     whose = reader_of(request.scope, api.config.api_key)
     tenant = None if is_admin(request.scope, api.config) else whose
     ids = None if body is None else body.request_ids
-    return {"request_ids": await api.client.cancel(ids, tenant)}
+    return {"request_ids": await api.engine.cancel(ids, tenant)}
 
 
 def check_admin(scope: Scope, config: ServerConfig, why: str) -> None:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -22,28 +22,30 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from quire.base.config import ModelConfig, ServerConfig
+from quire.base.config import ServerConfig
 from quire.base.errors import EngineDead, QuireError
 from quire.engine.child import NO_START, begin_child, collecting_rarely
-from quire.engine.fleet import CoreClient, client_of
-from quire.engine.text import build_text_side
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.api.listener import Listener, report
-from quire.serve.api.observers import Observers
 from quire.serve.api.peers import Peers
 from quire.serve.api.reading import MAX_WIDE_BYTES
+from quire.serve.api.several.front import ModelFront, share_context
+from quire.serve.api.several.link import ModelLink
 from quire.serve.children import READY
 from quire.serve.hooks import Hooks
 from quire.serve.rate_limits import RateLimits
+from quire.serve.several.messages import LOADED
+from quire.serve.several.served import ApiModel
 
 logger = logging.getLogger("quire")
 
 POLL_S = 0.05
 CLOSE_S = 2.0
+_ENDING = "the server is shutting down."
 MAX_DIGITS = 640  # of a number that a client sends; reading one takes the square of their number
 PING_S = 20.0  # WebSockets: a client that does not answer for as long has gone
 
@@ -51,7 +53,7 @@ PING_S = 20.0  # WebSockets: a client that does not answer for as long has gone
 class ApiConfig(msgspec.Struct, frozen=True):
     """What an API process is told."""
 
-    model: ModelConfig
+    models: list[ApiModel]
     server: ServerConfig
 
 
@@ -71,38 +73,35 @@ def main() -> int:
     sys.set_int_max_str_digits(MAX_DIGITS)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
     try:
-        source = resolve_source(config.model, progress=False)
-        return asyncio.run(_serve(config, source, options))
+        sources = [resolve_source(each.model, progress=False) for each in config.models]
+        return asyncio.run(_serve(config, sources, options))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return NO_START
 
 
-async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Namespace) -> int:
+async def _serve(
+    config: ApiConfig, sources: Sequence[ModelSource], options: argparse.Namespace
+) -> int:
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, asked.set)
     loop.set_exception_handler(report)
-    text = build_text_side(config.model, source, options.index)
-    text.renderer.prepare()
-    client = client_of(options.core, text.tokenizer)
-    client.start()
-    names = config.server.served_model_name or (source.name,)
-    count, has_tls = config.server.api_server_count, config.server.ssl_certfile is not None
-    peers = Peers(options.index, count, options.core[0].parent, has_tls)
-    context = ApiContext(
-        client, text.renderer, text.requests, names, config.server, int(time.time()),
-        peers=peers,
-    )  # fmt: skip
+    link = None
+    if options.keeper is not None:
+        link = ModelLink(options.keeper, config.server.model_wait_s)
+        await link.start()
+    rates = None
     if options.rates is not None:
-        context.rates = RateLimits(config.server.rate_limits, options.rates)
-    observers = Observers(client, config.server, names[0], context.rates)
-    context.client = observers.client
-    if config.server.hooks:
-        context.hooks = Hooks(config.server.hooks, config.server.hook_timeout)
+        rates = RateLimits(config.server.rate_limits, options.rates)
+    fronts = [
+        ModelFront.make(model, source, config.server, options.index, rates, link)
+        for model, source in zip(config.models, sources, strict=True)
+    ]
+    context = _context(config, fronts, options, rates, link)
     batches = open_batches(config.server)
     server = ApiServer(uvicorn_config(context, options.log_level, batches))
-    ready = asyncio.create_task(client.wait_until_ready())
+    ready = asyncio.create_task(_wait_until_ready(fronts, link))
     ending = asyncio.create_task(asked.wait())
     await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
     try:
@@ -111,10 +110,48 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
             return 0
         await ready  # EngineDead, if the core will never come
         with collecting_rarely():
-            await _serve_until(server, options, ending, context, client, batches)
+            await _serve_until(server, options, ending, context, fronts, link, batches)
         return 0
     finally:
-        await observers.close()
+        for front in fronts:
+            await front.observers.close()
+        if link is not None:
+            await link.close()
+
+
+def _context(
+    config: ApiConfig,
+    fronts: Sequence[ModelFront],
+    options: argparse.Namespace,
+    rates: RateLimits | None,
+    link: ModelLink | None,
+) -> ApiContext:
+    """Return what handlers share; of several models the context of the first, which knows those of
+    the others."""
+    server, first = config.server, fronts[0]
+    count, has_tls = server.api_server_count, server.ssl_certfile is not None
+    home = Path(config.models[0].cores[0]).parent
+    context = ApiContext(
+        first.observers.client, first.text.renderer, first.text.requests, first.names, server,
+        int(time.time()), peers=Peers(options.index, count, home, has_tls), rates=rates,
+    )  # fmt: skip
+    if server.hooks:
+        context.hooks = Hooks(server.hooks, server.hook_timeout)
+    if link is not None:
+        share_context(context, fronts, link)
+    return context
+
+
+async def _wait_until_ready(fronts: Sequence[ModelFront], link: ModelLink | None) -> None:
+    """Wait for the model; for all of several that are loaded at the start. Raise EngineDead if none
+    will come."""
+    if link is None:
+        await fronts[0].core.wait_until_ready()
+        return
+    await link.wait_until_settled()
+    for front in fronts:
+        if link.states[front.names[0]].state == LOADED:
+            await front.core.wait_until_ready()
 
 
 async def _serve_until(
@@ -122,7 +159,8 @@ async def _serve_until(
     options: argparse.Namespace,
     ending: "asyncio.Task[bool]",
     context: ApiContext,
-    client: CoreClient,
+    fronts: Sequence[ModelFront],
+    link: ModelLink | None,
     batches: Batches | None,
 ) -> None:
     """Answer requests, and run batches; then let open requests finish."""
@@ -139,12 +177,12 @@ async def _serve_until(
     if batches is not None:
         await batches.stop()
     if not serving.done():
-        await _drain(context, client)
+        await _drain(context, fronts, link)
         server.should_exit = True
     await serving
 
 
-async def _drain(context: ApiContext, client: CoreClient) -> None:
+async def _drain(context: ApiContext, fronts: Sequence[ModelFront], link: ModelLink | None) -> None:
     """Let open requests finish, then end those that are left with an error."""
     context.draining = True
     end_s = time.monotonic() + context.config.shutdown_timeout
@@ -155,7 +193,10 @@ async def _drain(context: ApiContext, client: CoreClient) -> None:
         )  # fmt: skip
     await _until(lambda: context.num_open == 0 or time.monotonic() > end_s)
     if context.num_open:
-        client.fail_all(EngineDead("the server is shutting down."))
+        for front in fronts:
+            front.core.fail_all(EngineDead(_ENDING))
+        if link is not None:
+            link.deny_all(_ENDING)
         end_s = time.monotonic() + CLOSE_S
         await _until(lambda: context.num_open == 0 or time.monotonic() > end_s)
 
@@ -195,7 +236,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the bound socket")
     parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
     add = parser.add_argument
-    add("--core", type=Path, action="append", required=True, help="each core's Unix socket")
+    add("--keeper", type=Path, help="Unix socket of what loads models, if there are several")
     add("--rates", type=int, help="descriptor of the keys' rate limits, if there are any")
     parser.add_argument("--index", type=int, required=True, help="which of the API processes")
     parser.add_argument("--log-level", default="info")

@@ -53,7 +53,7 @@ def document(app: FastAPI) -> Json:
         context: ApiContext = app.state.context
         for schema in schemas.values():
             if "model" in schema.get("properties", {}):
-                schema["properties"]["model"] = {"enum": [*context.model_names, None]}
+                schema["properties"]["model"] = {"enum": [*context.all_names, None]}
         schemas["CompletionRequest"]["required"] = ["prompt"]
         schemas["ResponsesRequest"]["required"] = ["input"]
         for name in ("EmbeddingBody", "ClassifyBody"):

@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.api.auth import has_key, wrong_key
 from quire.serve.api.codings import Decoder, decoder_of
-from quire.serve.api.context import Api, ApiContext
+from quire.serve.api.context import Api, ApiContext, model_known
 from quire.serve.api.error_shapes import error_answer
 from quire.serve.api.errors import ApiError, ApiHttpError
 from quire.serve.api.rate_gate import admit
+from quire.serve.api.reading import MODEL
 
 RETRY_AFTER_S = 5
 BODY_S = 60.0  # for the next piece of a body
@@ -147,6 +148,7 @@ async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
     async with open_request(api):
         if not api.peers.have_sent(request.scope):
             admit(api, request.scope)
+        await model_known(api, request.scope.get(MODEL))
         yield
 
 

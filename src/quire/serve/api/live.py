@@ -20,6 +20,7 @@ from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.live_events import difference, head, is_another_core, snapshot
 from quire.serve.api.reading import BoundedRoute
+from quire.serve.api.rendering import check_model
 from quire.serve.api.sse import DONE, event, start_stream
 
 PERIOD_S = 0.2
@@ -30,13 +31,19 @@ router = fastapi.APIRouter(route_class=BoundedRoute)
 
 @router.get("/v1/engine/live")
 async def show_live(
-    request: fastapi.Request, api: Api, core: Annotated[int, fastapi.Query(ge=0)] = 0
+    request: fastapi.Request,
+    api: Api,
+    core: Annotated[int, fastapi.Query(ge=0)] = 0,
+    model: str | None = None,
 ) -> Response:
     """What a core is doing, as server-sent events: a snapshot and then differences, at most five a
     second. On a server with keys each is told of its own requests, and of others' that there are
-    some and which blocks they hold; those of admin_api_key are told of all."""
+    some and which blocks they hold; those of admin_api_key are told of all. model: which of
+    several."""
     whose = reader_of(request.scope, api.config.api_key)
     tenant = None if is_admin(request.scope, api.config) else whose
+    api = api.of_model(model)
+    check_model(api, model)
     return await start_stream(request, live_events(api, core, tenant))
 
 

@@ -73,14 +73,14 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
 @router.get("/v1/prefixes")
 async def list_prefixes(request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Those of the key that asks; without keys, all."""
-    found = await api.client.prefixes(reader_of(request.scope, api.config.api_key))
+    found = await api.engine.prefixes(reader_of(request.scope, api.config.api_key))
     return {"object": "list", "data": [_as_json(prefix) for prefix in found]}
 
 
 @router.get("/v1/prefixes/{prefix_id}")
 async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """One of them."""
-    for prefix in await api.client.prefixes(reader_of(request.scope, api.config.api_key)):
+    for prefix in await api.engine.prefixes(reader_of(request.scope, api.config.api_key)):
         if prefix.id == prefix_id:
             return _as_json(prefix)
     raise _unknown(prefix_id)
@@ -89,7 +89,7 @@ async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dic
 @router.delete("/v1/prefixes/{prefix_id}")
 async def unpin_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Keep it no longer. Requests that run keep their blocks."""
-    if not await api.client.unpin(prefix_id, reader_of(request.scope, api.config.api_key)):
+    if not await api.engine.unpin(prefix_id, reader_of(request.scope, api.config.api_key)):
         raise _unknown(prefix_id)
     return {"id": prefix_id, "object": "prefix", "deleted": True}
 

@@ -23,6 +23,8 @@ from quire.serve.api.open_body import (
     without_unknown,
 )
 
+MODEL = "quire.model"  # of a scope: what a body that was read calls its model
+
 MAX_VALUES = 3 << 18
 MAX_CONTAINERS = 1 << 15
 MAX_TEXTS = 1 << 17  # with names of fields
@@ -68,6 +70,8 @@ class BoundedRequest(fastapi.Request):
         """Decode the body that was read. Raise ApiHttpError for too much of it, and what json
         raises for what is no JSON."""
         value = await read_beside(self.whole, "the body")
+        if isinstance(value, dict):
+            self.scope[MODEL] = value.get("model")
         if self.known is None or not isinstance(value, dict):
             return value
         return without_unknown(value, self.known, self.scope)

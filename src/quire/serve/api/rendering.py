@@ -89,7 +89,7 @@ def check_model(context: ApiContext, name: str | None) -> str:
         return context.model_names[0]
     if name in context.model_names:
         return name
-    known = ", ".join(context.model_names)
+    known = ", ".join(context.all_names)
     raise ApiError(
         404,
         f"there is no model {shown(name)} here; this server has: {known}.",

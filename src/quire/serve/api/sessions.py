@@ -84,7 +84,7 @@ class KeepBody(BaseModel):
 @router.get("/v1/requests")
 async def list_held(request: fastapi.Request, api: Api) -> dict[str, Any]:
     """The held requests of the key that asks; without keys, all."""
-    found = await api.client.held(tenant=reader_of(request.scope, api.config.api_key))
+    found = await api.engine.held(tenant=reader_of(request.scope, api.config.api_key))
     return {"object": "list", "data": [_as_json(held) for held in found]}
 
 
@@ -93,6 +93,7 @@ async def show_tokens(
     request_id: str, request: fastapi.Request, api: Api, index: Index = 0
 ) -> dict[str, Any]:
     """All known tokens of a request that runs or is held, prompt and output."""
+    api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, index)
     return _as_json(source) | {"token_ids": source.token_ids}
 
@@ -100,6 +101,7 @@ async def show_tokens(
 @router.post("/v1/requests/{request_id}/fork", dependencies=[Depends(generating)])
 async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: Api) -> Response:
     """Continue a request from one of its tokens on, n times; the request itself stays as it is."""
+    api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
     at_token = source.num_tokens if body.at_token is None else body.at_token
     if at_token > source.num_tokens:
@@ -111,6 +113,7 @@ async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: A
 @router.post("/v1/requests/{request_id}/append", dependencies=[Depends(generating)])
 async def append(request_id: str, body: AppendBody, request: fastapi.Request, api: Api) -> Response:
     """Put input behind a held request, and continue it: the answer, once held, takes its place."""
+    api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
     _check_held(source, "fork it at one of its tokens, or wait until it has ended")
     takes_over = not body.keep_source
@@ -127,6 +130,7 @@ async def rewind(
     request_id: str, body: RewindBody, request: fastapi.Request, api: Api
 ) -> dict[str, Any]:
     """Drop the last tokens of a held request, also of its prompt; the first one stays."""
+    api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
     _check_held(source, "fork it at the token to go back to, or wait until it has ended")
     left = source.num_tokens - body.num_tokens
@@ -146,6 +150,7 @@ async def keep(
     request_id: str, body: KeepBody, request: fastapi.Request, api: Api
 ) -> dict[str, Any]:
     """Hold a request, all of its choices, for so many seconds."""
+    api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, -1)
     tenant = reader_of(request.scope, api.config.api_key)
     await api.client.keep(source.id, body.keep_s, tenant, source.core_id)
@@ -155,6 +160,7 @@ async def keep(
 @router.delete("/v1/requests/{request_id}")
 async def let_go(request_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Hold a request no longer; one that runs ends with finish_reason `abort`."""
+    api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, -1)
     tenant = reader_of(request.scope, api.config.api_key)
     await api.client.cancel([source.id], tenant)
@@ -215,6 +221,12 @@ async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> l
         return (await render_prompt(api, prompt, add_special_tokens=special)).token_ids
     except RequestError as error:
         raise error_in(given[0], error) from error
+
+
+async def _of_request(api: ApiContext, request: fastapi.Request, request_id: str) -> ApiContext:
+    """Return the context of a request's model, which only has to be found among several."""
+    tenant = reader_of(request.scope, api.config.api_key)
+    return await api.of_request(request_id, tenant) if api.models else api
 
 
 async def _found(

@@ -18,7 +18,7 @@ from quire.base.errors import HookFailed, RequestError, StepFailed
 from quire.serve.api.answers import Answer, Json
 from quire.serve.api.asked_core import asked_core
 from quire.serve.api.auth import has_key, tenant_asking, wrong_key
-from quire.serve.api.context import ApiContext, new_id
+from quire.serve.api.context import ApiContext, model_known, new_id
 from quire.serve.api.errors import (
     ApiError,
     ApiHttpError,
@@ -179,7 +179,9 @@ class Session:
     async def _run(self, fields: Json, request_id: str) -> None:
         is_last, prompt = _last(fields), fields.get("prompt")
         fields.pop("last", None)
-        request = OpenRequest(self._api, fields, request_id, asked_core(self._scope))
+        api = self._api.of_model(fields.get("model"))
+        await model_known(api, fields.get("model"))
+        request = OpenRequest(api, fields, request_id, asked_core(self._scope))
         tenant = tenant_asking(self._scope, self._api.config, request.body)
         await self._connection.send({"type": "started", "id": request_id, "model": request.model})
         await request.take(prompt, is_last, tenant)

@@ -4,20 +4,22 @@
 `description`, the one public and the other not, say what can be asked.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fastapi
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from quire.base.errors import EngineDead
 from quire.base.version import QUIRE_VERSION
 from quire.render.chat_template import ChatOptions
 from quire.serve.api.admin import is_admin
 from quire.serve.api.auth import reader_of
-from quire.serve.api.context import Api, ApiContext
+from quire.serve.api.context import Api, ApiContext, knowing
 from quire.serve.api.document import document
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.open_body import OpenBody
@@ -70,15 +72,23 @@ class DetokenizeBody(OpenBody):
 
 
 @public.get("/health")
-async def health(api: Api) -> Response:
-    """200 while the engine lives, also during a drain: what must not be is a restart."""
-    return Response(status_code=200 if api.client.is_alive else 503)
+async def health(api: Api, model: str | None = None) -> Response:
+    """200 while the engine lives, also during a drain: what must not be is a restart. Of several
+    models: while some model can answer, with what each is; model: while that one can."""
+    one = api.of_model(model)
+    check_model(one, model)
+    is_alive = (api.engine if model is None else one.client).is_alive
+    status = 200 if is_alive else 503
+    if api.all_models is None:
+        return Response(status_code=status)
+    told = [{"name": each.name, "state": each.state} for each in api.all_models.states]
+    return JSONResponse({"models": told}, status)
 
 
 @public.get("/ready")
 async def ready(api: Api) -> Response:
     """200 while new work is welcome."""
-    return Response(status_code=200 if api.client.is_alive and not api.draining else 503)
+    return Response(status_code=200 if api.engine.is_alive and not api.draining else 503)
 
 
 @public.get("/ping")
@@ -108,7 +118,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(api: Api) -> Response:
     """Numbers in the text format of Prometheus."""
-    return PlainTextResponse(await api.client.metrics(), media_type=METRICS_TYPE)
+    return PlainTextResponse(await api.engine.metrics(), media_type=METRICS_TYPE)
 
 
 @router.get("/v1/requests/{request_id}")
@@ -117,7 +127,7 @@ async def show_request(request_id: str, request: fastapi.Request, api: Api) -> R
     to those of admin_api_key."""
     whose = reader_of(request.scope, api.config.api_key)
     tenant = None if is_admin(request.scope, api.config) else whose
-    text = await api.client.timeline(request_id, tenant)
+    text = await api.engine.timeline(request_id, tenant)
     if not text:
         raise ApiError(
             404,
@@ -143,17 +153,22 @@ async def docs() -> Response:
 
 @router.get("/v1/models")
 async def list_models(api: Api) -> dict[str, Any]:
-    """The served model, once under each of its names."""
-    return {"object": "list", "data": [_card(api, name) for name in api.model_names]}
+    """The served models, each once under each of its names."""
+    contexts = api.models or (api,)
+    cards = [_card(each, name) for each in contexts for name in each.model_names]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, api: Api) -> dict[str, Any]:
-    """The served model, under one of its names."""
-    return _card(api, check_model(api, name)) if name else await list_models(api)
+    """A served model, under one of its names."""
+    if not name:
+        return await list_models(api)
+    found = api.of_model(name)
+    return _card(found, check_model(found, name))
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", dependencies=[Depends(knowing)])
 async def tokenize(body: TokenizeBody, api: Api) -> Response:
     """Token ids of a text or a conversation, as a request with it would be served."""
     check_model(api, body.model)
@@ -162,7 +177,7 @@ async def tokenize(body: TokenizeBody, api: Api) -> Response:
     return await api.lanes.run(len(token_ids), _shown, body, api, token_ids)
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", dependencies=[Depends(knowing)])
 async def detokenize(body: DetokenizeBody, api: Api) -> Response:
     """The text of token ids, special tokens included."""
     check_model(api, body.model)
@@ -239,12 +254,22 @@ def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
 
 
 def _card(api: ApiContext, name: str) -> dict[str, Any]:
-    return {
+    """Return what is told of a model; one of several may never have been loaded."""
+    card = {
         "id": name,
         "object": "model",
         "created": api.started_s,
         "owned_by": "quire",
-        "root": api.client.ready.settings.get("model", name),
+        "root": name,
         "parent": None,
-        "max_model_len": api.client.ready.max_model_len,
+        "max_model_len": None,
     }
+    with contextlib.suppress(EngineDead):
+        known = api.client.ready
+        card["root"] = known.settings.get("model", name)
+        card["max_model_len"] = known.max_model_len
+    if api.all_models is not None:
+        [state] = [each for each in api.all_models.states if each.name == api.model_names[0]]
+        card |= {"state": state.state, "state_since": round(state.since_s, 3)}
+        card |= {"num_loads": state.num_loads, "why": state.why or None}
+    return card

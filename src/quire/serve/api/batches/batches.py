@@ -15,6 +15,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from quire.base.config import ServerConfig
+from quire.base.errors import EngineDead
 from quire.serve.api.batches.batch_job import BatchJob, Workplace
 from quire.serve.api.batches.batch_store import BatchRecord, BatchStore
 from quire.serve.api.batches.directory import FilesDirectory
@@ -111,9 +112,13 @@ class Batches:
 def num_slots(api: ApiContext) -> int:
     """Return how many sequences of batches run at once: half of the rows, so that live requests
     find some free."""
-    ready = api.client.ready
-    num_cores = int(ready.settings.get("data_parallel_size") or 1)
-    return max(1, ready.max_num_seqs * num_cores // 2)
+    num_rows = 1
+    for each in api.models or (api,):
+        with contextlib.suppress(EngineDead):  # one of several models that was never loaded
+            ready = each.client.ready
+            num_cores = int(ready.settings.get("data_parallel_size") or 1)
+            num_rows = max(num_rows, ready.max_num_seqs * num_cores)
+    return max(1, num_rows // 2)
 
 
 def open_batches(config: ServerConfig) -> Batches | None:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.serve.api.answers import Answer
 from quire.serve.api.chat_job import ChatJob, chat_choices, make_chat_job, render_chat
-from quire.serve.api.context import Api, new_id
+from quire.serve.api.context import Api, knowing, new_id
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import request_id_of
 from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
@@ -62,7 +62,7 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
     return with_warnings(response, chat.grammar)
 
 
-@counting_router.post("/v1/messages/count_tokens")
+@counting_router.post("/v1/messages/count_tokens", dependencies=[fastapi.Depends(knowing)])
 async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: Api) -> Response:
     """How many tokens the prompt of a message with the same fields has."""
     check_neutral(body)

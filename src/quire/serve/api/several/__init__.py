@@ -1,0 +1,1 @@
+"""Several models, as an API process sees them."""

@@ -1,0 +1,160 @@
+"""A client of one of several models: each request has its model loaded, and keeps it there."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import cast
+
+import msgspec
+
+from quire.base.clock import Clock, MonotonicClock
+from quire.base.errors import EngineDead, RequestError
+from quire.base.live import LiveFrame
+from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
+from quire.base.outputs import RequestOutput
+from quire.engine.fleet import CoreClient
+from quire.serve.api.several.link import ModelLink
+from quire.serve.several.messages import DEAD, FAILED
+
+READY_S = 60.0  # for a core that is loaded to answer this process, too
+
+
+class LeasedClient:
+    """An `AsyncClient`. model: its first name. What is about no single request is asked of a core
+    only while the model is loaded; it does not load it."""
+
+    def __init__(
+        self, client: CoreClient, link: ModelLink, model: str, clock: Clock | None = None
+    ) -> None:
+        self._client = client
+        self._link = link
+        self._model = model
+        self._clock = clock or MonotonicClock()
+        self._open: dict[str, Request] = {}  # requests that wait for the model
+
+    @property
+    def ready(self) -> Ready:
+        """What the model is, also while it is not loaded. Raises EngineDead before it was for the
+        first time."""
+        return self._client.ready
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._client.is_alive
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are welcome: the model is there, or can be."""
+        return self._client.is_alive or self._link.states[self._model].state not in (FAILED, DEAD)
+
+    async def be_known(self) -> None:
+        """Have the model loaded if it never was: what it takes is known from then on. Raise
+        EngineDead, or EngineBusy."""
+        try:
+            self._client.ready  # noqa: B018
+        except EngineDead:
+            async with self._link.lease(self._model):
+                await self._wait_until_ready()
+
+    def check(self, request: Request) -> None:
+        self._client.check(request)
+
+    async def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        self.check(request)
+        if not request.received_s:
+            request = msgspec.structs.replace(request, received_s=self._clock.now())
+        name = request.request_id
+        self._open[name] = request
+        try:
+            async with self._link.lease(self._model, request.timeout_s or None):
+                await self._wait_until_ready()
+                whole = self._open.pop(name)
+                outputs = cast(
+                    AsyncGenerator[RequestOutput, None], self._client.generate(whole, prompt_text)
+                )
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        yield output
+        finally:
+            self._open.pop(name, None)
+
+    async def _wait_until_ready(self) -> None:
+        """Wait until the core answers this process, too. Raise EngineDead if it does not."""
+        if self._client.is_alive:
+            return
+        waits = [
+            asyncio.ensure_future(self._client.wait_until_ready()),
+            asyncio.ensure_future(self._link.wait_for_state(self._model, (FAILED, DEAD))),
+        ]
+        try:
+            await asyncio.wait(waits, timeout=READY_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waits:
+                each.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if not self._client.is_alive:
+            state = self._link.states[self._model]
+            raise EngineDead(f"model {self._model} does not answer ({state.why or state.state}).")
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        waiting = self._open.get(request_id)
+        if waiting is None:
+            self._client.append(request_id, token_ids, is_last)
+            return
+        if not waiting.is_open:
+            raise RequestError("the prompt is complete; nothing can be added to it.")
+        tokens = [*waiting.prompt_token_ids, *token_ids]
+        longer = msgspec.structs.replace(waiting, prompt_token_ids=tokens, is_open=not is_last)
+        self.check(longer)
+        self._open[request_id] = longer
+
+    # ---- what does not load it -----------------------------------------------------------------
+
+    async def metrics(self) -> str:
+        return await self._client.metrics() if self.is_loaded else ""
+
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        return await self._client.timeline(request_id, tenant) if self.is_loaded else ""
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        if not self.is_loaded:
+            raise EngineDead(f"model {self._model} is not loaded; the first request loads it.")
+        return await self._client.live(core)
+
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        return await self._client.prefixes(tenant) if self.is_loaded else []
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        return self.is_loaded and await self._client.unpin(prefix_id, tenant)
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        return await self._client.held(request_id, index, tenant) if self.is_loaded else []
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        await self._client.keep(request_id, keep_s, tenant, core_id)
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        await self._client.rewind(request_id, index, num_tokens, tenant, core_id)
+
+    async def reset_prefix_cache(self) -> None:
+        if self.is_loaded:
+            await self._client.reset_prefix_cache()
+
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        return await self._client.cancel(request_ids, tenant) if self.is_loaded else []
+
+    async def close(self) -> None:
+        await self._client.close()

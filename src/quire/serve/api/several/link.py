@@ -1,0 +1,235 @@
+"""The way from an API process to the supervisor, which loads models and unloads them: leases, and
+the states of all models (`serve/several/messages.py`)."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from quire.base.errors import EngineBusy, EngineDead, EngineError
+from quire.engine.wire import LENGTH, body_length
+from quire.serve.several.messages import (
+    LOADED,
+    LOADING,
+    MAX_WIRE_BYTES,
+    UNLOADED,
+    Ask,
+    Deny,
+    FromKeeper,
+    GiveBack,
+    GiveWay,
+    ModelState,
+    States,
+    link_codec,
+)
+
+logger = logging.getLogger("quire")
+
+MAX_WAITING = 1024  # requests of one model that wait for it, in one API process
+
+_GONE = "the process that loads models does not answer; the server is ending."
+
+
+@dataclass(eq=False)
+class Lease:
+    """num_open: requests under it. is_open: whether more may begin under it."""
+
+    number: int
+    num_open: int = 0
+    is_open: bool = True
+
+
+@dataclass
+class _Wanted:
+    """A lease that was asked for, and who waits for it."""
+
+    number: int
+    waiting: set["asyncio.Future[Lease]"] = field(default_factory=set)
+
+
+class ModelLink:
+    """Leases on models by their first names. wait_s: how long somebody may wait for one."""
+
+    def __init__(self, path: Path, wait_s: float) -> None:
+        self._path = path
+        self._wait_s = wait_s
+        self._codec = link_codec()
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._leases: dict[str, Lease] = {}  # under which requests may begin
+        self._wanted: dict[str, _Wanted] = {}
+        self._num_leases = 0
+        self._changed = asyncio.Event()
+        self.states: dict[str, ModelState] = {}
+
+    async def start(self) -> None:
+        """Connect, and learn the states of all models. Raise EngineDead if nobody answers."""
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(str(self._path))
+        except OSError as error:
+            raise EngineDead(_GONE) from error
+        self._task = asyncio.create_task(self._follow(reader))
+        await self._wait_for_states(lambda: bool(self.states))
+
+    async def wait_until_settled(self) -> None:
+        """Wait until no model is being loaded."""
+        await self._wait_for_states(
+            lambda: all(each.state != LOADING for each in self.states.values())
+        )
+
+    async def wait_for_state(self, model: str, states: Collection[str]) -> None:
+        """Wait until a model is in one of these states."""
+        await self._wait_for_states(lambda: self.states[model].state in states)
+
+    @contextlib.asynccontextmanager
+    async def lease(self, model: str, wait_s: float | None = None) -> AsyncIterator[None]:
+        """Have a model loaded as long as the block runs. wait_s: if the caller has less time than
+        others. Raise EngineDead if it cannot be loaded, EngineBusy if that takes too long."""
+        held = self._leases.get(model)
+        if held is not None and held.is_open:
+            held.num_open += 1
+        else:
+            held = await self._wait(model, wait_s)
+        try:
+            yield
+        finally:
+            self._leave(model, held)
+
+    def deny_all(self, why: str) -> None:
+        """Let nobody wait any longer."""
+        for wanted in self._wanted.values():
+            _deny(wanted, why)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.close()
+
+    # ---- leases ------------------------------------------------------------------------------
+
+    async def _wait(self, model: str, wait_s: float | None) -> Lease:
+        """Wait for a lease, which counts its waiters when it is granted."""
+        wanted = self._ask(model)
+        granted: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        wanted.waiting.add(granted)
+        seconds = self._wait_s if wait_s is None else min(wait_s, self._wait_s)
+        try:
+            async with asyncio.timeout(seconds):
+                return await granted
+        except BaseException as error:
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                self._leave(model, granted.result())
+            if isinstance(error, TimeoutError):
+                raise EngineBusy(
+                    f"model {model} was not there within {seconds:g} s ({self._why_not(model)});"
+                    " try again later."
+                ) from None
+            raise
+        finally:
+            wanted.waiting.discard(granted)
+            if not wanted.waiting and self._wanted.get(model) is wanted:
+                del self._wanted[model]
+                self._send(GiveBack(model, wanted.number))
+
+    def _ask(self, model: str) -> _Wanted:
+        """Return the lease that is asked for. Raise EngineDead if there is nobody to ask,
+        EngineBusy if too many wait for it."""
+        if self._task is None or self._task.done():
+            raise EngineDead(_GONE)
+        wanted = self._wanted.get(model)
+        if wanted is None:
+            self._num_leases += 1
+            wanted = self._wanted[model] = _Wanted(self._num_leases)
+            self._send(Ask(model, wanted.number))
+        if len(wanted.waiting) >= MAX_WAITING:
+            raise EngineBusy(
+                f"{MAX_WAITING} requests wait for model {model} already; try again later."
+            )
+        return wanted
+
+    def _leave(self, model: str, held: Lease) -> None:
+        """End one use of a lease; with the last one it goes back."""
+        held.num_open -= 1
+        if held.num_open:
+            return
+        if self._leases.get(model) is held:
+            del self._leases[model]
+        self._send(GiveBack(model, held.number))
+
+    def _why_not(self, model: str) -> str:
+        """Say what a model is instead of being there."""
+        state = self.states[model].state
+        others = [each.name for each in self.states.values() if each.state == LOADED]
+        if state == UNLOADED and others:
+            return f"its place is taken by {', '.join(others)}"
+        return f"it is {state}"
+
+    # ---- the wire ----------------------------------------------------------------------------
+
+    async def _wait_for_states(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            if self._task is None or self._task.done():
+                raise EngineDead(_GONE)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(self._codec.encode(message))
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Take messages until the supervisor has gone; then nobody gets a lease any more."""
+        try:
+            while True:
+                head = await reader.readexactly(LENGTH.size)
+                body = await reader.readexactly(body_length(head, MAX_WIRE_BYTES))
+                self._take(self._codec.decode(body))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except EngineError as error:
+            logger.error("the process that loads models is cut off: %s", error)
+        finally:
+            self.deny_all(_GONE)
+            self._changed.set()
+
+    def _take(self, message: FromKeeper) -> None:
+        if isinstance(message, States):
+            self.states = {each.name: each for each in message.models}
+            self._changed.set()
+        elif isinstance(message, GiveWay):
+            held = self._leases.get(message.model)
+            if held is not None:
+                held.is_open = False
+        else:
+            wanted = self._wanted.get(message.model)
+            if wanted is None or wanted.number != message.lease:
+                return  # nobody waits for it any more, and it was given back
+            del self._wanted[message.model]
+            if isinstance(message, Deny):
+                why = f"model {message.model} is not there: {message.why}"
+                _deny(wanted, why)
+            else:
+                self._grant(message.model, wanted)
+
+    def _grant(self, model: str, wanted: _Wanted) -> None:
+        held = Lease(wanted.number)
+        for granted in wanted.waiting:
+            if not granted.done():
+                held.num_open += 1
+                granted.set_result(held)
+        if held.num_open:
+            self._leases[model] = held
+        else:
+            self._send(GiveBack(model, held.number))
+
+
+def _deny(wanted: _Wanted, why: str) -> None:
+    for granted in wanted.waiting:
+        if not granted.done():
+            granted.set_exception(EngineDead(why))

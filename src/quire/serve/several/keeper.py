@@ -1,0 +1,303 @@
+"""The supervisor's part in several models: it carries out what `Residency` decides.
+
+API processes are connected to its Unix socket; cores are children of the supervisor. That a model
+is loaded it learns as every client does: the core answers a connection with `Ready`.
+"""
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import msgspec
+
+from quire.base.errors import EngineError
+from quire.engine.child import NO_START
+from quire.engine.wire import READ_BYTES, Codec, Frames
+from quire.serve.children import Child
+from quire.serve.core_child import CoreChild
+from quire.serve.launch import END_S, FAILURE, StartFailure
+from quire.serve.several.messages import (
+    DEAD,
+    FAILED,
+    LOADING,
+    UNLOADING,
+    Ask,
+    Deny,
+    GiveWay,
+    Grant,
+    ModelState,
+    States,
+    ToKeeper,
+    keeper_codec,
+)
+from quire.serve.several.residency import (
+    Denied,
+    Granted,
+    MakeWay,
+    Order,
+    Residency,
+    Start,
+    Stop,
+)
+
+logger = logging.getLogger("quire")
+
+READY_BYTES = 1  # of the message: any of it says that the model is loaded
+
+
+class Keeper:
+    """cores: by the names of their models. listener: where API processes connect. end_s: how long a
+    core may take to end."""
+
+    def __init__(
+        self,
+        residency: Residency,
+        cores: Mapping[str, CoreChild],
+        listener: socket.socket,
+        end_s: float = END_S,
+    ) -> None:
+        self._residency = residency
+        self._cores = cores
+        self._listener = listener
+        listener.setblocking(False)
+        self._end_s = end_s
+        self._codec = keeper_codec()
+        self._links: dict[int, _Link] = {}
+        self._num_links = 0
+        self._probes: dict[str, socket.socket] = {}  # of models that load
+        self._kill_s: dict[str, float] = {}  # of models that are told to end
+        self._told: list[ModelState] = []
+        self.is_open = True
+
+    def begin(self) -> None:
+        """Load the first models, as many as may be loaded at once."""
+        for core in self._cores.values():
+            core.child.due_s = None
+        for name in list(self._cores)[: self._residency.max_loaded]:
+            self._residency.begin(name, time.monotonic())
+            self._start(name)
+
+    @property
+    def states(self) -> list[ModelState]:
+        now, unix = time.monotonic(), time.time()
+        return [
+            ModelState(each.name, each.state, each.why, unix - now + each.since_s, each.num_loads)
+            for each in self._residency.models.values()
+        ]
+
+    @property
+    def end_status(self) -> int | None:
+        """Return the exit status of a server none of whose models will come; None of others."""
+        models = self._residency.models.values()
+        if all(each.state == DEAD for each in models):
+            return 1
+        never = all(each.num_loads == 0 and not each.has_place for each in models)
+        return NO_START if never and any(each.state == FAILED for each in models) else None
+
+    # ---- for the supervisor's loop -----------------------------------------------------------
+
+    def fds(self) -> list[int]:
+        """Return what to wait for."""
+        if not self.is_open:
+            return []
+        links = (link.sock for link in self._links.values())
+        return [sock.fileno() for sock in (self._listener, *self._probes.values(), *links)]
+
+    def due_s(self) -> float:
+        return min([self._residency.due_s(), *self._kill_s.values()])
+
+    def look(self, readable: Collection[int]) -> None:
+        """Take what has come, and do what is to be done."""
+        now = time.monotonic()
+        if self._listener.fileno() in readable:
+            self._accept()
+        for number, link in list(self._links.items()):
+            if link.sock.fileno() in readable:
+                self._hear(number, link, now)
+        for name, probe in list(self._probes.items()):
+            if probe.fileno() in readable:
+                self._see(name, probe, now)
+        for name in [name for name, at_s in self._kill_s.items() if now > at_s]:
+            self._kill_s[name] = now + END_S
+            logger.error("model %s does not end; it is killed", name)
+            self._cores[name].child.kill()
+        for order in self._residency.decide(now):
+            self._carry_out(order)
+        self._tell_states()
+
+    def bury(self, child: Child, status: int) -> bool:
+        """See to a core that has ended; False if it is none of these."""
+        for name, core in self._cores.items():
+            if core.child is child:
+                self._bury(name, child, status, time.monotonic())
+                return True
+        return False
+
+    def close(self) -> None:
+        """Start and stop nothing more."""
+        self.is_open = False
+        for name in list(self._probes):
+            self._close_probe(name)
+        self._kill_s.clear()
+
+    # ---- cores -------------------------------------------------------------------------------
+
+    def _start(self, name: str) -> None:
+        core = self._cores[name]
+        with contextlib.suppress(OSError):
+            (core.path.parent / FAILURE).unlink()
+        core.child.due_s = 0.0
+        logger.info("model %s is being loaded", name)
+        self._close_probe(name)
+        probe = socket.socket(socket.AF_UNIX)
+        probe.setblocking(False)
+        probe.connect(str(core.path))
+        self._probes[name] = probe
+
+    def _see(self, name: str, probe: socket.socket, now: float) -> None:
+        """Take what a core says that loads. One that has ended is buried, too."""
+        try:
+            data = probe.recv(READY_BYTES)
+        except OSError:
+            data = b""
+        self._close_probe(name)
+        resident = self._residency.models[name]
+        if data and resident.state == LOADING:
+            self._residency.loaded(name, now)
+            logger.info("model %s is loaded (%.1f s)", name, resident.load_s)
+
+    def _close_probe(self, name: str) -> None:
+        if name in self._probes:
+            self._probes.pop(name).close()
+
+    def _stop(self, name: str) -> None:
+        logger.info("model %s is unloaded", name)
+        self._cores[name].child.end()
+        self._kill_s[name] = time.monotonic() + self._end_s
+
+    def _bury(self, name: str, child: Child, status: int, now: float) -> None:
+        self._close_probe(name)
+        self._kill_s.pop(name, None)
+        resident = self._residency.models[name]
+        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        if resident.state == UNLOADING:
+            if status != 0:
+                logger.error("model %s did not end well (%s)", name, how)
+            self._residency.unloaded(name, now)
+        elif resident.state == LOADING:
+            why = _last_words(self._cores[name].path.parent)
+            why = why or f"its process ended ({how}) while it loaded the model."
+            logger.error("model %s cannot be loaded: %s", name, why)
+            self._residency.failed(name, why, now)
+        else:
+            logger.error("model %s: its process ended by itself (%s)", name, how)
+            self._follow_death(name, child, how, now)
+
+    def _follow_death(self, name: str, child: Child, how: str, now: float) -> None:
+        pause_s = child.plan_restart(now)
+        if pause_s is None:
+            why = f"its process ended by itself ({how}) and is not started anew."
+            logger.error("model %s is not started anew; the server goes on without it", name)
+            self._residency.died(name, why, now)
+            return
+        due_s = child.due_s
+        self._residency.begin(name, now)
+        self._start(name)
+        child.due_s = due_s
+
+    def start_failed(self, child: Child, error: OSError) -> None:
+        """See to a process that could not even be started."""
+        for name, core in self._cores.items():
+            if core.child is child:
+                self._close_probe(name)
+                self._residency.failed(name, f"no process: {error}.", time.monotonic())
+
+    # ---- API processes -----------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            self._num_links += 1
+            link = self._links[self._num_links] = _Link(sock, self._codec)
+            link.send(States(self.states))
+
+    def _hear(self, number: int, link: "_Link", now: float) -> None:
+        messages = link.receive()
+        if messages is None:
+            self._residency.forget(number, now)
+            self._links.pop(number).sock.close()
+            return
+        for message in messages:
+            lease = (number, message.lease)
+            if message.model not in self._residency.models:
+                continue
+            if isinstance(message, Ask):
+                self._residency.ask(message.model, lease, now)
+            else:
+                self._residency.give_back(message.model, lease, now)
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Start):
+            self._start(order.model)
+        elif isinstance(order, Stop):
+            self._stop(order.model)
+        elif isinstance(order, MakeWay):
+            self._send(order.holder, GiveWay(order.model))
+        elif isinstance(order, Granted):
+            self._send(order.lease[0], Grant(order.model, order.lease[1]))
+        elif isinstance(order, Denied):
+            self._send(order.lease[0], Deny(order.model, order.lease[1], order.why))
+
+    def _send(self, number: int, message: msgspec.Struct) -> None:
+        if number in self._links:
+            self._links[number].send(message)
+
+    def _tell_states(self) -> None:
+        told = [(each.name, each.state, each.why, each.num_loads) for each in self._told]
+        states = self.states
+        if told != [(each.name, each.state, each.why, each.num_loads) for each in states]:
+            self._told = states
+            for link in self._links.values():
+                link.send(States(states))
+
+
+class _Link:
+    """The connection of one API process. Messages are small and few; one that does not take them in
+    has gone wrong, and is cut off."""
+
+    def __init__(self, sock: socket.socket, codec: Codec[ToKeeper]) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self._codec = codec
+        self._frames = Frames()
+
+    def receive(self) -> list[ToKeeper] | None:
+        """Return what has come; None when the other side has gone."""
+        try:
+            data = self.sock.recv(READ_BYTES)
+            return [self._codec.decode(body) for body in self._frames.feed(data)] if data else None
+        except BlockingIOError:
+            return []
+        except (OSError, EngineError):
+            return None
+
+    def send(self, message: msgspec.Struct) -> None:
+        data = self._codec.encode(message)
+        try:
+            sent = self.sock.send(data)
+        except OSError:
+            sent = 0
+        if sent < len(data):
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)  # `receive` finds out
+
+
+def _last_words(home: Path) -> str:
+    """Return what a core has left behind that could not start; empty if nothing."""
+    try:
+        return msgspec.json.decode((home / FAILURE).read_bytes(), type=StartFailure).message
+    except (OSError, msgspec.MsgspecError):
+        return ""

@@ -1,0 +1,164 @@
+"""The memory of a machine, shared out among several models at the start.
+
+    free = weights and workspace of those that are loaded at once, the largest ones + KV pools
+    each pool = one longest sequence + a part of the rest, in proportion to the model's weights,
+                and no more than the model can use
+
+so that any models that may be loaded together fit. `kv_cache_memory_bytes`, if given, is what all
+pools that are there at once take together; one that a model has of its own is that model's.
+"""
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError, OutOfMemory
+from quire.engine.spawn import start_child
+from quire.kv.sizing import MIB
+from quire.runner.memory_plan import (
+    GPU_CONTEXT_BYTES,
+    GPU_RESERVE_BYTES,
+    cpu_pool_budget,
+    gpu_pool_budget,
+)
+from quire.serve.several.needs import Needs
+from quire.serve.several.served import ServedModel
+
+logger = logging.getLogger("quire")
+
+BISECTIONS = 100
+TOGETHER = "at most"
+
+
+def shared_out(
+    models: Sequence[ServedModel], most_loaded: int | None, log_level: str
+) -> list[ServedModel]:
+    """Give each model its KV pool, and tell how the memory is shared. Raises OutOfMemory if it is
+    too small, ConfigError for what keeps a model from being loaded at all."""
+    needs = _ask([model.engine for model in models], log_level)
+    num_loaded = min(most_loaded or len(models), len(models))
+    own = [model.own_pool_bytes for model in models]
+    engines = [model.engine for model in models if model.own_pool_bytes is None]
+    budget = _largest((each or 0 for each in own), num_loaded)
+    if engines:
+        budget = pool_budget(needs, num_loaded, engines[0])
+    pools = split(needs, num_loaded, budget, own)
+    names = [model.name for model in models]
+    for line in described(names, needs, pools, num_loaded):
+        logger.info("%s", line)
+    return [_with_pool(model, pool) for model, pool in zip(models, pools, strict=True)]
+
+
+def pool_budget(needs: Needs, num_loaded: int, engine: EngineConfig) -> int:
+    """Return what the pools that are there at once may take together. engine: of any model that has
+    no pool of its own; what is given for all of them is in each. Raises OutOfMemory."""
+    weights = _largest((each.weights for each in needs.models), num_loaded)
+    workspace = _largest((each.workspace for each in needs.models), num_loaded)
+    if needs.device == "cuda":
+        used = weights + num_loaded * GPU_CONTEXT_BYTES
+        rest = workspace + (num_loaded - 1) * GPU_RESERVE_BYTES
+        share = engine.cache.gpu_memory_utilization
+        budget = gpu_pool_budget(needs.total, share, used, needs.free - used, rest)
+    else:
+        budget = cpu_pool_budget(needs.free, weights, workspace)
+    if engine.cache.kv_cache_memory_bytes is not None:
+        return engine.cache.kv_cache_memory_bytes
+    if budget <= 0:
+        raise OutOfMemory(
+            f"the {num_loaded} largest models take {(weights + workspace) / MIB:,.0f} MiB for"
+            f" weights and workspace, and {needs.free / MIB:,.0f} MiB are free. Have fewer loaded"
+            " at once (max_loaded_models), or serve smaller ones."
+        )
+    return budget
+
+
+def split(needs: Needs, num_loaded: int, budget: int, own: Sequence[int | None]) -> list[int]:
+    """Return the bytes of each pool. own: those of models that were given theirs. Raises
+    OutOfMemory if they do not hold one sequence of each."""
+    least = [
+        each.one_sequence if given is None else given
+        for each, given in zip(needs.models, own, strict=True)
+    ]
+    rest = budget - _largest(least, num_loaded)
+    if rest < 0:
+        raise OutOfMemory(
+            f"the KV pools may take {budget / MIB:,.0f} MiB together, and one sequence of"
+            f" max_model_len of each of {num_loaded} models takes {(budget - rest) / MIB:,.0f} MiB."
+            " Lower max_model_len, have fewer models loaded at once (max_loaded_models), or give"
+            " the pools more memory (kv_cache_memory_bytes)."
+        )
+    factor, most = 0.0, budget / max(1, min(each.weights for each in needs.models))
+    for _ in range(BISECTIONS):
+        middle = (factor + most) / 2
+        fits = _largest(_pools(needs, least, own, middle), num_loaded) <= budget
+        factor, most = (middle, most) if fits else (factor, middle)
+    return _pools(needs, least, own, factor)
+
+
+def _pools(
+    needs: Needs, least: Sequence[int], own: Sequence[int | None], factor: float
+) -> list[int]:
+    """Return pools that have beside the least so many bytes for each byte of weights, and none more
+    than its model can use."""
+    pools = []
+    for each, first, given in zip(needs.models, least, own, strict=True):
+        pool = first + int(factor * max(1, each.weights))
+        most = max(each.most or pool, first)
+        pools.append(first if given is not None else min(pool, most))
+    return pools
+
+
+def described(
+    names: Sequence[str], needs: Needs, pools: Sequence[int], num_loaded: int
+) -> list[str]:
+    """Describe how the memory is shared, in a line for each model."""
+    width = max(map(len, (*names, TOGETHER)))
+    at_once = "all at once" if num_loaded == len(names) else f"{num_loaded} of them at once"
+    lines = [f"memory for {len(names)} models, {at_once}: {needs.free / MIB:,.0f} MiB are free"]
+    for name, each, pool in zip(names, needs.models, pools, strict=True):
+        lines.append(
+            f"  {name:{width}}  weights {each.weights / MIB:,.0f} MiB, workspace"
+            f" {each.workspace / MIB:,.0f} MiB, KV pool {pool / MIB:,.0f} MiB"
+        )
+    sums = (
+        [each.weights for each in needs.models],
+        [each.workspace for each in needs.models],
+        pools,
+    )
+    weights, workspace, pool = (_largest(each, num_loaded) for each in sums)
+    lines.append(
+        f"  {TOGETHER:{width}}  weights {weights / MIB:,.0f} MiB, workspace"
+        f" {workspace / MIB:,.0f} MiB, KV pools {pool / MIB:,.0f} MiB"
+    )
+    return lines
+
+
+def _largest(values: Iterable[int], num: int) -> int:
+    """Return the sum of the largest ones: no choice of so many takes more."""
+    return sum(sorted(values, reverse=True)[:num])
+
+
+def _with_pool(model: ServedModel, pool: int) -> ServedModel:
+    cache = dataclasses.replace(model.engine.cache, kv_cache_memory_bytes=max(1, pool))
+    return dataclasses.replace(model, engine=dataclasses.replace(model.engine, cache=cache))
+
+
+def _ask(engines: list[EngineConfig], log_level: str) -> Needs:
+    """Have a process find out what the models need. Raises ConfigError if it cannot: it has said
+    itself why."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as answer:
+        arguments = ["--out", str(writing)]
+        try:
+            module = "quire.serve.several.sizes"
+            process = start_child(module, arguments, engines, (writing,), log_level)
+        finally:
+            os.close(writing)
+        data = answer.read()
+    if process.wait() != 0 or not data:
+        raise ConfigError("the models cannot be served together; the line above says why.")
+    return msgspec.json.decode(data, type=Needs)

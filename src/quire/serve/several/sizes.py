@@ -1,0 +1,107 @@
+"""How much memory models need, found out without loading them: python -m quire.serve.several.sizes.
+
+Their configurations come as JSON on standard input; what they need goes as JSON to the descriptor
+`--out`. A process of its own: layers are made for it, without memory, which takes torch, and the
+supervisor does without that.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from quire.base.config import AUTO_LENGTH, EngineConfig
+from quire.base.errors import OutOfMemory, QuireError
+from quire.base.model_spec import ModelSpec
+from quire.base.pooling_spec import with_pooling
+from quire.engine.child import NO_START, begin_child
+from quire.kv.sizing import MIB, size_pools
+from quire.models.registry import model_spec
+from quire.models.source import resolve_source
+from quire.runner.memory_plan import block_bytes_of, workspace_of
+from quire.runner.preview import free_and_total_bytes, preview_runner
+from quire.serve.several.needs import ModelNeeds, Needs
+
+PRECISION = 1.05  # of one_sequence
+
+
+def main() -> int:
+    """Answer, and end."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=int, required=True, help="descriptor for the answer")
+    parser.add_argument("--log-level", default="info")
+    options = parser.parse_args()
+    begin_child(options.log_level)
+    configs = msgspec.json.decode(sys.stdin.buffer.read(), type=list[EngineConfig])
+    try:
+        needs = needs_of(configs)
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return NO_START
+    with os.fdopen(options.out, "wb") as file:
+        file.write(msgspec.json.encode(needs))
+    return 0
+
+
+def needs_of(configs: list[EngineConfig]) -> Needs:
+    """Find out what models need. Raises what would keep one of them from being loaded alone."""
+    models, device = [], ""
+    for config in configs:
+        try:
+            needs, device = _needs(config)
+        except QuireError as error:
+            raise type(error)(f"model {config.model.model}: {error}") from error
+        models.append(needs)
+    return Needs(models, device, *free_and_total_bytes(device))
+
+
+def _needs(config: EngineConfig) -> tuple[ModelNeeds, str]:
+    source = resolve_source(config.model, progress=False)
+    found = preview_runner(config, source)
+    model = found.config.model
+    spec = model_spec(source.directory, model.model_impl, is_compiled=model.torch_compile)
+    spec = with_pooling(spec, source.directory, model)
+    own = spec.of_ranks(found.config.parallel.tensor_parallel_size)
+    workspace = workspace_of(found.config, own)
+    most = 0 if found.memory is None else found.memory.pool_bytes
+    needs = ModelNeeds(found.weights_bytes, workspace, _one_sequence(found.config, own), most)
+    return needs, found.config.device
+
+
+def _one_sequence(config: EngineConfig, spec: ModelSpec) -> int:
+    """Return about how large a pool must be for the longest sequence."""
+    length, scheduler = config.model.max_model_len, config.scheduler
+    assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+    if length == AUTO_LENGTH:
+        return 0
+    sizes = block_bytes_of(config, spec)
+    rest = (config.cache.block_size, length, scheduler.max_num_seqs)
+
+    def fits(num_bytes: int) -> bool:
+        try:
+            size_pools(
+                spec.cache_groups, sizes, num_bytes, *rest, scheduler.max_num_batched_tokens or 1
+            )
+        except OutOfMemory:
+            return False
+        return True
+
+    return least(fits)
+
+
+def least(fits: Callable[[int], bool]) -> int:
+    """Return the smallest number of bytes that fits, or somewhat more."""
+    high = MIB // 16
+    while not fits(high):
+        high *= 2
+    low = high // 2
+    while high > low * PRECISION:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""The models that `quire serve` is asked for: `cli/served_models.py`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.config import ServerConfig
+from quire.base.errors import ConfigError
+from quire.cli.config_file import resolve
+from quire.cli.main import _parse
+from quire.cli.served_models import ModelEntry, entry_of, served_models
+from quire.cli.settings import given_server_settings, given_settings
+from quire.serve.several.served import ServedModel, check_together, named, own_record
+from tests.serve.checkpoints import checkpoint
+
+
+def parse(*line: str) -> argparse.Namespace:
+    arguments = _parse(["serve", *line])
+    resolve(arguments)
+    return arguments
+
+
+def models_of(*line: str) -> list[ServedModel]:
+    arguments = parse(*line)
+    server = ServerConfig(**given_server_settings(arguments))
+    return served_models(arguments.settings.get("models"), given_settings(arguments), server)
+
+
+def names_of(*line: str) -> list[tuple[str, tuple[str, ...]]]:
+    return [(each.engine.model.model, each.names) for each in models_of(*line)]
+
+
+def file_of(folder: Path, text: str) -> str:
+    path = folder / "quire.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ([], [("demo", ())]),
+        (["x"], [("x", ())]),
+        (["x", "--served-model-name", "a", "b"], [("x", ("a", "b"))]),
+        (["a=x"], [("x", ("a",))]),
+        (["a=x", "--served-model-name", "b"], [("x", ("b",))]),
+        (["x", "y"], [("x", ()), ("y", ())]),
+        (["a=x", "own/y", "c=own/z"], [("x", ("a",)), ("own/y", ()), ("own/z", ("c",))]),
+        (["--port", "1", "x", "b=y"], [("x", ()), ("y", ("b",))]),
+        (["x", "--model", "x"], [("x", ())]),
+    ],
+)
+def test_words(line: list[str], expected: list[tuple[str, tuple[str, ...]]]) -> None:
+    assert names_of(*line) == expected
+
+
+def test_settings_are_those_of_all() -> None:
+    models = models_of("x", "y", "--max-model-len", "4k")
+    assert [each.engine.model.max_model_len for each in models] == [4000, 4000]
+
+
+def test_a_path_that_exists_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a=b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert entry_of("a=b") == ModelEntry("a=b")
+    assert entry_of("a=c") == ModelEntry("c", ("a",))
+    assert entry_of("some/a=b") == ModelEntry("some/a=b")
+
+
+@pytest.mark.parametrize("word", ["=x", "a="])
+def test_half_a_name(word: str) -> None:
+    with pytest.raises(ConfigError, match="NAME=MODEL"):
+        entry_of(word)
+
+
+def test_models_in_two_ways() -> None:
+    with pytest.raises(ConfigError, match="'x y' and --model 'z'; give all of them without"):
+        parse("x", "y", "--model", "z")
+
+
+def test_a_file_of_models(tmp_path: Path) -> None:
+    config = file_of(
+        tmp_path,
+        """
+        max-model-len: 4k
+        models:
+          - x
+          - c=y
+          - {model: z, name: [d, e], max-model-len: 2k, kv_cache_memory_bytes: 1M}
+        """,
+    )
+    models = models_of("--config", config)
+    assert [each.names for each in models] == [(), ("c",), ("d", "e")]
+    assert [each.engine.model.max_model_len for each in models] == [4000, 4000, 2000]
+    assert [each.own_pool_bytes for each in models] == [None, None, 1 << 20]
+    # Words win over the file; what is one model's alone wins over a flag for all.
+    assert names_of("w", "--config", config) == [("w", ())]
+    assert names_of("v", "w", "--config", config) == [("v", ()), ("w", ())]
+    lengths = models_of("--config", config, "--max-model-len", "1k")
+    assert [each.engine.model.max_model_len for each in lengths] == [1000, 1000, 2000]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("models: x", "must be a list"),
+        ("models: []", "must be a list"),
+        ("models: [1]", "must be text or settings, got 1"),
+        ("models: [{name: a}]", "lacks `model`"),
+        ("models: [{model: x, port: 1}]", "no setting 'port'"),
+        ("models: [{model: x, max-model-len: long}]", "max-model-len of one of models must be"),
+        ("models: [{model: x, name: 3}]", "names of one of models must be texts"),
+        ("model: y\nmodels: [x]", "both model and models"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        parse("--config", file_of(tmp_path, text))
+
+
+def test_a_wrong_setting_names_its_model(tmp_path: Path) -> None:
+    config = file_of(tmp_path, "models: [x, {model: y, block-size: -1}]")
+    with pytest.raises(ConfigError, match="model y: block_size"):
+        models_of("--config", config)
+
+
+# ---- together ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--served-model-name", "a", "b"], "served_model_name=a b is for one model.*NAME=MODEL"),
+        (["--data-parallel-size", "2"], "data_parallel_size=2"),
+        (["--nnodes", "2", "-tp", "2"], "nnodes=2"),
+        (["--kv-events-config", '{"enable_kv_cache_events": true}'], "cannot publish at tcp"),
+    ],
+)
+def test_what_several_models_cannot_have(flags: list[str], error: str) -> None:
+    server = ServerConfig(**given_server_settings(parse("x", "y", *flags)))
+    with pytest.raises(ConfigError, match=error):
+        check_together(models_of("x", "y", *flags), server)
+
+
+def test_names_are_those_of_the_sources_and_differ() -> None:
+    path = str(checkpoint("llama"))
+    found = named(models_of("demo", f"b={path}"))
+    assert [each.names for each in found] == [("demo",), ("b",)]
+    with pytest.raises(ConfigError, match=f"called 'demo' .demo and {path}.*OTHER={path}"):
+        named(models_of("demo", f"demo={path}"))
+
+
+def test_each_keeps_a_recording_of_its_own(tmp_path: Path) -> None:
+    [model] = models_of("x=demo", "--record", str(tmp_path))
+    assert own_record(model).engine.record == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("max_loaded_models", 0), ("idle_unload_s", -1.0), ("model_wait_s", float("nan"))],
+)
+def test_wrong_limits(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        ServerConfig(**{setting: value})

@@ -1,0 +1,182 @@
+"""Requests to models that come and go: `serve/api/several/leased_client.py`."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from quire.base.errors import EngineDead, RequestError
+from quire.base.messages import Ready, Request
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.engine.fleet import CoreClient
+from quire.serve.api.several.leased_client import LeasedClient
+from quire.serve.several.messages import Ask, Deny, GiveBack, Grant
+from tests.serve.api.several.fake_keeper import FakeKeeper, linked
+
+READY = Ready(
+    client_id=0, vocab_size=9, max_model_len=8, max_logprobs=0, max_num_seqs=1, settings={},
+    memory="",
+)  # fmt: skip
+
+
+class Core:
+    """What a client of a core is to a LeasedClient. sent: requests that came to the core."""
+
+    def __init__(self) -> None:
+        self.is_alive = False
+        self.known: Ready | None = None
+        self.sent: list[Request] = []
+        self.come = asyncio.Event()
+
+    @property
+    def ready(self) -> Ready:
+        if self.known is None:
+            raise EngineDead("not yet.")
+        return self.known
+
+    def load(self) -> None:
+        self.is_alive, self.known = True, READY
+        self.come.set()
+
+    async def wait_until_ready(self) -> None:
+        await self.come.wait()
+
+    def check(self, request: Request) -> None:
+        if len(request.prompt_token_ids) > self.ready.max_model_len:
+            raise RequestError("too long.")
+
+    async def generate(self, request: Request, text: str | None) -> AsyncIterator[RequestOutput]:
+        self.sent.append(request)
+        for _ in range(2):
+            yield cast(RequestOutput, object())
+
+    async def metrics(self) -> str:
+        return "some"
+
+
+Check = Callable[[LeasedClient, Core, FakeKeeper], Awaitable[None]]
+
+
+def run(folder: Path, check: Check) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30.0), linked(folder) as (link, keeper):
+            core = Core()
+            client = LeasedClient(cast(CoreClient, core), link, "b")
+            await check(client, core, keeper)
+
+    asyncio.run(main())
+
+
+def request(name: str = "r", **fields: Any) -> Request:
+    return Request(name, [1, 2], SamplingParams(), 0, **fields)
+
+
+async def outputs(client: LeasedClient, asked: Request) -> int:
+    return len([output async for output in client.generate(asked)])
+
+
+def test_a_request_has_its_model_loaded_and_keeps_it(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY  # it was loaded before
+        answering = asyncio.create_task(outputs(client, request()))
+        assert await keeper.hear(1) == [Ask("b", 1)]
+        assert not core.sent
+        keeper.tell(Grant("b", 1))
+        core.load()
+        assert await answering == 2
+        assert core.sent[0].received_s > 0  # waiting counts as time of the request
+        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+
+    run(tmp_path, check)
+
+
+def test_what_the_model_takes_is_learnt_once(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        with pytest.raises(EngineDead):
+            client.ready  # noqa: B018
+        learning = asyncio.create_task(client.be_known())
+        await keeper.hear(1)
+        keeper.tell(Grant("b", 1))
+        core.load()
+        await learning
+        core.is_alive = False
+        await client.be_known()
+        assert client.ready is READY
+        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+
+    run(tmp_path, check)
+
+
+def test_a_wrong_request_loads_nothing(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY
+        with pytest.raises(RequestError, match="too long"):
+            await outputs(client, Request("r", [1] * 9, SamplingParams(), 0))
+        assert keeper.heard == []
+
+    run(tmp_path, check)
+
+
+def test_pieces_that_come_while_the_model_is_loaded_are_part_of_the_prompt(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY
+        answering = asyncio.create_task(outputs(client, request(is_open=True)))
+        await keeper.hear(1)
+        client.append("r", [3])
+        with pytest.raises(RequestError, match="too long"):
+            client.append("r", [4] * 6)
+        client.append("r", [4], is_last=True)
+        with pytest.raises(RequestError, match="complete"):
+            client.append("r", [5])
+        keeper.tell(Grant("b", 1))
+        core.load()
+        await answering
+        [sent] = core.sent
+        assert sent.prompt_token_ids == [1, 2, 3, 4] and not sent.is_open
+
+    run(tmp_path, check)
+
+
+def test_a_core_that_dies_before_it_answers_is_told(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY
+        answering = asyncio.create_task(outputs(client, request()))
+        await keeper.hear(1)
+        keeper.tell(Grant("b", 1))
+        keeper.tell_states(a="loaded", b="dead")
+        with pytest.raises(EngineDead, match="model b does not answer"):
+            await answering
+        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+        assert not client.is_alive
+
+    run(tmp_path, check)
+
+
+def test_a_failed_load_is_the_answer(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY
+        answering = asyncio.create_task(outputs(client, request()))
+        await keeper.hear(1)
+        keeper.tell(Deny("b", 1, "the file is gone."))
+        with pytest.raises(EngineDead, match="the file is gone"):
+            await answering
+
+    run(tmp_path, check)
+
+
+def test_questions_do_not_load_a_model(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        assert await client.metrics() == "" and await client.timeline("r") == ""
+        assert await client.prefixes() == [] and await client.cancel(None) == []
+        assert not await client.unpin("p")
+        await client.reset_prefix_cache()
+        with pytest.raises(EngineDead, match="model b is not loaded"):
+            await client.live()
+        core.load()
+        assert await client.metrics() == "some"
+        assert client.is_alive and keeper.heard == []
+
+    run(tmp_path, check)

@@ -1,0 +1,179 @@
+"""Leases as an API process has them: `serve/api/several/link.py`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import EngineBusy, EngineDead
+from quire.serve.api.several import link as link_module
+from quire.serve.api.several.link import ModelLink
+from quire.serve.several.messages import Ask, Deny, GiveBack, GiveWay, Grant
+from tests.serve.api.several.fake_keeper import FakeKeeper, linked
+
+Check = Callable[[ModelLink, FakeKeeper], Awaitable[None]]
+
+
+def run(folder: Path, check: Check, wait_s: float = 10.0) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30.0), linked(folder, wait_s) as (link, keeper):
+            await check(link, keeper)
+
+    asyncio.run(main())
+
+
+async def hold(link: ModelLink, model: str = "a") -> AsyncExitStack:
+    stack = AsyncExitStack()
+    await stack.enter_async_context(link.lease(model))
+    return stack
+
+
+async def held(link: ModelLink, keeper: FakeKeeper, number: int = 1) -> AsyncExitStack:
+    """A lease that the keeper has granted."""
+    waiting = asyncio.create_task(hold(link))
+    num_heard = len(keeper.heard)
+    await keeper.hear(num_heard + 1)
+    keeper.tell(Grant("a", number))
+    return await waiting
+
+
+def test_requests_share_a_lease_that_goes_back_with_the_last(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        waiting = [asyncio.create_task(hold(link)) for _ in range(3)]
+        assert await keeper.hear(1) == [Ask("a", 1)]
+        keeper.tell(Grant("a", 1))
+        stacks = [await each for each in waiting]
+        stacks.append(await hold(link))  # no question for those that come under it
+        for stack in stacks:
+            assert keeper.heard == [Ask("a", 1)]
+            await stack.aclose()
+        assert await keeper.hear(2) == [Ask("a", 1), GiveBack("a", 1)]
+
+    run(tmp_path, check)
+
+
+def test_who_comes_after_give_way_waits_for_another_lease(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        first = await held(link, keeper)
+        keeper.tell(GiveWay("a"))
+        keeper.tell_states(a="loaded", b="loading")
+        await link.wait_for_state("b", ["loading"])
+        second = asyncio.create_task(hold(link))
+        assert await keeper.hear(2) == [Ask("a", 1), Ask("a", 2)]
+        await first.aclose()
+        assert (await keeper.hear(3))[2] == GiveBack("a", 1)
+        assert not second.done()
+        keeper.tell(Grant("a", 2))
+        await (await second).aclose()
+        assert (await keeper.hear(4))[3] == GiveBack("a", 2)
+
+    run(tmp_path, check)
+
+
+def test_a_new_lease_may_come_before_the_old_one_is_back(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        first = await held(link, keeper)
+        keeper.tell(GiveWay("a"))
+        keeper.tell_states(a="loaded", b="failed")
+        await link.wait_for_state("b", ["failed"])
+        second = asyncio.create_task(hold(link))
+        await keeper.hear(2)
+        keeper.tell(Grant("a", 2))
+        other = await second
+        await first.aclose()
+        third = await hold(link)  # under the second lease, which is still open
+        await other.aclose()
+        assert (await keeper.hear(3))[2:] == [GiveBack("a", 1)]
+        await third.aclose()
+        assert (await keeper.hear(4))[3] == GiveBack("a", 2)
+
+    run(tmp_path, check)
+
+
+def test_a_lease_that_nobody_waits_for_any_more_is_not_wanted(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
+        await keeper.hear(1)
+        waiting[0].cancel()
+        await asyncio.gather(waiting[0], return_exceptions=True)
+        assert keeper.heard == [Ask("a", 1)]
+        waiting[1].cancel()
+        assert await keeper.hear(2) == [Ask("a", 1), GiveBack("a", 1)]
+        keeper.tell(Grant("a", 1))  # they crossed: it was given back
+        await (await held(link, keeper, number=2)).aclose()
+        assert (await keeper.hear(4))[2:] == [Ask("a", 2), GiveBack("a", 2)]
+
+    run(tmp_path, check)
+
+
+def test_one_cancelled_when_it_was_granted_gives_it_back(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        waiting = asyncio.create_task(hold(link))
+        await keeper.hear(1)
+        link._take(Grant("a", 1))  # before the task runs again, it is cancelled
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert await keeper.hear(2) == [Ask("a", 1), GiveBack("a", 1)]
+
+    run(tmp_path, check)
+
+
+def test_a_denial_says_why(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
+        await keeper.hear(1)
+        keeper.tell(Deny("a", 1, "no room."))
+        for each in waiting:
+            with pytest.raises(EngineDead, match="model a is not there: no room."):
+                await each
+
+    run(tmp_path, check)
+
+
+def test_waiting_has_a_bound_and_says_what_takes_the_place(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        with pytest.raises(EngineBusy, match="model b was not there within 0.05 s .*taken by a"):
+            await hold(link, "b")
+        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+
+    run(tmp_path, check, wait_s=0.05)
+
+
+def test_who_has_less_time_waits_less(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        with pytest.raises(EngineBusy, match=r"within 0.02 s"):
+            async with link.lease("b", 0.02):
+                pass
+
+    run(tmp_path, check)
+
+
+def test_a_crowd_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_WAITING", 2)
+
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
+        await keeper.hear(1)
+        with pytest.raises(EngineBusy, match="2 requests wait for model a already"):
+            await hold(link)
+        keeper.tell(Grant("a", 1))
+        for each in waiting:
+            await (await each).aclose()
+
+    run(tmp_path, check)
+
+
+def test_the_supervisors_end_is_told_to_all_who_wait(tmp_path: Path) -> None:
+    async def check(link: ModelLink, keeper: FakeKeeper) -> None:
+        waiting = asyncio.create_task(hold(link))
+        await keeper.hear(1)
+        assert keeper.writer is not None
+        keeper.writer.close()
+        with pytest.raises(EngineDead, match="the server is ending"):
+            await waiting
+        with pytest.raises(EngineDead, match="the server is ending"):
+            await hold(link)
+
+    run(tmp_path, check)

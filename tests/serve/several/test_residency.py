@@ -1,0 +1,241 @@
+"""Which models are loaded, by a clock that the test moves: `serve/several/residency.py`."""
+
+import random
+
+import pytest
+
+from quire.serve.several.messages import DEAD, FAILED, LOADED, LOADING, UNLOADED, UNLOADING
+from quire.serve.several.residency import (
+    NEVER,
+    RETRY_S,
+    TURN_S,
+    Denied,
+    Granted,
+    Lease,
+    MakeWay,
+    Order,
+    Residency,
+    Start,
+    Stop,
+)
+
+P, Q = 1, 2  # API processes
+
+
+def loaded(*names: str, **options: float | int) -> Residency:
+    """All models, of which these are loaded at 0 in no time."""
+    residency = Residency(["a", "b", "c"], **options)  # type: ignore[arg-type]
+    for name in names:
+        residency.begin(name, 0.0)
+        residency.loaded(name, 0.0)
+    assert residency.decide(0.0) == []
+    return residency
+
+
+def test_who_asks_for_what_is_loaded_gets_it_at_once() -> None:
+    residency = loaded("a")
+    residency.ask("a", (P, 1), 1.0)
+    assert residency.decide(1.0) == [Granted("a", (P, 1))]
+    assert residency.decide(1.0) == []
+
+
+def test_a_model_is_loaded_for_all_who_ask_meanwhile() -> None:
+    residency = loaded("a")
+    residency.ask("b", (P, 1), 1.0)
+    assert residency.decide(1.0) == [Start("b")]
+    residency.ask("b", (Q, 1), 2.0)
+    assert residency.decide(2.0) == []
+    residency.loaded("b", 3.0)
+    assert residency.decide(3.0) == [Granted("b", (P, 1)), Granted("b", (Q, 1))]
+    assert residency.models["b"].load_s == 2.0
+
+
+def test_the_one_that_was_used_longest_ago_makes_room() -> None:
+    residency = loaded("a", "b", max_loaded=2)
+    for number, name in enumerate("ab"):  # a was asked for first, and used last
+        residency.ask(name, (P, number), 1.0)
+        residency.decide(1.0)
+    residency.give_back("b", (P, 1), 2.0)
+    residency.give_back("a", (P, 0), 3.0)
+    residency.ask("c", (P, 2), 4.0)
+    assert residency.decide(4.0) == [Stop("b")]
+    assert residency.decide(5.0) == []  # what ends still has its place
+    residency.unloaded("b", 6.0)
+    assert residency.decide(6.0) == [Start("c")]
+    assert [each.state for each in residency.models.values()] == [LOADED, UNLOADED, LOADING]
+
+
+def test_one_in_use_gives_way_and_never_ends_under_a_lease() -> None:
+    residency = loaded("a", max_loaded=1)
+    residency.ask("a", (P, 1), 1.0)
+    residency.decide(1.0)
+    residency.ask("b", (Q, 1), 2.0)
+    assert residency.decide(2.0) == [MakeWay("a", P)]
+    residency.ask("a", (Q, 2), 3.0)  # behind the one that waits
+    assert residency.decide(3.0) == []
+    residency.give_back("a", (P, 1), 4.0)
+    assert residency.decide(4.0) == [Stop("a")]
+    residency.unloaded("a", 5.0)
+    assert residency.decide(5.0) == [Start("b")]
+    residency.loaded("b", 6.0)
+    assert residency.decide(6.0) == [Granted("b", (Q, 1))]
+    assert residency.decide(7.0) == [MakeWay("b", Q)]
+
+
+def test_who_gives_way_goes_on_when_nobody_waits_any_more() -> None:
+    residency = loaded("a", max_loaded=1)
+    residency.ask("a", (P, 1), 1.0)
+    residency.decide(1.0)
+    residency.ask("b", (Q, 1), 2.0)
+    residency.decide(2.0)
+    residency.ask("a", (P, 2), 3.0)
+    residency.give_back("b", (Q, 1), 4.0)
+    assert residency.decide(4.0) == [Granted("a", (P, 2))]
+
+
+def test_a_turn_is_as_long_as_loading_took() -> None:
+    residency = Residency(["a", "b"], max_loaded=1)
+    residency.begin("a", 0.0)
+    residency.loaded("a", 2.0)
+    residency.ask("b", (P, 1), 2.5)
+    assert residency.decide(2.5) == [] and residency.due_s() == 4.0
+    residency.ask("a", (P, 2), 3.0)  # its turn is not over
+    assert residency.decide(3.0) == [Granted("a", (P, 2))]
+    residency.give_back("a", (P, 2), 3.5)
+    assert residency.decide(3.5) == []
+    assert residency.decide(4.0) == [Stop("a")]
+
+
+def test_a_turn_has_a_bound() -> None:
+    residency = Residency(["a", "b"], max_loaded=1)
+    residency.begin("a", 0.0)
+    residency.loaded("a", 100.0)
+    residency.ask("b", (P, 1), 100.0)
+    residency.decide(100.0)
+    assert residency.due_s() == 100.0 + TURN_S
+
+
+def test_idle_models_are_unloaded() -> None:
+    residency = loaded("a", "b", idle_s=10.0)
+    residency.ask("a", (P, 1), 5.0)
+    residency.decide(5.0)
+    assert residency.due_s() == 10.0
+    assert residency.decide(9.9) == []
+    assert residency.decide(10.0) == [Stop("b")]
+    assert residency.due_s() == NEVER  # a is in use
+    residency.give_back("a", (P, 1), 30.0)
+    assert residency.decide(30.0) == [] and residency.due_s() == 40.0
+    assert residency.decide(40.0) == [Stop("a")]
+
+
+def test_without_idle_s_nothing_is_unloaded() -> None:
+    residency = loaded("a")
+    assert residency.decide(1e9) == [] and residency.due_s() == NEVER
+
+
+def test_a_process_that_is_gone_holds_nothing() -> None:
+    residency = loaded("a", max_loaded=1)
+    residency.ask("a", (P, 1), 1.0)
+    residency.decide(1.0)
+    residency.ask("b", (P, 2), 2.0)
+    residency.ask("b", (Q, 1), 2.0)
+    residency.decide(2.0)
+    residency.forget(P, 3.0)
+    assert residency.decide(3.0) == [Stop("a")]
+    residency.forget(Q, 4.0)
+    residency.unloaded("a", 5.0)
+    assert residency.decide(5.0) == []  # nobody wants b any more
+
+
+def test_a_failed_load_is_told_and_tried_again_later() -> None:
+    residency = loaded("a")
+    residency.ask("b", (P, 1), 1.0)
+    residency.decide(1.0)
+    residency.failed("b", "no room.", 2.0)
+    assert residency.decide(2.0) == [Denied("b", (P, 1), "no room.")]
+    residency.ask("b", (P, 2), 3.0)
+    assert residency.decide(3.0) == [Denied("b", (P, 2), "no room.")]
+    assert residency.models["b"].state == FAILED
+    again_s = 2.0 + RETRY_S
+    residency.ask("b", (P, 3), again_s)
+    assert residency.decide(again_s) == [Start("b")]
+
+
+def test_a_failed_load_leaves_its_place_to_others() -> None:
+    residency = loaded(max_loaded=1)
+    residency.ask("a", (P, 1), 1.0)
+    residency.ask("b", (P, 2), 2.0)
+    assert residency.decide(2.0) == [Start("a")]
+    residency.failed("a", "broken.", 3.0)
+    assert residency.decide(3.0) == [Denied("a", (P, 1), "broken."), Start("b")]
+
+
+def test_the_dead_stay_dead() -> None:
+    residency = loaded("a")
+    residency.died("a", "killed.", 1.0)
+    residency.ask("a", (P, 1), 1e6)
+    assert residency.decide(1e6) == [Denied("a", (P, 1), "killed.")]
+    assert residency.models["a"].state == DEAD
+
+
+def test_one_that_dies_under_a_lease_and_comes_again_serves_on() -> None:
+    residency = loaded("a")
+    residency.ask("a", (P, 1), 1.0)
+    residency.decide(1.0)
+    residency.begin("a", 2.0)
+    residency.ask("a", (P, 2), 3.0)
+    assert residency.decide(3.0) == []
+    residency.loaded("a", 4.0)
+    assert residency.decide(4.0) == [Granted("a", (P, 2))]
+    residency.give_back("a", (P, 1), 5.0)
+    assert residency.models["a"].leases == {(P, 2)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("most", [1, 2])
+def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, most: int) -> None:
+    """Clients ask and give back at random, models load and end after a while, some loads fail."""
+    chance = random.Random(seed)
+    residency = Residency(["a", "b", "c"], most, idle_s=chance.choice([0.0, 7.0]))
+    open_leases: dict[Lease, str] = {}
+    asked: dict[Lease, tuple[str, float]] = {}
+    events: list[tuple[float, str, str]] = []  # when, what, model
+    longest, number, now = 0.0, 0, 0.0
+
+    def carry_out(orders: list[Order]) -> None:
+        nonlocal longest
+        for order in orders:
+            if isinstance(order, Start):
+                events.append((now + chance.uniform(0.5, 2.0), "loaded", order.model))
+            elif isinstance(order, Stop):
+                assert order.model not in open_leases.values(), "unloaded under a lease"
+                events.append((now + chance.uniform(0.1, 0.5), "unloaded", order.model))
+            elif isinstance(order, Granted):
+                open_leases[order.lease] = order.model
+            if isinstance(order, Granted | Denied):
+                longest = max(longest, now - asked.pop(order.lease)[1])
+        places = [each.state for each in residency.models.values()]
+        assert sum(state in (LOADING, LOADED, UNLOADING) for state in places) <= most
+
+    while now < 300.0:
+        now += 0.1
+        if now < 200.0 and chance.random() < 0.5:
+            number += 1
+            lease, model = (chance.choice([P, Q]), number), chance.choice("abc")
+            asked[lease] = (model, now)
+            residency.ask(model, lease, now)
+        for lease, model in list(open_leases.items()):
+            if chance.random() < 0.2:
+                del open_leases[lease]
+                residency.give_back(model, lease, now)
+        for event in [event for event in events if event[0] <= now]:
+            events.remove(event)
+            if event[1] == "unloaded":
+                residency.unloaded(event[2], now)
+            elif chance.random() < 0.1:
+                residency.failed(event[2], "bad luck.", now)
+            else:
+                residency.loaded(event[2], now)
+        carry_out(residency.decide(now))
+    assert not asked and number > 500
+    assert longest < 30.0

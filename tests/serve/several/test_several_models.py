@@ -1,0 +1,383 @@
+"""`quire serve A B`, as its user sees it. Real processes with tiny checkpoints.
+
+Covers `serve/several/keeper.py`, `serve/several/served.py`, `serve/api/several/front.py` and
+`serve/api/several/all_models.py`.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.serve.checkpoints import text_checkpoint
+from tests.serve.pooling_checkpoints import with_modules
+from tests.serve.processes import Server, children_of, is_running, kill, wait_until
+
+PROMPTS = ["The fox", "Once upon a time", "12 and 7"]
+SETTINGS: dict[str, Any] = {"dtype": "float32", "disable_log_stats": True, "max_num_seqs": 4}
+FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--disable-log-stats")
+MEAN = {"pooling_mode": "mean"}
+
+
+def paths() -> dict[str, Path]:
+    return {"a": text_checkpoint("llama"), "b": text_checkpoint("qwen3")}
+
+
+def started(*arguments: str, **models: Path) -> Server:
+    return Server(*(f"{name}={path}" for name, path in models.items()), *FLAGS, *arguments)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = started("--restart-engine", **paths())
+    yield server
+    assert server.stop() == 0
+    assert not any(map(is_running, server.children))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[str]]:
+    """What each model answers alone."""
+    found = {}
+    params = SamplingParams(temperature=0, max_tokens=12)
+    for name, path in paths().items():
+        with LLM(str(path), **SETTINGS) as llm:
+            found[name] = [o.outputs[0].text for o in llm.generate(PROMPTS, params, False)]
+    return found
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def answer(server: Server, model: str, prompt: str, num_tokens: int = 12) -> str:
+    made = client_of(server).completions.create(
+        model=model, prompt=prompt, temperature=0, max_tokens=num_tokens
+    )
+    assert made.model == model
+    return made.choices[0].text
+
+
+def ask(server: Server, path: str, method: str = "GET", **body: Any) -> tuple[int, str]:
+    """Status and text of an answer."""
+    data = json.dumps(body).encode() if body else None
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def get(server: Server, path: str) -> Any:
+    return json.loads(ask(server, path)[1])
+
+
+def post(server: Server, path: str, **body: Any) -> Any:
+    return json.loads(ask(server, path, "POST", **body)[1])
+
+
+def states(server: Server) -> dict[str, str]:
+    return {each["name"]: each["state"] for each in get(server, "/health")["models"]}
+
+
+def card(server: Server, model: str) -> Any:
+    return get(server, f"/v1/models/{model}")
+
+
+def core_of(server: Server, model: str) -> int:
+    found = children_of(server.process.pid).items()
+    [pid] = [p for p, line in found if "core_main" in line and f"--name {model} " in line]
+    return pid
+
+
+class Streaming:
+    """A stream of one model in a thread. texts: what came; error: what it ended with, if that."""
+
+    def __init__(self, server: Server, model: str) -> None:
+        self.texts: list[str] = []
+        self.error: Any = None
+        self._client = client_of(server)
+        self._model = model
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        body: Any = {"extra_body": {"ignore_eos": True}, "max_tokens": 100, "temperature": 0}
+        try:
+            for chunk in self._client.completions.create(
+                model=self._model, prompt="The fox", stream=True, **body
+            ):
+                self.texts.append(chunk.choices[0].text)
+        except openai.APIError as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+# ---- side by side ------------------------------------------------------------------------------
+
+
+def test_each_answers_as_it_does_alone(server: Server, expected: dict[str, list[str]]) -> None:
+    assert expected["a"] != expected["b"]
+    for number, prompt in enumerate(PROMPTS):
+        for name in "ab":
+            assert answer(server, name, prompt) == expected[name][number]
+
+
+def test_the_first_one_answers_who_names_none(
+    server: Server, expected: dict[str, list[str]]
+) -> None:
+    made = post(server, "/v1/completions", prompt=PROMPTS[0], max_tokens=12, temperature=0)
+    assert (made["model"], made["choices"][0]["text"]) == ("a", expected["a"][0])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/v1/prefixes", {"prompt": "x"}),
+    ],
+)
+def test_an_unknown_model(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, text = ask(server, path, "POST", model="c", **body)
+    assert status == 404 and "there is no model" in text and "a, b" in text
+
+
+def test_what_each_is_can_be_read(server: Server) -> None:
+    listed = client_of(server).models.list().data
+    assert [(each.id, each.state, each.num_loads) for each in listed] == [  # type: ignore[attr-defined]
+        ("a", "loaded", 1), ("b", "loaded", 1),
+    ]  # fmt: skip
+    assert states(server) == {"a": "loaded", "b": "loaded"}
+    assert card(server, "b")["root"] == str(paths()["b"])
+    assert ask(server, "/health?model=b")[0] == 200
+    assert ask(server, "/health?model=c")[0] == 404
+    assert ask(server, "/v1/models/c")[0] == 404
+
+
+def test_metrics_are_told_apart_by_model_name(server: Server) -> None:
+    answer(server, "b", "one more")
+    text = ask(server, "/metrics")[1]
+    for name in "ab":
+        assert re.search(rf'^quire:prompt_tokens_total{{.*model_name="{name}"}} [1-9]', text, re.M)
+        assert f'quire:model_state{{model_name="{name}",state="loaded"}} 1' in text
+        assert f'quire:model_loads_total{{model_name="{name}"}} 1' in text
+    for family in ("quire:prompt_tokens_total", "quire:model_state"):
+        assert text.count(f"# TYPE {family} ") == 1
+
+
+def test_what_is_asked_of_all(server: Server) -> None:
+    for name in "ab":
+        made = client_of(server).completions.create(model=name, prompt="asked", max_tokens=2)
+        assert get(server, f"/v1/requests/{made.id}")["output_tokens"] == 2
+    pinned = post(server, "/v1/prefixes", model="b", prompt="a prefix that stays")
+    assert [each["id"] for each in get(server, "/v1/prefixes")["data"]] == [pinned["id"]]
+    assert ask(server, f"/v1/prefixes/{pinned['id']}", "DELETE")[0] == 200
+    for name in "ab":
+        made = post(server, "/v1/completions", model=name, prompt="held", max_tokens=2, keep_s=60)
+        gone_on = post(server, f"/v1/requests/{made['id']}/fork", max_tokens=2)
+        assert gone_on["model"] == name and gone_on["usage"]["prompt_tokens"] > 2
+    assert len(get(server, "/v1/requests")["data"]) == 2
+    assert ask(server, f"/v1/requests/{made['id']}", "DELETE")[0] == 200
+    assert len(get(server, "/v1/requests")["data"]) == 1
+    assert post(server, "/reset_prefix_cache") == {"reset": True}
+    assert post(server, "/abort_requests") == {"request_ids": []}
+
+
+def test_each_has_its_own_tokens(server: Server) -> None:
+    for name, path in paths().items():
+        made = post(server, "/tokenize", model=name, prompt="The fox")
+        assert made["max_model_len"] == 128 and made["count"] == len(made["tokens"]) > 0
+        assert card(server, name)["root"] == str(path)
+
+
+def test_the_live_view_is_of_the_model_that_is_asked_for(server: Server) -> None:
+    with urllib.request.urlopen(server.url + "/v1/engine/live?model=b", timeout=60) as stream:
+        line = next(line for line in stream if line.startswith(b"data: "))
+        assert json.loads(line[6:])["type"] == "snapshot"
+    assert ask(server, "/v1/engine/live?model=c")[0] == 404
+
+
+def test_the_memory_is_told_at_the_start(server: Server) -> None:
+    text = "".join(server.lines)
+    assert "memory for 2 models, all at once" in text
+    assert re.search(r"^  b +weights .* KV pool", text, re.M)
+
+
+def test_one_dies_and_comes_again_while_the_other_answers(
+    server: Server, expected: dict[str, list[str]]
+) -> None:
+    core = core_of(server, "b")
+    os.kill(core, signal.SIGSTOP)  # so that its requests are surely open when it dies
+    cut = Streaming(server, "b")
+    going_on = Streaming(server, "a")
+    wait_until(lambda: len(going_on.texts) > 3, "a streams")
+    wait_until(lambda: get(server, "/load")["server_load"] == 2, "both are open")
+    kill(core)
+    cut.end()
+    assert cut.error is not None and "engine" in str(cut.error)
+    going_on.end()
+    assert going_on.error is None and len("".join(going_on.texts)) > 0
+    assert answer(server, "a", PROMPTS[0]) == expected["a"][0]
+    assert answer(server, "b", PROMPTS[0]) == expected["b"][0]  # waits until it is back
+    wait_until(lambda: states(server) == {"a": "loaded", "b": "loaded"}, "both are back")
+    assert [card(server, name)["num_loads"] for name in "ab"] == [1, 2]
+
+
+# ---- coming and going --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_take_turns_in_one_place(expected: dict[str, list[str]]) -> None:
+    """Clients of both models, of two API processes, at once: nobody starves, all are served."""
+    server = started("--max-loaded-models", "1", "--api-server-count", "2", **paths())
+    assert states(server) == {"a": "loaded", "b": "unloaded"}
+    assert card(server, "b")["max_model_len"] is None
+    failures: list[str] = []
+
+    def ask(name: str) -> None:
+        for number, prompt in list(enumerate(PROMPTS)) * 2:
+            if answer(server, name, prompt) != expected[name][number]:
+                failures.append(f"{name} {number}")
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "abab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    assert card(server, "b")["num_loads"] >= 1 and card(server, "b")["max_model_len"] == 128
+    wait_until(lambda: sorted(states(server).values()) == ["loaded", "unloaded"], "it is quiet")
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_an_idle_one_ends_its_process_and_comes_again(expected: dict[str, list[str]]) -> None:
+    server = started("--idle-unload-s", "1.5", a=paths()["a"])
+    core = core_of(server, "a")
+    wait_until(lambda: states(server) == {"a": "unloaded"}, "it is unloaded")
+    assert not is_running(core)
+    assert ask(server, "/health")[0] == 200
+    assert ask(server, "/ready")[0] == 200
+    assert ask(server, "/tokenize", "POST", model="a", prompt="x")[0] == 200  # without loading
+    assert states(server) == {"a": "unloaded"}
+    streams = [Streaming(server, "a") for _ in range(3)]  # all wait for one load
+    for stream in streams:
+        stream.end()
+        assert stream.error is None
+    assert answer(server, "a", PROMPTS[1]) == expected["a"][1]
+    assert card(server, "a")["num_loads"] in (2, 3)
+    assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_load_that_fails_is_told_and_the_server_goes_on(
+    tmp_path: Path, expected: dict[str, list[str]]
+) -> None:
+    broken = tmp_path / "b"
+    shutil.copytree(paths()["b"], broken)
+    server = started("--max-loaded-models", "1", a=paths()["a"], b=broken)
+    weights = (broken / "model.safetensors").rename(tmp_path / "weights")
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="model b is not there") as caught:
+            answer(server, "b", "x")
+        assert caught.value.status_code == 503 and "Retry-After" in caught.value.response.headers
+    assert states(server) == {"a": "unloaded", "b": "failed"}
+    assert str(broken) in card(server, "b")["why"]  # its last words
+    assert ask(server, "/health")[0] == 200
+    assert ask(server, "/health?model=b")[0] == 503
+    assert answer(server, "a", PROMPTS[0]) == expected["a"][0]
+    weights.rename(broken / "model.safetensors")
+    wait_until(lambda: _comes(server, "b"), "it is tried again")
+    assert answer(server, "b", PROMPTS[0]) == expected["b"][0]
+    assert server.stop() == 0
+
+
+def _comes(server: Server, name: str) -> bool:
+    with contextlib.suppress(openai.InternalServerError):
+        return bool(answer(server, name, "x"))
+    time.sleep(0.5)  # not to ask all the time
+    return False
+
+
+@pytest.mark.slow
+def test_without_restart_engine_the_dead_stay_dead_and_the_last_one_ends_the_server() -> None:
+    server = started(**paths())
+    kill(core_of(server, "b"))
+    wait_until(lambda: states(server) == {"a": "loaded", "b": "dead"}, "it is known")
+    with pytest.raises(openai.InternalServerError, match="signal 9"):
+        answer(server, "b", "x")
+    assert ask(server, "/health?model=b")[0] == 503
+    assert ask(server, "/health")[0] == 200
+    assert answer(server, "a", "x")
+    kill(core_of(server, "a"))
+    assert server.process.wait(60) == 1
+    server.wait_for_line("there is no model left to serve")
+
+
+@pytest.mark.slow
+def test_the_end_waits_for_who_waits_for_a_model() -> None:
+    server = started("--max-loaded-models", "1", **paths())
+    stream = Streaming(server, "b")
+    wait_until(lambda: get(server, "/load")["server_load"] == 1, "it is open")
+    assert states(server)["b"] != "loaded" and not stream.texts
+    assert server.stop() == 0
+    stream.end()
+    assert stream.error is None and len("".join(stream.texts)) > 0
+
+
+@pytest.mark.slow
+def test_a_file_of_models_with_settings_of_their_own(tmp_path: Path) -> None:
+    """An embedder beside a generator, names of one's own, and batches that name both."""
+    embedder = with_modules(paths()["b"], ("Pooling", "1_Pooling", MEAN))
+    config = tmp_path / "quire.yaml"
+    config.write_text(
+        f"max-num-seqs: 4\ndisable-log-stats: true\nfiles-dir: {tmp_path / 'files'}\nmodels:\n"
+        f"  - model: {paths()['a']}\n    name: [text, other]\n    max-model-len: 64\n"
+        f"  - model: {embedder}\n    name: vectors\n",
+        encoding="utf-8",
+    )
+    server = Server("--config", str(config), "--max-loaded-models", "1")
+    client = client_of(server)
+    assert [each.id for each in client.models.list().data] == ["text", "other", "vectors"]
+    assert card(server, "other")["max_model_len"] == 64
+    assert answer(server, "other", "The fox") == answer(server, "text", "The fox")
+    assert len(client.embeddings.create(model="vectors", input="The fox").data[0].embedding) > 1
+    with pytest.raises(openai.BadRequestError):
+        client.embeddings.create(model="text", input="x")
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        for number, body in enumerate(
+            [{"model": "text", "prompt": "x", "max_tokens": 2}, {"model": "no", "prompt": "x"}]
+        )
+    ]
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+    )
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", "it is done")
+    counts = client.batches.retrieve(batch.id).request_counts
+    assert counts is not None and (counts.completed, counts.failed) == (1, 1)
+    assert server.stop() == 0
