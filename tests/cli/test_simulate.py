@@ -32,6 +32,22 @@ def test_a_workload_of_shared_prefixes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "Mean TTFT (ms):" in told and "Waited for memory (ms):" in told
 
 
+def test_replicas_of_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-prompts", "8", "--input-len", "320", "--output-len", "9"]
+    roles = ["--prefill-replicas", "1", "--decode-replicas", "2", "--link-gb-per-s", "10"]
+    found = run(*words, *roles, "--request-rate", "50", folder=tmp_path)
+    assert (found["completed"], found["total_output_tokens"], found["replicas"]) == (8, 72, 3)
+    assert "1 prefill and 2 decode replicas" in capsys.readouterr().out
+    for wrong, named in (
+        (["--prefill-replicas", "1"], "both --prefill-replicas and --decode-replicas"),
+        ([*roles, "--replicas", "2"], "no --replicas"),
+        ([*roles, "--kv-host-gb", "0"], "set kv_host_gb"),
+        ([*roles, "--no-enable-prefix-caching"], "prefix cache"),
+    ):
+        assert main([*LLAMA, *words, *wrong]) == 1
+        assert named in capsys.readouterr().err
+
+
 def test_devices_that_share_layers_are_faster(tmp_path: Path) -> None:
     words = ["--num-prompts", "6", "--input-len", "300", "--output-len", "5"]
     alone = run(*words, folder=tmp_path)

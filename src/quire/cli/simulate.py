@@ -3,6 +3,7 @@ that need not be there."""
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
@@ -16,6 +17,9 @@ from quire.tools.bench.arguments import (
     at_least_zero,
     positive,
 )
+
+if TYPE_CHECKING:
+    from quire.tools.simulate.handover import Roles
 
 # Of several devices, what is asked here is how many; the rest is about real ones.
 OWN = {"device", "tensor_parallel_size", "data_parallel_size"}
@@ -52,6 +56,16 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     add_count(
         group, ("--data-parallel-size", "--replicas", "-dp"), 1,
         "copies of the model, each with a scheduler; requests go where `quire serve` sends them",
+    )  # fmt: skip
+    add_count(
+        group, ("--prefill-replicas",), None,
+        "copies that compute prompts and sample the first token; --decode-replicas go on",
+    )  # fmt: skip
+    add_count(group, ("--decode-replicas",), None, "copies that compute the rest of answers")
+    group.add_argument(
+        "--link-gb-per-s", type=positive, default=50.0, metavar="GB",
+        help="at which a decode replica gets what prefill replicas have computed (default:"
+        " %(default)g, which is 400 Gbit/s)",
     )  # fmt: skip
     group.add_argument(
         "--fit", type=Path, metavar="FILE",
@@ -99,6 +113,22 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.num_prompts = MANY_PROMPTS
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot draws SVG; give a name that ends so, not {arguments.plot.name}.")
-    config = config_from_flat(**settings)
-    asked = Asked(config, find_config(config.model), device, replicas)
+    config, roles = config_from_flat(**settings), _roles(arguments, replicas)
+    num = replicas if roles is None else roles.num_replicas
+    asked = Asked(config, find_config(config.model), device, num, roles)
     return simulate_command(arguments, asked)
+
+
+def _roles(arguments: argparse.Namespace, replicas: int) -> "Roles | None":
+    """Return which replicas compute prompts and which answers; None if all do both."""
+    from quire.tools.simulate.handover import Roles
+
+    given = arguments.prefill_replicas, arguments.decode_replicas
+    if given == (None, None):
+        return None
+    if None in given or replicas > 1:
+        raise ConfigError(
+            "give both --prefill-replicas and --decode-replicas, and no --replicas: each replica"
+            " has one of the two roles."
+        )
+    return Roles(*given, arguments.link_gb_per_s * 1e9)

@@ -43,7 +43,7 @@ from quire.engine.bisect import (
     leave_out,
     with_leftover,
 )
-from quire.engine.connectors.connections import MOST_WAIT_S, Connections
+from quire.engine.connectors.connections import MOST_WAIT_S, OpenStores
 from quire.engine.drafting import Guesses
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
@@ -88,7 +88,7 @@ class EngineCore:
         self._has_nothing_to_plan = False  # before something comes in
         self._carried_over: Plan | None = None  # of a plan that was not carried out: for the next
         self._death: str | None = None
-        self._stores: Connections | None = None
+        self._stores: OpenStores | None = None
         self._grammars: Grammars | None = None
         self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
@@ -144,7 +144,7 @@ class EngineCore:
         """Hear of nothing any more."""
         self._subscribers = [each for each in self._subscribers if each is not subscriber]
 
-    def connect(self, stores: Connections) -> None:
+    def connect(self, stores: OpenStores) -> None:
         """Let these carry out what the scheduler orders of its stores."""
         self._stores = stores
 
@@ -464,7 +464,7 @@ class EngineCore:
             return False
         return self._death is None
 
-    def _flush(self, stores: Connections, until_s: float) -> None:
+    def _flush(self, stores: OpenStores, until_s: float) -> None:
         """Have what the device's index has kept, in parts that fit into host memory."""
         self.control(KeepCached())
         while True:

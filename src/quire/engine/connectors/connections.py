@@ -20,6 +20,26 @@ class Worker(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
+class OpenStores(Protocol):
+    """What a core asks of those who carry out the orders for its stores; `Connections` says what
+    each is."""
+
+    @property
+    def num_open(self) -> int: ...
+
+    @property
+    def has_answers(self) -> bool: ...
+
+    @property
+    def next_s(self) -> float | None: ...
+
+    def submit(self, orders: Sequence[Order]) -> None: ...
+
+    def take(self, now: float, waits: bool = False) -> list[Answer]: ...
+
+    def close(self, until_s: float, clock: Clock) -> None: ...
+
+
 class Connections:
     """The workers of all stores, by number. answers: where they put theirs, from any thread."""
 

@@ -1,6 +1,7 @@
 """From a model, a device and settings to simulated cores: the engine's own memory plan, sizes and
 scheduler, with step times in the place of a model."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.devices import CPU
 from quire.tools.fit import Fit
-from quire.tools.simulate.replica import Replica
+from quire.tools.simulate.replica import Replica, VirtualStores
 from quire.tools.simulate.run import Run
 from quire.tools.simulate.step_times import StepTimes
 
@@ -61,22 +62,44 @@ class Engines:
         cache = self.config.cache
         return cache.block_size if cache.enable_prefix_caching else 0
 
-    def replicas(self, num: int, times: StepTimes, clock: FakeClock, run: Run) -> list[Replica]:
-        """Make so many cores of one run."""
+    @property
+    def block_bytes(self) -> list[int]:
+        """Bytes of a block, by cache group."""
+        return list(block_bytes_of(self.config, self.spec))
+
+    def check_stores(self) -> None:
+        """Raise ConfigError where nothing that others have computed could come in."""
+        if self.host_limits is None:
+            raise ConfigError(
+                "what another replica has computed comes by way of host memory and is found in the"
+                " prefix cache; set kv_host_gb, and leave enable_prefix_caching on."
+            )
+
+    def replicas(
+        self,
+        num: int,
+        times: StepTimes,
+        clock: FakeClock,
+        run: Run,
+        stores: Callable[[int], VirtualStores | None] = lambda number: None,
+    ) -> list[Replica]:
+        """Make so many cores of one run. stores: where the core of this number finds blocks."""
         made = []
         for number in range(num):
+            store = stores(number)
             budget = None
             if self.follows_time:
                 budget = StepBudget(first_budget(self.config, self.spec, num_threads()))
             replica = Replica(
-                self._scheduler(), times, clock, number, run.by_id, self.spec.vocab_size, budget
-            )
+                self._scheduler(0 if store is None else 1), times, clock, number, run.by_id,
+                self.spec.vocab_size, budget, stores=store,
+            )  # fmt: skip
             replica.core.max_num_queued = self.config.scheduler.max_num_queued_reqs
             self._record(replica, number if num > 1 else None)
             made.append(replica)
         return made
 
-    def _scheduler(self) -> Scheduler:
+    def _scheduler(self, num_stores: int) -> Scheduler:
         config, cache = self.config, self.config.cache
         kv = KVManager(
             self.spec.cache_groups,
@@ -89,7 +112,7 @@ class Engines:
         most_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
         memory = Memory(kv, most_tokens, cache.watermark)
-        return Scheduler(memory, config.scheduler, config.model.most_tokens, policy)
+        return Scheduler(memory, config.scheduler, config.model.most_tokens, policy, num_stores)
 
     def _record(self, replica: Replica, number: int | None) -> None:
         """Record the run as an engine would, so that it can be explained."""

@@ -18,6 +18,7 @@ from quire.tools.fit import Fit, fit
 from quire.tools.report import plain_facts, write_report
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.fitting import Fitted, lines_of, read_fitted
+from quire.tools.simulate.handover import HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.plot import write_plot
 from quire.tools.simulate.recorded import RecordedWork, is_recording, read_recorded
 from quire.tools.simulate.results import Results, as_data, results_of, text_of
@@ -38,6 +39,7 @@ class Asked:
     source: ModelSource
     device: Device
     num_replicas: int
+    roles: Roles | None = None  # which of them compute prompts and which answers
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
     work = _work(options, asked, found.spec.vocab_size)
     _tell_head(asked, found, work)
     with Bar(work.num, enabled=not options.disable_tqdm) as bar:
-        done = simulate_work(engines, times, work, asked.num_replicas, bar)
+        done = simulate_work(engines, times, work, asked.num_replicas, bar, asked.roles)
     results = results_of(done.run, wanted)
     simulated = Simulated(found, times, done.run, results, done.wall_s)
     print(text_of(results, wanted, work.rate_per_s), flush=True)
@@ -80,16 +82,36 @@ class Done:
 
 
 def simulate_work(
-    engines: Engines, times: StepTimes, work: Work, num_replicas: int, bar: Bar
+    engines: Engines,
+    times: StepTimes,
+    work: Work,
+    num_replicas: int,
+    bar: Bar,
+    roles: Roles | None = None,
 ) -> Done:
-    """Serve a workload by so many replicas."""
+    """Serve a workload by so many replicas. roles: if some compute prompts and others answers."""
     clock, run = FakeClock(), Run()
-    cores = engines.replicas(num_replicas, times, clock, run)
+    if roles is None:
+        cores, cores_of = engines.replicas(num_replicas, times, clock, run), None
+    else:
+        engines.check_stores()
+        offered = Offered(len(engines.block_bytes), engines.block_size)
+        work, cores_of = HandedOver(work, offered), roles.cores_of
+
+        def link(number: int) -> Link | None:
+            if number < roles.num_prefill:
+                return None
+            return Link(offered, engines.block_bytes, roles.link_bytes_per_s, clock)
+
+        cores = engines.replicas(roles.num_replicas, times, clock, run, link)
     began = time.perf_counter()
-    run_all(cores, work.arrivals(), clock, run, work.then, bar.advance, engines.block_size)
+    run_all(
+        cores, work.arrivals(), clock, run, work.then, bar.advance, engines.block_size, cores_of
+    )
     wall_s = time.perf_counter() - began
     for each in cores:
-        each.core.close()
+        each.close()
+    join_legs(run)
     return Done(run, wall_s)
 
 
@@ -129,6 +151,8 @@ def _what(asked: Asked, found: Fit) -> str:
     num_ranks = asked.config.parallel.tensor_parallel_size
     ranks = f", {num_ranks} devices share each layer" if num_ranks > 1 else ""
     copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
+    if asked.roles is not None:
+        copies = f", {asked.roles.num_prefill} prefill and {asked.roles.num_decode} decode replicas"
     return f"{found.model} on {found.device.name}{ranks}{copies}"
 
 
@@ -168,6 +192,7 @@ def _as_json(asked: Asked, simulated: Simulated, work: Work) -> dict[str, Any]:
         "device": asdict(asked.device),
         "tensor_parallel_size": asked.config.parallel.tensor_parallel_size,
         "replicas": asked.num_replicas,
+        "roles": None if asked.roles is None else asdict(asked.roles),
         "workload": work.name,
         "num_prompts": work.num,
         "request_rate": "inf" if rate == float("inf") else rate,

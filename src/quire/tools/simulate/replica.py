@@ -13,6 +13,7 @@ from quire.base.clock import FakeClock
 from quire.base.errors import RequestError
 from quire.base.messages import Control, Request
 from quire.base.validation import RequestLimits
+from quire.engine.connectors.connections import OpenStores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
 from quire.engine.step_budget import StepBudget
@@ -47,9 +48,18 @@ class SimulatedCore(Protocol):
         ...
 
 
+class VirtualStores(OpenStores, Protocol):
+    """A core's stores in virtual time."""
+
+    @property
+    def next_answer_s(self) -> float | None:
+        """When the next answer comes; None if nothing was asked."""
+        ...
+
+
 class Replica:
     """A core of ours. clock: of the whole run. wrap: puts an executor around the one without a
-    device, for what that does not know."""
+    device, for what that does not know. stores: that the scheduler has."""
 
     def __init__(
         self,
@@ -61,7 +71,9 @@ class Replica:
         vocab_size: int,
         step_budget: StepBudget | None = None,
         wrap: Callable[[VirtualExecutor], Executor] = lambda executor: executor,
+        stores: VirtualStores | None = None,
     ) -> None:
+        self.stores = stores
         self._outputs: dict[str, int] = {}
         self._clock, self._times, self._scheduler = clock, times, scheduler
         self._executor = VirtualExecutor(scheduler, times, clock, self._outputs)
@@ -69,6 +81,8 @@ class Replica:
             vocab_size, scheduler.max_model_len, ANY_LOGPROBS, scheduler.rows.table.num_rows
         )
         self.core = EngineCore(scheduler, wrap(self._executor), clock, limits, step_budget)
+        if stores is not None:
+            self.core.connect(stores)
         self.listener = Listener(scheduler, number, by_id)
         self.core.subscribe(self.listener)
         self._plans_s: float | None = None  # when the host has made the next plan
@@ -97,6 +111,12 @@ class Replica:
             self._outputs.pop(request_id, None)
         self._wake()
 
+    def close(self) -> None:
+        """End. Nothing is kept: there is nobody to come."""
+        if self._scheduler.stores is not None:
+            self._scheduler.stores.start_over()
+        self.core.close()
+
     def _wake(self) -> None:
         """The host begins to plan, unless it does already or has nothing to plan."""
         if self._plans_s is None and not self.core.num_in_flight and self.core.rest_s() == 0.0:
@@ -112,4 +132,6 @@ class Replica:
             times = [max(now + rest_s, math.nextafter(now, math.inf)) if rest_s else now]
         if self._executor.next_s is not None:
             times.append(max(now, self._executor.next_s))
+        if self.stores is not None and self.stores.next_answer_s is not None:
+            times.append(max(now, self.stores.next_answer_s))
         return min(times, default=None)

@@ -5,7 +5,7 @@ is the formula's claim. Of several replicas a request goes where `quire serve` w
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,7 @@ from quire.tools.simulate.step_times import StepTimes
 ANY_VOCABULARY = 1 << 31
 NextArrival = Callable[[str, float], Arrival | None]
 Coming = Arrival | Message
+CoresOf = Callable[[str], Collection[int]]  # which may get a request
 
 
 @dataclass
@@ -101,17 +102,17 @@ def run_all(
     then: NextArrival = lambda request_id, now: None,
     progress: Callable[[int], None] = lambda num_ended: None,
     block_size: int = 0,
+    cores_of: CoresOf | None = None,
 ) -> Run:
     """Serve the arrivals, in the order of their times, until all of them have ended.
 
     clock and run: those that the cores were made with. then: what comes because a request has
     ended, such as the next turn of a conversation. block_size: of prefixes that a replica may know;
-    0 is none.
+    0 is none. cores_of: where a request may go; None is anywhere.
     """
     run.listeners = [core.listener for core in cores]
-    return _World(cores, arrivals, clock, run, CoreChoice(len(cores), block_size)).run(
-        then, progress
-    )
+    choice = CoreChoice(len(cores), block_size)
+    return _World(cores, arrivals, clock, run, choice, cores_of).run(then, progress)
 
 
 class _World:
@@ -122,7 +123,9 @@ class _World:
         clock: FakeClock,
         run: Run,
         choice: CoreChoice,
+        cores_of: CoresOf | None,
     ) -> None:
+        self._cores_of: CoresOf = cores_of or (lambda request_id: range(len(cores)))
         self._cores, self._clock, self._run, self._choice = cores, clock, run, choice
         self._arrivals = iter(arrivals)
         self._next = next(self._arrivals, None)
@@ -180,7 +183,7 @@ class _World:
         request, number = arrival.request, 0
         served = Served(arrival.at_s, num_prompt=len(request.prompt_token_ids))
         if len(self._cores) > 1:
-            loads = {core: load.total for core, load in enumerate(self._loads)}
+            loads = {core: self._loads[core].total for core in self._cores_of(request.request_id)}
             number = self._choice.choose(request, loads)
             self._loads[number].add(request)
         core = self._cores[number]

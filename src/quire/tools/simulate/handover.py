@@ -1,0 +1,181 @@
+"""Prefill disaggregation (T 4.4.4): prompts are computed by some replicas, answers by others.
+
+    arrives -> a prefill replica computes the prompt and samples the first token
+            -> what it has computed is there for others, by its blocks' names
+            -> a decode replica gets prompt and first token, looks the names up, fetches the blocks
+               over its link into host memory, loads them, and begins with `handed_over()`
+
+Look-up, fetching, loading and what becomes of a block that did not come are the scheduler's own
+stores (`scheduler/stores.py`), in virtual time: a fetch takes its bytes by the link's rate, one
+after the other for each decode replica. Blocks are offered when the prompt is done, at no cost.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.kv_orders import (
+    Answer,
+    BlockName,
+    Fetch,
+    Fetched,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+    Removed,
+)
+from quire.kv.digest import extend_digests, root_digest
+from quire.tools.simulate.arrivals import OTHER, Arrival
+from quire.tools.simulate.run import Coming, Run
+from quire.tools.simulate.workload import Work
+
+DECODES = " decodes"  # what the second leg's id ends with
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Replicas 0 to num_prefill - 1 compute prompts, the others answers. link_bytes_per_s: at which
+    one of these gets blocks."""
+
+    num_prefill: int
+    num_decode: int
+    link_bytes_per_s: float
+
+    @property
+    def num_replicas(self) -> int:
+        return self.num_prefill + self.num_decode
+
+    def cores_of(self, request_id: str) -> range:
+        """Return the replicas that may get a request."""
+        if request_id.endswith(DECODES):
+            return range(self.num_prefill, self.num_replicas)
+        return range(self.num_prefill)
+
+
+@dataclass
+class Offered:
+    """The blocks that prefill replicas have computed and others may fetch."""
+
+    num_groups: int
+    block_size: int
+    names: set[BlockName] = field(default_factory=set)
+
+    def offer(self, prompt_token_ids: Sequence[int]) -> None:
+        """Offer the full blocks of a prompt."""
+        digests: list[bytes] = []
+        num = len(prompt_token_ids) // self.block_size
+        tokens = np.asarray(prompt_token_ids, np.int32)
+        extend_digests(digests, root_digest(b""), tokens, self.block_size, num)
+        self.names.update((g, digest) for digest in digests for g in range(self.num_groups))
+
+
+class Link:
+    """A decode replica's store: what others offer, at a rate. It takes the place of `Connections`
+    in virtual time. block_bytes: by cache group."""
+
+    num_open = 0  # nobody waits for it in real time
+    next_s = None  # no answer is ever overdue
+
+    def __init__(
+        self, offered: Offered, block_bytes: Sequence[int], bytes_per_s: float, clock: Clock
+    ) -> None:
+        self._offered, self._block_bytes = offered, block_bytes
+        self._bytes_per_s, self._clock = bytes_per_s, clock
+        self._answers: list[tuple[float, int, Answer]] = []
+        self._num_answers = 0
+        self._free_s = -math.inf  # from when on nothing is on the link
+        self.num_bytes = 0
+
+    @property
+    def next_answer_s(self) -> float | None:
+        return self._answers[0][0] if self._answers else None
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._answers) and self._answers[0][0] <= self._clock.now()
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            at_s, answer = self._answer(order)
+            heapq.heappush(self._answers, (at_s, self._num_answers, answer))
+            self._num_answers += 1
+
+    def take(self, now: float, waits: bool = False) -> list[Answer]:
+        found = []
+        while self._answers and self._answers[0][0] <= now:
+            found.append(heapq.heappop(self._answers)[2])
+        return found
+
+    def close(self, until_s: float, clock: Clock) -> None:
+        """End; there is nothing to keep."""
+
+    def _answer(self, order: Order) -> tuple[float, Answer]:
+        """Return an answer, and when it comes."""
+        now, names = self._clock.now(), self._offered.names
+        if isinstance(order, LookUp):
+            found = [name in names for name in order.names]
+            return now, LookedUp(order.store, order.request_id, found, order.ticket)
+        if isinstance(order, Fetch):
+            num_bytes = sum(self._block_bytes[group] for group, _, _ in order.items)
+            duration_s = num_bytes / self._bytes_per_s
+            self._free_s = max(now, self._free_s) + duration_s
+            self.num_bytes += num_bytes
+            ok = [(group, digest) in names for group, digest, _ in order.items]
+            return self._free_s, Fetched(order.store, order.ticket, ok, num_bytes, duration_s)
+        if isinstance(order, Keep):  # of what it evicts: nobody asks for that
+            return now, Kept(order.store, order.ticket, [True] * len(order.items), 0, 0.0)
+        self._offered.names.difference_update(order.names)
+        return now, Removed(order.store, order.ticket, [True] * len(order.names))
+
+
+class HandedOver:
+    """A workload whose requests have two legs. It is one, too."""
+
+    def __init__(self, work: Work, offered: Offered) -> None:
+        self.name, self.num, self.rate_per_s = work.name, work.num, work.rate_per_s
+        self._work, self._offered = work, offered
+        self._open: dict[str, Arrival] = {}  # in their first leg
+
+    def arrivals(self) -> Iterator[Coming]:
+        for coming in self._work.arrivals():
+            yield self._first(coming) if isinstance(coming, Arrival) else coming
+
+    def then(self, request_id: str, now: float) -> Arrival | None:
+        """Return the second leg of one that has ended its first, or what comes of its end."""
+        whole = self._open.pop(request_id, None)
+        if whole is not None:
+            request, num_left = whole.request, whole.num_output - 1
+            self._offered.offer(request.prompt_token_ids)
+            if num_left > 0:
+                tokens = [*request.prompt_token_ids, OTHER]
+                leg = msgspec.structs.replace(
+                    request, request_id=request_id + DECODES, prompt_token_ids=tokens
+                )
+                return Arrival(now, leg, num_left)
+        more = self._work.then(request_id.removesuffix(DECODES), now)
+        return None if more is None else self._first(more)
+
+    def _first(self, arrival: Arrival) -> Arrival:
+        self._open[arrival.request.request_id] = arrival
+        return Arrival(arrival.at_s, arrival.request, 1)
+
+
+def join_legs(run: Run) -> None:
+    """Make one request of two legs: it came with the first, got its first token from it, and ended
+    with the second. What it waited for between the two is a gap between tokens."""
+    for leg_id in [name for name in run.by_id if name.endswith(DECODES)]:
+        second, first = run.by_id.pop(leg_id), run.by_id[leg_id.removesuffix(DECODES)]
+        gap_s = second.first_token_s - first.first_token_s
+        run.listeners[second.replica].gaps.append(np.array([gap_s]))
+        first.finished_s, first.reason = second.finished_s, second.reason
+        first.num_output += second.num_output
+        first.num_preemptions += second.num_preemptions
+        first.away_s += second.away_s
+        first.error = first.error or second.error
