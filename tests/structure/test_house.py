@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
                "redis", "boto3", "botocore"},  # fmt: skip
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
-        "opentelemetry", "rich", "starlette", "uvicorn",
+        "opentelemetry", "ray", "rich", "starlette", "uvicorn",
     },
     "cli": {"rich", "yaml"},
 }  # fmt: skip

@@ -1,0 +1,118 @@
+"""quire as a replica of Ray Serve: the class without Ray, and with it where it is installed."""
+
+import asyncio
+import json
+import socket
+import urllib.request
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError, EngineDead, MissingDependency
+from quire.serve.api.batches.app_caller import AppCaller
+from quire.serve.ray_serve import QuireServer, application
+
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 128,
+    "disable_log_stats": True, "pipeline_depth": 1,
+}  # fmt: skip
+ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0.0}
+
+
+@dataclass
+class LLMConfig:
+    """What of Ray's is read."""
+
+    model_id: str = "fox"
+    model_loading_config: Any = field(
+        default_factory=lambda: SimpleNamespace(model_id="fox", model_source="demo")
+    )
+    engine_kwargs: dict[str, Any] = field(default_factory=lambda: dict(SMALL))
+    deployment_config: dict[str, Any] = field(default_factory=lambda: {"num_replicas": 2})
+
+
+def test_a_replica_answers_by_quires_own_app() -> None:
+    """Made of Ray's LLMConfig: the name that Ray gives the model is the one that requests give."""
+
+    async def talk() -> None:
+        config = LLMConfig()
+        replica = QuireServer(config)
+        await replica.check_health()  # before it was started, nothing can be wrong
+        app = await replica.__serve_build_asgi_app__()
+        await replica.check_health()
+        assert await replica.llm_config() is config
+        caller = AppCaller(app)
+        body = json.dumps({"model": "fox", **ASKED}).encode()
+        reply = await caller.post("/v1/completions", body)
+        assert reply.status == 200
+        answer = json.loads(reply.body)
+        assert answer["usage"]["completion_tokens"] == 6 and answer["model"] == "fox"
+        await asyncio.to_thread(replica.__del__)
+        with pytest.raises(EngineDead):
+            await replica.check_health()
+
+    asyncio.run(talk())
+
+
+def test_options_are_those_of_the_config() -> None:
+    assert QuireServer.get_deployment_options(LLMConfig()) == {"num_replicas": 2}
+
+
+@pytest.mark.parametrize("name", ["port", "api_server_count", "files_dir", "usage_log"])
+def test_what_ray_does_is_no_setting(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} means nothing in a replica"):
+        QuireServer("demo", **{name: 1})
+
+
+def test_other_settings_are_checked_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="no setting 'max_seqs'"):
+        QuireServer("demo", max_seqs=1)
+    with pytest.raises(ConfigError, match="is not supported"):
+        QuireServer("demo", enable_lora=True)
+    source = SimpleNamespace(model_id="fox", model_source={"bucket_uri": "s3://x"})
+    with pytest.raises(ConfigError, match="a directory or a Hugging Face id"):
+        QuireServer(LLMConfig(model_loading_config=source))
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(MissingDependency, match=r'pip install "quire\[ray-serve\]"'):
+        application("demo")
+
+
+@pytest.mark.slow
+def test_a_local_serve() -> None:
+    ray = pytest.importorskip("ray")
+    serve = pytest.importorskip("ray.serve")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+
+    def call(path: str, body: dict[str, Any] | None = None) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            url + path, data, headers={"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    ray.init(num_cpus=2, include_dashboard=False)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(application("demo", **SMALL, deployment={"graceful_shutdown_timeout_s": 20}))
+        assert call("/health") == ""
+        whole = json.loads(call("/v1/completions", {"model": "demo", **ASKED}))
+        assert whole["usage"]["completion_tokens"] == 6
+        streamed = call("/v1/completions", {"model": "demo", **ASKED, "stream": True})
+        events = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        texts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert "".join(texts) == whole["choices"][0]["text"]
+        assert "quire:num_requests_running" in call("/metrics")
+    finally:
+        serve.shutdown()
+        ray.shutdown()
