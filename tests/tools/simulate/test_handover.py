@@ -53,7 +53,10 @@ class World:
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
         scheduler = Scheduler(Memory(kv, 64), config, 200, num_stores=0 if link is None else 1)
         times = Roofline(STEP_S, 0.0)
-        return Replica(scheduler, times, self.clock, number, self.run.by_id, 1000, stores=link)
+        replica = Replica(scheduler, times, self.clock, number, self.run.by_id, 1000)
+        if link is not None:
+            replica.connect(link)
+        return replica
 
     def serve(self) -> Run:
         roles = Roles(1, 1, 1.0)

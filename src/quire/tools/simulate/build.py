@@ -90,10 +90,12 @@ class Engines:
             budget = None
             if self.follows_time:
                 budget = StepBudget(first_budget(self.config, self.spec, num_threads()))
+            scheduler = self._scheduler(0 if store is None else 1)
             replica = Replica(
-                self._scheduler(0 if store is None else 1), times, clock, number, run.by_id,
-                self.spec.vocab_size, budget, stores=store,
-            )  # fmt: skip
+                scheduler, times, clock, number, run.by_id, self.spec.vocab_size, budget
+            )
+            if store is not None:
+                replica.connect(store)
             replica.core.max_num_queued = self.config.scheduler.max_num_queued_reqs
             self._record(replica, number if num > 1 else None)
             made.append(replica)

@@ -59,7 +59,7 @@ class VirtualStores(OpenStores, Protocol):
 
 class Replica:
     """A core of ours. clock: of the whole run. wrap: puts an executor around the one without a
-    device, for what that does not know. stores: that the scheduler has."""
+    device, for what that does not know."""
 
     def __init__(
         self,
@@ -71,9 +71,8 @@ class Replica:
         vocab_size: int,
         step_budget: StepBudget | None = None,
         wrap: Callable[[VirtualExecutor], Executor] = lambda executor: executor,
-        stores: VirtualStores | None = None,
     ) -> None:
-        self.stores = stores
+        self._stores: VirtualStores | None = None
         self._outputs: dict[str, int] = {}
         self._clock, self._times, self._scheduler = clock, times, scheduler
         self._executor = VirtualExecutor(scheduler, times, clock, self._outputs)
@@ -81,11 +80,14 @@ class Replica:
             vocab_size, scheduler.max_model_len, ANY_LOGPROBS, scheduler.rows.table.num_rows
         )
         self.core = EngineCore(scheduler, wrap(self._executor), clock, limits, step_budget)
-        if stores is not None:
-            self.core.connect(stores)
         self.listener = Listener(scheduler, number, by_id)
         self.core.subscribe(self.listener)
         self._plans_s: float | None = None  # when the host has made the next plan
+
+    def connect(self, stores: VirtualStores) -> None:
+        """Let these carry out what the scheduler orders of its stores."""
+        self._stores = stores
+        self.core.connect(stores)
 
     def add(self, request: Request, num_output: int, served: Served) -> None:
         self._outputs[request.request_id] = num_output
@@ -132,6 +134,6 @@ class Replica:
             times = [max(now + rest_s, math.nextafter(now, math.inf)) if rest_s else now]
         if self._executor.next_s is not None:
             times.append(max(now, self._executor.next_s))
-        if self.stores is not None and self.stores.next_answer_s is not None:
-            times.append(max(now, self.stores.next_answer_s))
+        if self._stores is not None and self._stores.next_answer_s is not None:
+            times.append(max(now, self._stores.next_answer_s))
         return min(times, default=None)
