@@ -33,6 +33,26 @@ class LLMConfig:
     deployment_config: dict[str, Any] = field(default_factory=lambda: {"num_replicas": 2})
 
 
+async def status_of(app: Any, path: str, host: str) -> int:
+    """What a GET of one that asks for this host gets."""
+    sent: list[dict[str, Any]] = []
+    scope = {
+        "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "root_path": "",
+        "query_string": b"", "headers": [(b"host", host.encode())], "http_version": "1.1",
+        "scheme": "http", "client": ("10.0.0.9", 1), "server": ("10.0.0.1", 8000),
+    }  # fmt: skip
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    status: int = sent[0]["status"]
+    return status
+
+
 def test_a_replica_answers_by_quires_own_app() -> None:
     """Made of Ray's LLMConfig: the name that Ray gives the model is the one that requests give."""
 
@@ -43,6 +63,7 @@ def test_a_replica_answers_by_quires_own_app() -> None:
         app = await replica.__serve_build_asgi_app__()
         await replica.check_health()
         assert await replica.llm_config() is config
+        assert await status_of(app, "/v1/models", "fox.example") == 200, "Ray has any name"
         caller = AppCaller(app)
         body = json.dumps({"model": "fox", **ASKED}).encode()
         reply = await caller.post("/v1/completions", body)

@@ -32,6 +32,7 @@ from quire.serve.vllm_compat import drop_vllm_settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+ANY_HOST = "0.0.0.0"  # Ray's proxy listens, under whatever names it has
 # What Ray does in their place, and what several processes of one server share.
 NOT_HERE = {
     "host", "port", "uds", "root_path", "api_server_count", "shutdown_timeout", "restart_engine",
@@ -54,7 +55,7 @@ class QuireServer:
         own = {name: settings.pop(name) for name in list(settings) if name in known}
         if wrong := sorted(own.keys() & NOT_HERE):
             raise ConfigError(f"{wrong[0]} means nothing in a replica of Ray Serve; leave it out.")
-        self._server = ServerConfig(**own)
+        self._server = ServerConfig(host=ANY_HOST, **own)
         self._engine: EngineConfig = config_from_flat(model=model, **settings)
         self._cores = ManagedCores(self._engine, "warning")
         self._loaded: tuple[ModelSource, TextSide] | None = None
