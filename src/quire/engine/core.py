@@ -223,13 +223,13 @@ class EngineCore:
     def rest_s(self) -> float | None:
         """Return for how long nothing is to be done; None: until a message comes or the bell rings.
         A request may become late while nothing can be planned, if its prompt is still open."""
-        if self._has_lost_executor:
+        helpers = self._stores, self._grammars
+        has_answers = any(helper is not None and helper.has_answers for helper in helpers)
+        if self._has_lost_executor or has_answers:
             return 0.0
         if not self.has_work:
             return None if self._due_s is None else max(0.0, self._due_s - self._clock.now())
-        helpers = self._stores, self._grammars
-        has_answers = any(helper is not None and helper.has_answers for helper in helpers)
-        if self._is_answered or has_answers or self._death is not None:
+        if self._is_answered or self._death is not None:
             return 0.0
         if self._has_nothing_to_plan:
             late_s = None if self._submitted else self._next_s

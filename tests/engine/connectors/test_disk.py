@@ -349,7 +349,7 @@ def test_a_store_by_its_setting(tmp_path: Path) -> None:
     for setting in ("", "disk", "dir:", ":x"):
         with pytest.raises(ConfigError, match="such as dir:/var/cache/kv, got .*names are dir"):
             make_store(setting, PLENTY)
-    with pytest.raises(ConfigError, match="there is no KV store 'tape'; there are disk"):
+    with pytest.raises(ConfigError, match="there is no KV store 'tape'; there are dir"):
         make_store("tape:0", PLENTY)
 
 

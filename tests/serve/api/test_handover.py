@@ -1,0 +1,106 @@
+"""Both legs of a prompt that one server computes and another one answers, as vLLM's routers send
+them: completions and chat, in one piece and streamed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.base.config import ServerConfig, config_from_flat
+from quire.engine.build import build_engine
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MODEL
+from tests.serve.api.fake_client import FakeClient
+
+TEXT = "Once upon a time there was a little fox who lived in a forest with its mother. " * 3
+# As vLLM's proxy and llm-d's sidecar begin a request.
+FIRST_LEG = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": TEXT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TestClient]]:
+    directory = tmp_path_factory.mktemp("blocks")
+    engines = [engine(directory, role) for role in ("kv_producer", "kv_consumer")]
+    clients = []
+    for built in engines:
+        context = ApiContext(
+            FakeClient(built), built.renderer, built.requests, (MODEL,), ServerConfig(), 0
+        )
+        clients.append(TestClient(create_app(context), raise_server_exceptions=False))
+    with clients[0], clients[1]:
+        yield clients
+    for built in engines:
+        built.client.close()
+
+
+def engine(directory: Path, role: str) -> Any:
+    return build_engine(
+        config_from_flat(
+            model=MODEL,
+            dtype="float32",
+            max_num_seqs=8,
+            max_model_len=512,
+            kv_cache_memory_bytes=16 << 20,
+            kv_store=(f"dir:{directory}",),
+            kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": role},
+            disable_log_stats=True,
+        )
+    )
+
+
+def text_of(answer: Any) -> str:
+    choice = answer["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_both_legs(pair: list[TestClient], path: str) -> None:
+    first, second = pair
+    body = BODIES[path] | {"temperature": 0, "cache_salt": path}
+    alone = first.post(path, json=body | {"max_tokens": 12}).json()
+    assert "kv_transfer_params" not in alone
+    leg = {"max_tokens": 1, "stream": False, "kv_transfer_params": FIRST_LEG}
+    told = first.post(path, json=body | leg).json()["kv_transfer_params"]
+    assert told["do_remote_prefill"] is True and told["do_remote_decode"] is False
+    assert told["remote_num_blocks"] >= 4 and len(told["remote_block_ids"]) == 1
+    leg = {"max_tokens": 12, "kv_transfer_params": told | {"tp_size": 1, "unknown": [1]}}
+    answer = second.post(path, json=body | leg).json()
+    assert text_of(answer) == text_of(alone)
+    cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert told["remote_num_blocks"] == num_prompt // 16
+    assert cached == (num_prompt - 1) // 16 * 16, "the last token is computed here"
+    assert "kv_transfer_params" not in answer
+    streamed = second.post(path, json=body | leg | {"stream": True})
+    assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_odd_params_are_refused_and_empty_ones_are_not(pair: list[TestClient]) -> None:
+    body = {"prompt": "Hi", "max_tokens": 1}
+    for odd in ({"do_remote_decode": "maybe"}, {str(i): 0 for i in range(65)}):
+        answer = pair[0].post("/v1/completions", json=body | {"kv_transfer_params": odd})
+        assert answer.status_code == 400
+        assert "kv_transfer_params" in answer.json()["error"]["message"]
+    for empty in (None, {}, {"do_remote_prefill": False}):
+        answer = pair[0].post("/v1/completions", json=body | {"kv_transfer_params": empty})
+        assert answer.status_code == 200, answer.text
+
+
+def test_several_prompts_have_no_params_in_common(pair: list[TestClient]) -> None:
+    body = {"prompt": [TEXT, TEXT + "It was"], "max_tokens": 1, "kv_transfer_params": FIRST_LEG}
+    answer = pair[0].post("/v1/completions", json=body).json()
+    assert len(answer["choices"]) == 2 and "kv_transfer_params" not in answer

@@ -1,0 +1,134 @@
+"""Servers that hand prompts over, and are killed while they do: the other one answers all the same,
+with the tokens that one server alone gives."""
+
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.engine.connectors import shared_memory
+from tests.serve.processes import WAIT_S, Server
+
+FIRST_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+STORY = "Once upon a time there was a little fox who lived in a deep forest with its mother. "
+OPTIONS = ("--dtype", "float32", "--max-num-batched-tokens", "64")
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    shutil.rmtree(shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}", ignore_errors=True)
+
+
+def ask(server: Server, prompt: str, max_tokens: int, transfer: Any) -> dict[str, Any] | None:
+    """The answer; None if the server has gone."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"kv_transfer_params": transfer}
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        answer: dict[str, Any] = json.loads(response.read())
+        return answer if response.status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+def prompts(num: int, seed: int) -> list[str]:
+    numbers = random.Random(seed)
+    return [f"Story {numbers.random()}. " + STORY * numbers.randrange(2, 16) for _ in range(num)]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_it_computes_prompts(name: str) -> None:
+    """At any moment: both legs are sent at once, and the first server dies at a random time."""
+    second = Server("--kv-store", f"shm:{name}", *OPTIONS)
+    numbers = random.Random(1)
+    for number in range(4):
+        first = Server("--kv-store", f"shm:{name}", "--kv-eager", *OPTIONS)
+        asked = prompts(4, number)
+        legs = [threading.Thread(target=ask, args=(first, p, 1, FIRST_LEG)) for p in asked]
+        for leg in legs:
+            leg.start()
+        timer = threading.Timer(numbers.uniform(0.0, 1.0), os.kill, (first.core, signal.SIGKILL))
+        timer.start()
+        answers = [ask(second, p, 8, {"do_remote_prefill": True}) for p in asked]
+        for leg in legs:
+            leg.join(WAIT_S)
+        timer.join()
+        first.stop(signal.SIGKILL)
+        assert all(answer is not None for answer in answers)
+        for prompt, answer in zip(asked, answers, strict=True):
+            assert answer is not None
+            fresh = ask(second, prompt, 8, None)  # by its own blocks, whoever computed them
+            assert fresh is not None and fresh["choices"] == answer["choices"]
+        second_alone(second, asked, answers)
+    assert second.stop() == 0
+
+
+def second_alone(server: Server, asked: list[str], answers: list[Any]) -> None:
+    """Compare with what is computed without anybody's blocks: another salt has other names."""
+    for prompt, answer in zip(asked, answers, strict=True):
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        body |= {"cache_salt": "nobody's"}
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        alone = json.loads(connection.getresponse().read())
+        connection.close()
+        assert alone["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert alone["choices"] == answer["choices"]
+
+
+@pytest.mark.slow
+def test_the_other_side_is_killed_and_nothing_is_held_for_it() -> None:
+    first = Server("--kv-store", "serve://127.0.0.1:0", *OPTIONS)
+    port = int(first.wait_for_line(r"served to peers at 127.0.0.1, port (\d+)")[1])
+    [prompt] = prompts(1, 9)
+    answer = ask(first, prompt, 1, FIRST_LEG)
+    assert answer is not None
+    for _ in range(2):
+        second = Server("--kv-store", f"peer://127.0.0.1:{port}", *OPTIONS)
+        threading.Timer(0.2, os.kill, (second.core, signal.SIGKILL)).start()
+        ask(second, prompt, 400, answer["kv_transfer_params"])
+        time.sleep(0.2)
+        second.stop(signal.SIGKILL)
+    third = Server("--kv-store", f"peer://127.0.0.1:{port}", *OPTIONS)
+    told = ask(third, prompt, 8, answer["kv_transfer_params"])
+    assert told is not None
+    cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (told["usage"]["prompt_tokens"] - 1) // 16 * 16
+    second_alone(third, [prompt], [told])
+    assert first.metric("quire:num_requests_running") == 0
+    assert third.stop() == 0 and first.stop() == 0
+
+
+@pytest.mark.slow
+def test_cores_of_one_server_find_each_others_prefixes(name: str) -> None:
+    server = Server("-dp", "2", "--kv-store", f"shm:{name}", "--kv-eager", *OPTIONS)
+    [prompt] = prompts(1, 5)
+    found = []
+    for core in ("0", "1"):
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+        headers = {"Content-Type": "application/json", "X-data-parallel-rank": core}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        found.append(json.loads(connection.getresponse().read()))
+        connection.close()
+    cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
+    assert cached[0] == 0 and cached[1] > 0
+    assert found[0]["choices"] == found[1]["choices"]
+    assert server.stop() == 0
