@@ -122,6 +122,9 @@ class ItemRun {
                     seen_ = maximum(seen_, position + 1);
                     read_query(q_ + m * padded_, call_.q, piece.token + i,
                                head_ * step_.group + g, factor, dim_, padded_);
+#ifdef QUIRE_BFLOAT16_DOTS
+                    if constexpr (Kv::kDots) narrow_row(q_ + m * padded_, padded_);
+#endif
                     clear(state(m));
                 }
             }
@@ -153,6 +156,7 @@ class ItemRun {
         }
         fill(columns_ + begin_ / kTile * kTile, columns_ + first, columns_[first]);
         fill(columns_ + end_, columns_ + kSpan + kAhead, columns_[last]);
+        offsets_[begin_ / 2 * 2] = offsets_[begin_];  // in a pair with one that nobody sees
         fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
         if (end_ == kSpan) place(start, kSpan, minimum(seen_ - start, kSpan + kAhead));  // to fetch
         return true;
@@ -182,13 +186,19 @@ class ItemRun {
     }
 
     void score() {
-        const bool widens = queries_ > Isa::kTileRows || !keys_.together || keys_.rest() != 0;
+        const bool copies = queries_ > Isa::kTileRows || !keys_.together || keys_.rest() != 0;
         for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
             int64_t first, last;
             rows_of(tile, first, last);
             const int64_t left = minimum(kTile, end_ - tile);
             const int64_t tokens = (left + kSumLanes - 1) / kSumLanes * kSumLanes;
-            if (widens) {
+#ifdef QUIRE_BFLOAT16_DOTS
+            if constexpr (Kv::kDots) {
+                dot_scores(tile, first, last, tokens, copies);
+                continue;
+            }
+#endif
+            if (copies) {
                 load_keys<Kv>(tile_, keys_, columns_ + tile, tokens);
                 const ScoreTile<WidenedKeys> products{weights_ + tile, q_, padded_, {tile_}, dim_};
                 run_rows(products, first, last, tokens / kLanes);
@@ -205,6 +215,39 @@ class ItemRun {
         if constexpr (Kv::kScaled) read_scales(keys_.data, columns_);
     }
 
+#ifdef QUIRE_BFLOAT16_DOTS
+    void dot_scores(int64_t tile, int64_t first, int64_t last, int64_t tokens, bool copies) {
+        const int64_t words = (dim_ + 1) / 2;
+        if (!copies) {
+            const StoredWords stored{keys_, columns_ + tile};
+            const DotScores<StoredWords> products{weights_ + tile, q_, padded_, stored, words};
+            return run_rows(products, first, last, tokens / kLanes);
+        }
+        if (keys_.together) {
+            gather_words<true>(tile_, keys_, columns_ + tile, tokens);
+        } else {
+            gather_words<false>(tile_, keys_, columns_ + tile, tokens);
+        }
+        const DotScores<TileWords> products{weights_ + tile, q_, padded_, {tile_}, words};
+        run_rows(products, first, last, tokens / kLanes);
+    }
+
+    // The same as add_tile. from: even; the token behind the last counts, if their number is odd.
+    void dot_values(int64_t first, int64_t last, int64_t from, int64_t tokens, bool pairs) {
+        const int64_t stride = call_.state_size();
+        float* acc = parts_ + kStateHead;
+        const uint8_t* weights = reinterpret_cast<const uint8_t*>(weights_) + 2 * from;
+        if (!pairs) {
+            const StoredPairs stored{values_, offsets_ + from};
+            const DotValues<StoredPairs> products{acc, stride, weights, stored, tokens};
+            return run_rows(products, first, last, dim_ / kLanes);
+        }
+        pair_values(tile_, padded_, values_, offsets_ + from, tokens, dim_);
+        const DotValues<TilePairs> products{acc, stride, weights, {tile_, padded_}, tokens};
+        run_rows(products, first, last, padded_ / kLanes);
+    }
+#endif
+
     // Scales of the tokens from begin_ to end_.
     void read_scales(const uint8_t* scales, const int64_t* places) {
         for (int64_t t = begin_; t < end_; ++t) {
@@ -216,13 +259,15 @@ class ItemRun {
         for (int64_t t = low; t < high; ++t) row[t] *= scales_[t];
     }
 
-    // Weights of all queries, 0 wherever one of them does not see what another sees.
+    // Weights of all queries, 0 wherever one of them does not see what another sees, and beside that up
+    // to whole pairs of tokens.
     void weigh() {
+        const int64_t begin = begin_ / 2 * 2, end = (end_ + 1) / 2 * 2;
         for (int64_t m = 0; m < queries_; ++m) {
             const Query& query = all_[m];
             float* row = weights_ + m * kSpan;
             if (query.low >= query.high) {
-                fill(row + begin_, row + end_, 0.0f);
+                fill(row + begin, row + end, 0.0f);
                 continue;
             }
             if constexpr (Kv::kScaled) scale_row(row, query.low, query.high);
@@ -231,8 +276,8 @@ class ItemRun {
             }
             const State mine = part(m);
             weigh_scores(row, query.low, query.high, *mine.peak, *mine.sum);
-            if (begin_ < query.low) fill(row + begin_, row + query.low, 0.0f);
-            if (query.high < end_) fill(row + query.high, row + end_, 0.0f);
+            fill(row + begin, row + query.low, 0.0f);
+            fill(row + query.high, row + end, 0.0f);
         }
         if constexpr (Kv::kScaled) {
             read_scales(values_ + dim_, offsets_);
@@ -245,6 +290,11 @@ class ItemRun {
     }
 
     void add_values() {
+#ifdef QUIRE_BFLOAT16_DOTS
+        if constexpr (Kv::kDots) {
+            for (int64_t m = 0; m < queries_; ++m) narrow_row(weights_ + m * kSpan, kSpan);
+        }
+#endif
         for (int64_t m = 0; m < queries_; ++m) {
             std::memset(part(m).acc, 0, static_cast<size_t>(padded_) * sizeof(float));
         }
@@ -252,7 +302,8 @@ class ItemRun {
         for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
             int64_t first, last;
             rows_of(tile, first, last);
-            const int64_t from = maximum(tile, begin_), tokens = minimum(tile + kTile, end_) - from;
+            const int64_t from = maximum(tile, Kv::kDots ? begin_ / 2 * 2 : begin_);
+            const int64_t tokens = minimum(tile + kTile, end_) - from;
             add_tile(first, last, from, tokens, widens);
         }
     }
@@ -261,6 +312,9 @@ class ItemRun {
     void add_tile(int64_t first, int64_t last, int64_t from, int64_t tokens, bool widens) {
         const int64_t stride = call_.state_size(), vectors = padded_ / kLanes;
         float* acc = parts_ + kStateHead;
+#ifdef QUIRE_BFLOAT16_DOTS
+        if constexpr (Kv::kDots) return dot_values(first, last, from, tokens, widens);
+#endif
         if (widens) {
             widen_values<Kv>(tile_, padded_, values_, offsets_ + from, tokens, dim_);
             const WidenedValues widened{tile_, padded_};
@@ -285,10 +339,21 @@ class ItemRun {
             for (int64_t h = 0; h < padded_; ++h) rest += acc[h] - acc[h];
             if (rest == 0) continue;
             std::memset(acc, 0, static_cast<size_t>(padded_) * sizeof(float));
-            for (int64_t t = query.low; t < query.high; t += kTile) {
-                add_tile(m, m + 1, t, minimum(kTile, query.high - t), true);
-            }
+            add_again(m, query);
         }
+    }
+
+    // Where tokens are paired, one that the query sees stands in for one that it does not see.
+    void add_again(int64_t m, const Query& query) {
+        const int64_t low = Kv::kDots ? query.low / 2 * 2 : query.low, high = query.high;
+        const int64_t before = offsets_[low], behind = offsets_[high];
+        if (low < query.low) offsets_[low] = offsets_[query.low];
+        if (Kv::kDots && high % 2 != 0) offsets_[high] = offsets_[high - 1];
+        for (int64_t t = low; t < high; t += kTile) {
+            add_tile(m, m + 1, t, minimum(kTile, high - t), true);
+        }
+        offsets_[low] = before;
+        offsets_[high] = behind;
     }
 
     void finish_span(int64_t span) {
@@ -337,7 +402,11 @@ class ItemRun {
 void run_item(const AttentionCall& call, const AttentionItem& item, int64_t head) {
     switch (call.kv.format) {
         case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, item, head).run();
+#ifdef QUIRE_BFLOAT16_DOTS
+        case KvFormat::kBfloat16: return ItemRun<Bfloat16Dots>(call, item, head).run();
+#else
         case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, item, head).run();
+#endif
         case KvFormat::kFloat16: return ItemRun<Float16Kv>(call, item, head).run();
         default: return ItemRun<Int8Kv>(call, item, head).run();
     }

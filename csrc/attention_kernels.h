@@ -40,7 +40,7 @@ struct AttentionKernels {
 };
 
 extern const AttentionKernels kAttentionPortable, kAttentionAvx2, kAttentionAvx512,
-    kAttentionNeon;
+    kAttentionAvx512Bf16, kAttentionNeon;
 
 // This thread's memory for one item, aligned to 64 bytes; it grows and is kept.
 float* attention_scratch(int64_t floats);

@@ -9,6 +9,8 @@
 //   where_at_least(x, limit, value)   value where x >= limit, else 0
 //   load_bfloat16, load_float16, load_int8   kLanes of them, widened
 //   float16_of(words)                 the lower halves of words, widened
+//
+// and with QUIRE_BFLOAT16_DOTS: all_word, store_words, store_bfloat16, pairs, dot(sum, a, b) = sum + a . b
 #pragma once
 
 #include "attention_softmax.inc.h"
@@ -26,6 +28,7 @@ inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 
 struct Float32Kv {
+    static constexpr bool kDots = false;
     static constexpr int kBytes = 4, kPerWord = 1;
     static constexpr bool kScaled = false;
     static QUIRE_INLINE F load(const void* at) { return Isa::load(at); }
@@ -36,6 +39,7 @@ struct Float32Kv {
 };
 
 struct Bfloat16Kv {
+    static constexpr bool kDots = false;
     static constexpr int kBytes = 2, kPerWord = 2;
     static constexpr bool kScaled = false;
     static QUIRE_INLINE F load(const void* at) { return Isa::load_bfloat16(at); }
@@ -46,6 +50,7 @@ struct Bfloat16Kv {
 };
 
 struct Float16Kv {
+    static constexpr bool kDots = false;
     static constexpr int kBytes = 2, kPerWord = 2;
     static constexpr bool kScaled = false;
     static QUIRE_INLINE F load(const void* at) { return Isa::load_float16(at); }
@@ -57,6 +62,7 @@ struct Float16Kv {
 
 // Without the scale, which goes to the scores of keys and to the weights of values.
 struct Int8Kv {
+    static constexpr bool kDots = false;
     static constexpr int kBytes = 1, kPerWord = 4;
     static constexpr bool kScaled = true;
     static QUIRE_INLINE F load(const void* at) { return Isa::load_int8(at); }
@@ -327,4 +333,7 @@ void run_rows(const Tile& tile, int64_t begin, int64_t end, int64_t vectors) {
 }  // namespace
 }  // namespace quire
 
+#ifdef QUIRE_BFLOAT16_DOTS
+#include "attention_dots.inc.h"
+#endif
 #include "attention_items.inc.h"

@@ -22,7 +22,7 @@ constexpr int64_t kAloneFloats = 16 * 1024;  // that one thread works on before 
 const DeltaKernels& delta_kernels(int variant) {
     if (variant < 0) variant = num_attention_variants() - 1;
 #if defined(QUIRE_X86_VARIANTS)
-    if (variant == static_cast<int>(Variant::kAvx512)) return kDeltaAvx512;
+    if (variant >= static_cast<int>(Variant::kAvx512)) return kDeltaAvx512;
     if (variant == static_cast<int>(Variant::kAvx2)) return kDeltaAvx2;
 #elif defined(QUIRE_ARM_VARIANTS)
     if (variant == static_cast<int>(Variant::kNeon)) return kDeltaNeon;

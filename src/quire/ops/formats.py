@@ -23,7 +23,7 @@ VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU run
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")  # that are measured
 CORE_DTYPES = FORMATS[:3]  # of activations that the core multiplies
-ATTENTION = "float32"  # what the core's attention multiplies in, whatever keys are stored as
+ATTENTION = "float32"  # what the core's attention multiplies in, unless keys are bfloat16
 GROUP_SIZES = (32, 64, 128)
 MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
 ROUND_INPUTS = 8

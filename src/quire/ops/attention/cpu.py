@@ -68,7 +68,7 @@ class CpuBackend(MovesBlocks):
         self._layout = layout
         self._step: AttentionStep | None = None
         self._memory = KVMemory(layout)
-        self.variant = variant_number(variant or chosen_variant(ATTENTION))
+        self.variant = variant_number(variant or chosen_variant(multiplied_as(layout)))
         self.states = StatesInCore(self._memory, layout, self.variant)
         self._layers = {
             layer: self._layer_kv(*place)
@@ -242,6 +242,13 @@ def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:
     """Return a step's tables, by cache group, with the entries of a row beside each other."""
     tables = step.block_tables_SL
     return [each if each.stride(1) == 1 else each.contiguous() for each in tables]
+
+
+def multiplied_as(layout: KVLayout) -> str:
+    """Return the format whose products attention's are: of bfloat16 where keys and values are, as
+    long as their dots are the fastest there, else of float32."""
+    is_bfloat16 = layout.dtype == torch.bfloat16 and layout.kv_format == "auto"
+    return "bfloat16" if is_bfloat16 else ATTENTION
 
 
 def variants() -> tuple[str, ...]:

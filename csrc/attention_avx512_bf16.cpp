@@ -1,0 +1,21 @@
+// Attention with AVX-512 and dots of bfloat16.
+#include "variants.h"
+
+#ifdef QUIRE_X86_VARIANTS
+#include "attention_kernels.h"
+#include "elements.h"
+
+#include <cstring>
+#include <immintrin.h>
+#include <type_traits>
+
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
+
+#define QUIRE_BFLOAT16_DOTS
+#include "attention_avx512.inc.h"
+#include "attention_tiles.inc.h"
+
+namespace quire {
+const AttentionKernels kAttentionAvx512Bf16 = kKernels;
+}
+#endif
