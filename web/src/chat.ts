@@ -7,11 +7,13 @@ import { button, byId, make, say } from "./dom";
 import { MessageView, type Actions } from "./message_view";
 
 const NARROW = 1100; // pixels, below which the settings begin closed
+const MOST_HEARD = 2000; // characters
 const STARTERS = ["Tell me a story about a fox.", "Who are you?", "Write a poem about the sea."];
 
 export class ChatView {
   private readonly list = make("nav", { class: "conversations", "aria-label": "Conversations" });
-  private readonly thread = make("div", { class: "thread", role: "log", "aria-label": "Conversation", tabindex: 0 });
+  private readonly thread = make("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
+  private readonly heard = make("p", { class: "unseen", role: "status" }); // the last answer, for who hears the page
   private readonly input = make("textarea", { rows: 2, placeholder: "Ask something", "aria-label": "Your message", dir: "auto" });
   private readonly toAll = make("input", { type: "checkbox" });
   private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
@@ -31,7 +33,7 @@ export class ChatView {
     const row = make("div", { class: "row" }, this.open_, this.toAllLabel, this.stop, this.send);
     const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.input, row);
     const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list);
-    byId("chat").append(side, make("div", { class: "talk" }, this.thread, composer), this.settings.element);
+    byId("chat").append(side, make("div", { class: "talk" }, this.thread, this.heard, composer), this.settings.element);
     this.toggle(innerWidth >= NARROW);
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -255,6 +257,7 @@ export class ChatView {
     this.draw();
     await follow(message, body, control.signal, () => this.views.get(message.id));
     this.streams.delete(message.id);
+    this.heard.textContent = message.content.slice(0, MOST_HEARD) || (message.note ?? "");
     save(this.all);
     if (this.now === conversation) this.draw();
     else this.tell();

@@ -2,7 +2,7 @@
 
 import { BlockMap } from "./block_map";
 import { Lines, StepBars } from "./charts";
-import { button, byId, duration, field, make, short } from "./dom";
+import { button, byId, duration, field, make, say, short } from "./dom";
 import { heldRow, pinnedRow, runningRow, waitingRow, type Links } from "./engine_rows";
 import { readFrames, type Before } from "./frames_file";
 import { KeyedRows } from "./keyed_rows";
@@ -113,6 +113,7 @@ export class EngineView {
 
   private async openFile(): Promise<void> {
     const file = this.file.files?.[0];
+    say("");
     this.file.value = "";
     if (!file) return;
     try {
@@ -130,7 +131,8 @@ export class EngineView {
       this.showBar();
       this.bar.querySelector<HTMLElement>(".play")?.focus();
     } catch (error) {
-      this.tellNotice(error instanceof Error ? error.message : messageOf(error));
+      this.closeRecording();
+      say(error instanceof Error ? error.message : messageOf(error));
     }
   }
 
@@ -162,7 +164,7 @@ export class EngineView {
   }
 
   private away(why: string): void {
-    this.tellNotice(`${why.replace(/\.$/, "")}. What is shown is the last that is known; it goes on by itself when the engine is back.`);
+    this.tellNotice(`${why.charAt(0).toUpperCase()}${why.slice(1).replace(/\.$/, "")}. What is shown is the last that is known; it goes on by itself when the engine is back.`);
     this.root.classList.add("stale");
   }
 

@@ -14,12 +14,12 @@ export const key = {
 };
 
 /** Ask the server. Throws ServerError with what it says is wrong. */
-export async function ask(path: string, body?: unknown, signal?: AbortSignal): Promise<Response> {
+export async function ask(path: string, body?: unknown, signal?: AbortSignal, method = body === undefined ? "GET" : "POST"): Promise<Response> {
   const headers: Record<string, string> = {};
   if (key.get()) headers["Authorization"] = `Bearer ${key.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const answer = await fetch(path, {
-    method: body === undefined ? "GET" : "POST",
+    method,
     headers,
     cache: "no-store",
     ...(body === undefined ? {} : { body: JSON.stringify(body) }),

@@ -3,7 +3,7 @@
 // A run is kept by the server for a while (keep_s), so that a fork of it shares its blocks. Where
 // nothing is kept any more, or the server cannot, a fork is a new request over the same token ids.
 
-import { ServerError, events, isAbort } from "./server";
+import { ServerError, ask, events, isAbort } from "./server";
 
 const KEEP_S = 600;
 const NUM_ALTERNATIVES = 8;
@@ -58,6 +58,12 @@ export class TokenRun {
 
   stop(): void {
     this.control.abort();
+  }
+
+  /** Stop it, and let the server keep it no longer. */
+  release(): void {
+    this.stop();
+    if (this.id) void ask(`v1/requests/${encodeURIComponent(this.id)}`, undefined, undefined, "DELETE").catch(() => undefined); // it is kept no more, or never was
   }
 
   /** Let it be written. Throws what the server says is wrong. */

@@ -40,7 +40,7 @@ export class TokensView {
   }
 
   private begin(): void {
-    this.halt();
+    for (const { run } of this.cards) run.release();
     this.cards = [];
     this.num = 0;
     this.clear();
@@ -87,7 +87,7 @@ export class TokensView {
   }
 
   private close(card: TokenCard): void {
-    card.run.stop();
+    card.run.release();
     card.element.remove();
     this.cards = this.cards.filter((one) => one !== card);
     if (this.looked?.card === card || !this.cards.length) this.clear();

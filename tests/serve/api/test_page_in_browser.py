@@ -190,7 +190,7 @@ def test_tools_and_the_form_of_an_answer(page: Any) -> None:
     page.get_by_label("Result of weather").fill("rain")
     assert page.locator(".call pre").inner_text() == '{\n  "place": "<b>Oslo"\n}'
     page.get_by_role("button", name="Send result").click()
-    page.get_by_text("It rains.").wait_for()
+    page.locator(".text", has_text="It rains.").wait_for()
     first, second = asked
     assert first["tools"] == tools and first["tool_choice"] == "auto"
     assert first["response_format"]["json_schema"]["schema"] == {"type": "object"}
@@ -260,10 +260,16 @@ def test_tokens_show_what_else_might_have_been_and_fork_there(page: Any) -> None
     second.get_by_text("shares blocks").wait_for()
 
 
+def let_go_of_all(client: FakeClient) -> None:
+    for held in client.engine.client.core.held():
+        client.engine.client.keep(held.id, 0.0)
+
+
 @pytest.mark.slow
 def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tokens(
     page: Any, client: FakeClient
 ) -> None:
+    let_go_of_all(client)
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_label("Prompt", exact=True).fill("A fox went to the river and the sea. " * 8)
     page.get_by_role("button", name="Write", exact=True).click()
@@ -280,13 +286,17 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
     core, first = client.engine.client.core, client.requests[-2]
-    for held in core.held():
-        client.engine.client.keep(held.id, 0.0)
+    let_go_of_all(client)
     page.locator(".token-card").nth(0).locator(".token").nth(1).focus()
     with page.expect_request("**/v1/completions") as asked:
         page.locator(".others button:not(.chosen)").first.click()
     page.locator(".token-card").nth(2).locator(".token:nth-child(3)").wait_for()
+    page.get_by_role("button", name="Stop").wait_for(state="hidden")
     ids = json.loads(asked.value.post_data)["prompt"]
+    with page.expect_response("**/v1/requests/*") as let_go:
+        page.get_by_role("button", name="Close branch 3").click()
+    assert let_go.value.ok and let_go.value.request.method == "DELETE"
+    assert len(core.held()) == 0
     assert ids[:-2] == first.prompt_token_ids and client.requests[-1].prompt_token_ids == ids
 
 
