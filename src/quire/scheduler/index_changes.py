@@ -24,8 +24,8 @@ from quire.scheduler.sequence import Int32, Sequence
 class Stored:
     """Blocks of a cache group that the index has now, each behind the one before it. parent: the
     name of the block before the first, None at the beginning of a sequence. token_ids: of all of
-    them, if they are kept. request: who named them; None of blocks in host memory, of which only
-    the names are known, and none follows another."""
+    them, if they are kept. request: who named them; None where only the names are known, as in host
+    memory, and none follows another."""
 
     group: int
     is_on_host: bool
@@ -167,7 +167,7 @@ def _runs(
                 runs.append(run)
             run.digests.append(digest)
             continue
-        origin = None if is_on_host else origins[digest]
+        origin = origins.get(digest)  # none of those on the host
         if not isinstance(run, Stored) or not _is_next(end, origin):
             run = Stored(group, is_on_host, [])
             if origin is not None:
