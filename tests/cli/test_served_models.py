@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse
 from quire.cli.served_models import ModelEntry, entry_of, served_models
-from quire.cli.settings import given_server_settings, given_settings
+from quire.cli.settings import given_for_all, given_server_settings, given_settings
 from quire.serve.several.served import ServedModel, check_together, named, own_record
 from tests.serve.checkpoints import checkpoint
 
@@ -25,7 +25,7 @@ def parse(*line: str) -> argparse.Namespace:
 def models_of(*line: str) -> list[ServedModel]:
     arguments = parse(*line)
     server = ServerConfig(**given_server_settings(arguments))
-    return served_models(arguments.settings.get("models"), given_settings(arguments), server)
+    return served_models(arguments.settings.get("models"), given_for_all(arguments), server)
 
 
 def names_of(*line: str) -> list[tuple[str, tuple[str, ...]]]:
@@ -100,6 +100,18 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     assert names_of("v", "w", "--config", config) == [("v", ()), ("w", ())]
     lengths = models_of("--config", config, "--max-model-len", "1k")
     assert [each.engine.model.max_model_len for each in lengths] == [1000, 1000, 2000]
+
+
+def test_a_command_for_one_model_does_not_take_another_in_silence(tmp_path: Path) -> None:
+    config = file_of(tmp_path, "models: [x, y]")
+    for line, is_told in ((["--config", config], False), (["z", "--config", config], True)):
+        arguments = _parse(["doctor", *line])
+        resolve(arguments)
+        if is_told:
+            assert given_settings(arguments)["model"] == "z"
+            continue
+        with pytest.raises(ConfigError, match="several models.*name one of them with --model"):
+            given_settings(arguments)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from quire.cli.settings import (
     SERVER,
     add_settings,
     check_several,
+    given_for_all,
     given_server_settings,
-    given_settings,
 )
 from quire.serve.several.served import check_together
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.serve.supervisor import serve, serve_several
 
     check_several(arguments.settings)
-    given = given_settings(arguments)
+    given = given_for_all(arguments)
     server = ServerConfig(**(keys_of_environment() | given_server_settings(arguments)))
     models = served_models(arguments.settings.get("models"), given, server)
     if len(models) > 1 or server.idle_unload_s:

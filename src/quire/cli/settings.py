@@ -175,7 +175,19 @@ def _add_common(
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's settings that were given, as `LLM` and `config_from_flat` take them."""
+    """Return the engine's settings that were given, as `LLM` and `config_from_flat` take them.
+    Raise ConfigError where a file gives several models, and one is needed."""
+    settings: dict[str, Given] = arguments.settings
+    if "models" in settings:
+        raise ConfigError(
+            f"{settings['models'].origin} has several models, which are for `quire serve`; name one"
+            " of them with --model."
+        )
+    return _given(arguments, ENGINE)
+
+
+def given_for_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine's settings that were given, for several models perhaps."""
     return _given(arguments, ENGINE)
 
 

@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quire")
 
 MAX_OPEN_FILES = 1 << 16
-
-
 KEEPER = "keeper.sock"
 
 

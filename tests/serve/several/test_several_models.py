@@ -349,11 +349,11 @@ def test_the_end_waits_for_who_waits_for_a_model() -> None:
 
 @pytest.mark.slow
 def test_a_file_of_models_with_settings_of_their_own(tmp_path: Path) -> None:
-    """An embedder beside a generator, names of one's own, and batches that name both."""
+    """An embedder beside a generator, names of one's own, batches that name both; and a key."""
     embedder = with_modules(paths()["b"], ("Pooling", "1_Pooling", MEAN))
     config = tmp_path / "quire.yaml"
     config.write_text(
-        f"max-num-seqs: 4\ndisable-log-stats: true\nfiles-dir: {tmp_path / 'files'}\nmodels:\n"
+        f"max-num-seqs: 4\ndisable-log-stats: true\napi-key: none\nfiles-dir: {tmp_path / 'files'}\nmodels:\n"
         f"  - model: {paths()['a']}\n    name: [text, other]\n    max-model-len: 64\n"
         f"  - model: {embedder}\n    name: vectors\n",
         encoding="utf-8",
@@ -361,7 +361,9 @@ def test_a_file_of_models_with_settings_of_their_own(tmp_path: Path) -> None:
     server = Server("--config", str(config), "--max-loaded-models", "1")
     client = client_of(server)
     assert [each.id for each in client.models.list().data] == ["text", "other", "vectors"]
-    assert card(server, "other")["max_model_len"] == 64
+    assert client.models.retrieve("other").max_model_len == 64  # type: ignore[attr-defined]
+    assert ask(server, "/health") == (200, "")  # names are for key holders
+    assert ask(server, "/health?model=text")[0] == ask(server, "/health?model=no")[0] == 401
     assert answer(server, "other", "The fox") == answer(server, "text", "The fox")
     assert len(client.embeddings.create(model="vectors", input="The fox").data[0].embedding) > 1
     with pytest.raises(openai.BadRequestError):

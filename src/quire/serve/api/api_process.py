@@ -143,15 +143,17 @@ def _context(
 
 
 async def _wait_until_ready(fronts: Sequence[ModelFront], link: ModelLink | None) -> None:
-    """Wait for the model; for all of several that are loaded at the start. Raise EngineDead if none
-    will come."""
+    """Wait for the model, or for those of several that are loaded at the start. Raise EngineDead if
+    the one will never come."""
     if link is None:
         await fronts[0].core.wait_until_ready()
         return
     await link.wait_until_settled()
     for front in fronts:
+        assert front.leased is not None
         if link.states[front.names[0]].state == LOADED:
-            await front.core.wait_until_ready()
+            with contextlib.suppress(QuireError):  # it has ended meanwhile
+                await front.leased.be_known()
 
 
 async def _serve_until(

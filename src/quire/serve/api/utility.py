@@ -18,7 +18,7 @@ from quire.base.errors import EngineDead
 from quire.base.version import QUIRE_VERSION
 from quire.render.chat_template import ChatOptions
 from quire.serve.api.admin import is_admin
-from quire.serve.api.auth import reader_of
+from quire.serve.api.auth import has_key, reader_of, wrong_key
 from quire.serve.api.context import Api, ApiContext, knowing
 from quire.serve.api.document import document
 from quire.serve.api.errors import ApiError, bad_request
@@ -72,14 +72,18 @@ class DetokenizeBody(OpenBody):
 
 
 @public.get("/health")
-async def health(api: Api, model: str | None = None) -> Response:
+async def health(request: fastapi.Request, api: Api, model: str | None = None) -> Response:
     """200 while the engine lives, also during a drain: what must not be is a restart. Of several
-    models: while some model can answer, with what each is; model: while that one can."""
+    models: while some model can answer, with what each is for key holders; model, which is theirs
+    to ask: while that one can."""
+    is_told = has_key(request.scope, api.config.api_key)
+    if model is not None and not is_told:
+        raise wrong_key()
     one = api.of_model(model)
     check_model(one, model)
     is_alive = (api.engine if model is None else one.client).is_alive
     status = 200 if is_alive else 503
-    if api.all_models is None:
+    if api.all_models is None or not is_told:
         return Response(status_code=status)
     told = [{"name": each.name, "state": each.state} for each in api.all_models.states]
     return JSONResponse({"models": told}, status)
@@ -92,15 +96,15 @@ async def ready(api: Api) -> Response:
 
 
 @public.get("/ping")
-async def ping(api: Api) -> Response:
+async def ping(request: fastapi.Request, api: Api) -> Response:
     """As /health."""
-    return await health(api)
+    return await health(request, api)
 
 
 @public.post("/ping")
-async def post_ping(api: Api) -> Response:
+async def post_ping(request: fastapi.Request, api: Api) -> Response:
     """As /health."""
-    return await health(api)
+    return await health(request, api)
 
 
 @router.get("/load")

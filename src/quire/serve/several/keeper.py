@@ -161,6 +161,8 @@ class Keeper:
         """Take what a core says that loads. One that has ended is buried, too."""
         try:
             data = probe.recv(READY_BYTES)
+        except BlockingIOError:  # it has the number of one that was closed meanwhile
+            return
         except OSError:
             data = b""
         self._close_probe(name)
