@@ -25,15 +25,21 @@ def asked(demo: Server) -> Iterator[Asked]:
     asked.close()
 
 
+TEMPLATE = """{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
 @pytest.fixture(scope="session")
 def embedder() -> Iterator[TestClient]:
-    with serving_model(pooling_checkpoint("embed"), max_model_len=64) as app:
+    folder = pooling_checkpoint("embed")
+    with serving_model(folder, max_model_len=64, chat_template=TEMPLATE) as app:
         yield app
 
 
 @pytest.fixture(scope="session")
 def classifier() -> Iterator[TestClient]:
-    with serving_model(pooling_checkpoint("classify"), max_model_len=64) as app:
+    folder = pooling_checkpoint("classify")
+    with serving_model(folder, max_model_len=64, chat_template=TEMPLATE) as app:
         yield app
 
 

@@ -108,10 +108,44 @@ def test_unknown_tokens(embedder: TestClient) -> None:
     assert "vocabulary" in ask(embedder, status=400, input=[10**6])["message"]
 
 
-@differs("a conversation is not taken: send the text of /tokenize's template as input")
 def test_conversation(embedder: TestClient) -> None:
-    """the embedding of a conversation"""
-    assert ask(embedder, status=400, messages=ASK)["param"] == "input"
+    """a conversation has the embedding of the text that the template makes of it"""
+    text = f"user: {ASK[0]['content']}\n"
+    for begins, end in ((False, ""), (True, "assistant:")):
+        as_chat = ask(embedder, messages=ASK, add_generation_prompt=begins)
+        as_text = ask(embedder, input=text + end, add_special_tokens=False)
+        assert as_chat["usage"]["prompt_tokens"] == as_text["usage"]["prompt_tokens"]
+        np.testing.assert_array_equal(vectors(as_chat), vectors(as_text))
+
+
+def test_conversation_with_special_tokens(embedder: TestClient) -> None:
+    """to which add_special_tokens adds those of a text"""
+    as_chat = ask(embedder, messages=ASK, add_special_tokens=True)
+    as_text = ask(embedder, input=f"user: {ASK[0]['content']}\n")
+    np.testing.assert_array_equal(vectors(as_chat), vectors(as_text))
+
+
+def test_conversation_both_ends(embedder: TestClient) -> None:
+    """one cannot be gone on with and an answer begun"""
+    more = {"add_generation_prompt": True, "continue_final_message": True}
+    error = ask(embedder, status=400, messages=ASK, **more)
+    assert "continue_final_message" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/classify"])
+def test_wrong_conversation(embedder: TestClient, classifier: TestClient, path: str) -> None:
+    """no messages, and messages beside an input, are refused"""
+    app = classifier if path == "/classify" else embedder
+    for body in ({"messages": []}, {"messages": ASK, "input": "a"}):
+        assert ask(app, path, 400, **body)["param"] == "messages"
+
+
+def test_class_of_a_conversation(classifier: TestClient) -> None:
+    """/classify tells the classes of a conversation"""
+    text = f"user: {ASK[0]['content']}\n"
+    as_chat = ask(classifier, "/classify", messages=ASK)["data"]
+    as_text = ask(classifier, "/classify", input=text, add_special_tokens=False)["data"]
+    assert as_chat == as_text
 
 
 def test_model_that_writes(asked: Asked) -> None:

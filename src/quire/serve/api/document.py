@@ -185,7 +185,10 @@ _RESPONSE = _object(
     status="completed or failed or in_progress or cancelled or queued or incomplete",
     usage="object or null",
 )  # fmt: skip
-_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+# Without a type: some read a schema here as that of the text, others as that of each event.
+_EVENTS = {
+    "text/event-stream": {"schema": {"description": "server-sent events, with JSON as their data"}}
+}
 
 _LIST = {"object": "list", **_HEAD, "usage": _USAGE}
 _SCORES = _object(**_LIST, data=[_object(index="integer", object="score", score="number")])

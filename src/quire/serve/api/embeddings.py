@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.base.plan import Float64
 from quire.base.pooling import CLASSIFY, EMBED
 from quire.serve.api.context import Api
-from quire.serve.api.pooled import PoolingCall, params_of, split_inputs
+from quire.serve.api.pooled import PoolingCall, field_of, params_of
 from quire.serve.api.pooling_protocol import ClassifyBody, EmbeddingBody
 from quire.serve.api.reading import BoundedRoute
 
@@ -25,8 +25,7 @@ async def create_embeddings(body: EmbeddingBody, request: fastapi.Request, api: 
     if params.use_activation is None:
         params = dataclasses.replace(params, use_activation=body.normalize)
     call = PoolingCall(api, body, request, "embd", params, EMBED)
-    prompts = await call.admitted(split_inputs(body.input))
-    numbers, usage = await call.run([[prompt] for prompt in prompts], "input")
+    numbers, usage = await call.run([[each] for each in await call.prompts(body)], field_of(body))
     is_packed = body.encoding_format == "base64"
     data = [
         {
@@ -44,8 +43,7 @@ async def create_embeddings(body: EmbeddingBody, request: fastapi.Request, api: 
 async def classify(body: ClassifyBody, request: fastapi.Request, api: Api) -> Response:
     """Tell the probabilities of each input's classes, and the name of the most probable one."""
     call = PoolingCall(api, body, request, "classify", params_of(body), CLASSIFY)
-    prompts = await call.admitted(split_inputs(body.input))
-    numbers, usage = await call.run([[prompt] for prompt in prompts], "input")
+    numbers, usage = await call.run([[each] for each in await call.prompts(body)], field_of(body))
     data = [
         {
             "index": index,

@@ -15,6 +15,7 @@ from quire.base.outputs import RequestOutput
 from quire.base.plan import Float64
 from quire.base.pooling import PoolingSpec
 from quire.base.pooling_params import PoolingParams, needed_task
+from quire.render.chat_template import ChatOptions
 from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Json
@@ -25,7 +26,7 @@ from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import bad_request
 from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.jobs import PromptJob, collect
-from quire.serve.api.pooling_protocol import MAX_INPUTS, PoolingBody
+from quire.serve.api.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.api.rendering import check_model, render_prompt, tokenizer_of
 from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.lanes import MAX_CHARS_SHORT
@@ -59,7 +60,29 @@ class PoolingCall:
         self.id = new_id(prefix)
         self.spec: PoolingSpec = needed_task(api.client.ready.pooling, *tasks)
         self._api, self._body, self._request, self._params = api, body, request, params
+        chats = isinstance(body, PromptBody) and body.messages is not None
+        self._has_special = body.add_special_tokens is not False
+        if chats:  # its template says which it needs
+            self._has_special = body.add_special_tokens is True
         check_neutral(body)
+
+    async def prompts(self, body: PromptBody) -> list[object]:
+        """Return what a body asks about, as hooks leave it: its inputs, or a conversation's
+        text."""
+        if body.messages is None:
+            return await self.admitted(split_inputs(body.input))
+        if body.input is not None:
+            raise bad_request("give either input or messages, not both.", "messages")
+        options = ChatOptions(
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=bool(body.continue_final_message),
+            template_kwargs=body.chat_template_kwargs or {},
+        )
+        is_cut = self._params.truncate_prompt_tokens is not None
+        found = await render_prompt(
+            self._api, body.messages, options, body.chat_template, is_cut=is_cut
+        )
+        return await self.admitted([found.text])
 
     async def admitted(self, prompts: list[object]) -> list[object]:
         """Return texts and token ids as hooks leave them."""
@@ -103,7 +126,7 @@ class PoolingCall:
         return PromptJob(prompt, request)
 
     async def _rendered(self, parts: Sequence[object]) -> RenderedPrompt:
-        api, has_special = self._api, self._body.add_special_tokens is not False
+        api, has_special = self._api, self._has_special
         most = most_tokens(self._params, api.client.ready.max_model_len)
         is_whole = most is None and len(parts) == 1 and not isinstance(parts[0], CutText)
         special, is_cut = is_whole and has_special, most is not None
@@ -120,6 +143,11 @@ class PoolingCall:
             return await render_prompt(self._api, part, add_special_tokens=special, is_cut=is_cut)
         whole = await render_prompt(self._api, part.text, add_special_tokens=False, is_cut=True)
         return dataclasses.replace(whole, token_ids=whole.token_ids[: part.most])
+
+
+def field_of(body: PromptBody) -> str:
+    """Return the field in which a body's prompts are."""
+    return "input" if body.messages is None else "messages"
 
 
 def params_of(body: PoolingBody) -> PoolingParams:

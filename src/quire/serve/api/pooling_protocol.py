@@ -4,7 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from quire.serve.api.protocol import Ignored, ServedBody, at_most, prompts_schema
+from quire.serve.api.protocol import (
+    Ignored,
+    Messages,
+    ServedBody,
+    TemplateKwargs,
+    at_most,
+    prompts_schema,
+)
 from quire.serve.api.unsupported_fields import unsupported
 
 MAX_INPUTS = 2048
@@ -27,11 +34,22 @@ class PoolingBody(ServedBody):
     mm_processor_kwargs: Any = unsupported("this model takes text only; leave it out", {})
 
 
-class EmbeddingBody(PoolingBody):
-    """input: a text, token ids, or a list of either. dimensions: numbers, the first ones.
-    normalize: the older name of use_activation."""
+class PromptBody(PoolingBody):
+    """input: a text, token ids, or a list of either. messages: in its place a conversation, of
+    which the text counts that the model's template makes; to it no special tokens are added if
+    nothing is said."""
 
     input: Input = None
+    messages: Annotated[Messages, Field(min_length=1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+
+
+class EmbeddingBody(PromptBody):
+    """dimensions: numbers, the first ones. normalize: the older name of use_activation."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     normalize: bool | None = None
@@ -39,10 +57,8 @@ class EmbeddingBody(PoolingBody):
     endianness: Any = unsupported(AS_IT_IS, "native", "little")
 
 
-class ClassifyBody(PoolingBody):
-    """input: as of embeddings."""
-
-    input: Input = None
+class ClassifyBody(PromptBody):
+    """As of embeddings, without their own fields."""
 
 
 class ScoreBody(PoolingBody):
