@@ -95,7 +95,9 @@ SERVER = {
     "fail_on_environ_validation": _ignored("few variables of the environment are read", True),
 }
 ANSWERS = {
-    "served_model_name": _same(),
+    "served_model_name": _same(
+        "of [several models](operating.md#several-models) each is named as `NAME=MODEL`"
+    ),
     "response_role": _same(),
     "chat_template": _same(),
     "chat_template_content_format": _value("the template tells it", "auto"),
