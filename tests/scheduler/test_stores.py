@@ -7,6 +7,7 @@ import pytest
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Order, Remove
+from quire.base.kv_transfer import EVICTED, KVTransfer
 from quire.base.messages import Abort, KeepCached, Request, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.step_outputs import SequenceUpdate, StepReader
@@ -35,14 +36,20 @@ OTHER = list(range(21, 41))
 
 class Lab:
     """A core over a device of 12 blocks, one row, and stores that answer when they are told to.
-    kept: what the stores have from an engine before."""
+    kept: what the stores have from an engine before; gives: what they get from this one."""
 
     def __init__(
-        self, num_stores: int = 1, budget: int = 8, kept: FakeStores | None = None
+        self,
+        num_stores: int = 1,
+        budget: int = 8,
+        kept: FakeStores | None = None,
+        gives: str = EVICTED,
     ) -> None:
         self.kv = KVManager((FULL,), (12,), BLOCK, host_limits=(12,))
         config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget)
-        self.scheduler = Scheduler(Memory(self.kv, budget), config, MAX_LEN, num_stores=num_stores)
+        self.scheduler = Scheduler(
+            Memory(self.kv, budget), config, MAX_LEN, num_stores=num_stores, kept=gives
+        )
         self.stores = FakeStores(num_stores, self.scheduler)
         self.stores.kept = self.stores.kept if kept is None else kept.kept
         self.device = FakeDevice((FULL,), (12,), BLOCK, (12,))
@@ -61,10 +68,16 @@ class Lab:
         found, self.stores.pending = self.stores.pending, []
         return found
 
-    def add(self, prompt: list[int], name: str = "", num: int = 2) -> Request:
+    def add(
+        self,
+        prompt: list[int],
+        name: str = "",
+        num: int = 2,
+        transfer: KVTransfer | None = None,
+    ) -> Request:
         self.num_requests += 1
-        name = name or f"r{self.num_requests}"
-        request = make_request(name, prompt, max_tokens=num, seed=self.num_requests)
+        name, seed = name or f"r{self.num_requests}", self.num_requests
+        request = make_request(name, prompt, max_tokens=num, seed=seed, transfer=transfer)
         self.core.add(request)
         return request
 

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from quire.base.events import Preempted
+from quire.base.kv_transfer import KVTransfer
 from quire.base.messages import Append, Draft, Drafted, MeasuredRates
 from quire.base.plan import StepResult
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import handed_over
 from tests.scheduler.device import make_request
+from tests.scheduler.fake_stores import BLOCK
 from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
+from tests.scheduler.test_stores import Lab
 
 
 def counters(scheduler: Scheduler, name: str) -> str:
@@ -108,12 +110,21 @@ def test_streaming_prefill() -> None:
 
 
 def test_a_prefilled_request_is_handed_over() -> None:
-    """A decode worker takes it over in the state that the prefill worker's request has reached."""
-    scheduler = scheduler_of(Fifo)
-    add(scheduler, "a", 10)
-    step(scheduler)
-    assert handed_over(num_prompt=10) == (10, 11)
-    assert counters(scheduler, "a") == "10/11"
+    """A decode worker begins behind the blocks that a prefill worker has kept."""
+    prompt = list(range(1, 11))
+    first = Lab()
+    first.add(prompt, num=1, transfer=KVTransfer(keeps=True))
+    first.answer()
+    while first.core.plan() is not None:
+        first.core.take()
+    first.answer()
+    second = Lab(kept=first.stores)
+    second.add(prompt, "a", transfer=KVTransfer(waits=True))
+    second.answer()
+    assert counters(second.scheduler, "a") == "0/10"
+    plan = second.core.plan()
+    assert plan is not None and plan.num_tokens.tolist() == [10 - 2 * BLOCK]
+    assert counters(second.scheduler, "a") == "10/11"
 
 
 @pytest.mark.parametrize("num_rejected", [0, 1, 3])

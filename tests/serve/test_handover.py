@@ -217,6 +217,31 @@ def test_blocks_are_fetched_while_others_are_computed(shm: str, wanted: dict[str
         assert outputs[0].num_cached_tokens == FULL * BLOCK
 
 
+def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
+    """Each turn in another engine, which begins with what the one before has left: its answer,
+    too."""
+    if not urls[1]:
+        pytest.skip("a peer has what it computes itself")
+    history, alone, got, cached = PROMPTS[0]["prompt_token_ids"][:21], [], [], []
+    few = SETTINGS | {"kv_store": urls[0], "kv_eager": True}
+    with (
+        open_llm("qwen3", enable_prefix_caching=False, **SETTINGS) as one,
+        open_llm("qwen3", **few) as a,
+        open_llm("qwen3", **few) as b,
+        open_llm("qwen3", **few) as c,
+    ):
+        for number, llm in enumerate((a, b, c, a)):
+            prompt = {"prompt_token_ids": history}
+            alone.append(found([generate(one, prompt, **SAMPLED)]))
+            output = generate(llm, prompt, **SAMPLED)
+            settled(llm)
+            got.append(found([output]))
+            cached.append(output.num_cached_tokens)
+            history = [*history, *output.outputs[0].token_ids, 7 + number]
+    assert got == alone
+    assert cached == [0] + [(21 + 9 * turn - 2) // BLOCK * BLOCK for turn in (1, 2, 3)]
+
+
 def settled_stores(running: Any) -> int:
     while running._stores.num_open:
         running._wait_for_answer()

@@ -11,7 +11,7 @@ ROWS = (
     ("Prefix caching", "computed begins at what is cached", "test_prefix_caching"),
     ("Streaming prefill", "total grows while the prompt comes in", "test_streaming_prefill"),
     ("Speculative decoding", "both grow by what was right, and one", "test_a_draft_is_verified"),
-    ("Prefill disaggregation", "computed is the prompt; the arithmetic only, so far",
+    ("Prefill disaggregation", "computed begins behind the blocks that another engine kept",
      "test_a_prefilled_request_is_handed_over"),
 )  # fmt: skip
 

@@ -201,7 +201,7 @@ def check_several(settings: dict[str, Given]) -> None:
     that no model becomes a key."""
     if "model" in settings or "models" in settings:
         return
-    texts = (n for n, o in options_of(SERVER).items() if o.several and o.kind is str)
+    texts = (n for n, o in options_of(ENGINE + SERVER).items() if o.several and o.kind is str)
     for name in texts:
         given = settings.get(name)
         if given is None or given.origin != FLAG or not given.value:

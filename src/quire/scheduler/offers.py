@@ -72,7 +72,7 @@ class Offers:
                 continue  # the plan itself computes it
             if block is not None or is_on_host:
                 if not self._tier.copy_out(g, block, digest, copies[g]):
-                    continue  # host memory is full
+                    return  # host memory is full
                 self._num_allowed -= 1
             del self._waiting[g, digest]
             if self._num_allowed <= 0:

@@ -269,9 +269,3 @@ class SequenceGroup:
         if self.search is None or not self.search.is_over:
             return []
         return self.search.hypotheses(self.members[0].request.params.n)
-
-
-def handed_over(num_prompt: int) -> tuple[int, int]:
-    """Return computed and total of a prefilled request that a decode worker takes over: the prefill
-    worker has sampled the first output token (T 4.4.4, disaggregation)."""
-    return num_prompt, num_prompt + 1

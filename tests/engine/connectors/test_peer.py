@@ -56,6 +56,17 @@ def test_what_was_put_is_found_and_read(served: ServedStore, peer: PeerStore) ->
     assert served.find([key(1), key(2)]) == [False, True]
 
 
+def test_any_number_of_keys_may_be_asked_for(
+    served: ServedStore, peer: PeerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.connectors.peer.MOST_KEYS", 2)
+    put(served, 1, 2, 3)
+    assert peer.find([key(i) for i in range(5)]) == [False, True, True, True, False]
+    assert got(peer, *range(5)) == [None, sealed(1), sealed(2), sealed(3), None]
+    peer.remove([key(i) for i in range(5)])
+    assert not any(served.find([key(i) for i in range(5)]))
+
+
 def test_who_stops_reading_gets_the_right_values_afterwards(
     served: ServedStore, peer: PeerStore
 ) -> None:
@@ -114,7 +125,7 @@ def test_what_is_no_request_ends_its_connection_alone(
     said: bytes, served: ServedStore, peer: PeerStore
 ) -> None:
     put(served, 1)
-    peer.find([])  # they have introduced themselves
+    peer.find([key(0)])  # they have introduced themselves
     assert peer._sock is not None
     peer._sock.sendall(said)
     with contextlib.suppress(OSError):  # it may have been ended already
@@ -159,7 +170,7 @@ def test_too_many_connections_are_refused_and_others_go_on(
     served: ServedStore, peer: PeerStore
 ) -> None:
     put(served, 1)
-    peer.find([])
+    peer.find([key(0)])
     place = ("127.0.0.1", served.port)
     others = [socket.create_connection(place) for _ in range(MOST_CONNECTIONS)]
     assert got(peer, 1) == [sealed(1)]

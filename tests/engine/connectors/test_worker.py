@@ -6,12 +6,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
 import quire.engine.connectors.worker as module
 from quire.base.clock import FakeClock
-from quire.base.kv_orders import Answer, Fetched, Item, Keep, Kept, LookedUp, Order, Removed
+from quire.base.kv_orders import Answer, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order, Removed
 from quire.engine.connectors.store import Buffer, StoreError
 from quire.engine.connectors.worker import MOST_FAILURES, QUIET_S, STUCK_S, WAIT_S, StoreWorker
 from tests.engine.connectors.stores import (
@@ -109,6 +110,21 @@ def test_look_ups_come_first_then_fetches_also_within_an_order(bench: Bench) -> 
     assert kinds == [LookedUp, Fetched, Kept, Kept]
     # The keep that was under way looked which blocks are there, and put one.
     assert bench.store.calls == ["find", "put", "find", "get", *["put"] * 2, "find", "put"]
+
+
+def test_a_look_up_waits_for_blocks_that_are_to_come(bench: Bench) -> None:
+    """As long as there is none of them and its time is not over; others go between."""
+    waits = LookUp(0, "late", tuple((0, digest(i)) for i in (1, 2, 3)), 7, wait_s=1.0)
+    bench.worker.submit(waits)
+    assert bench.do(look_up(1)) == LookedUp(0, "r", [False])
+    assert bench.answers.is_empty
+    bench.fill(1)
+    bench.clock.advance(0.5)
+    assert bench.answers.take() == LookedUp(0, "late", [True, False, False], 7)
+    bench.worker.submit(msgspec.structs.replace(waits, names=((0, digest(9)),)))
+    bench.do(look_up(1))
+    bench.clock.advance(1.0)
+    assert bench.answers.take() == LookedUp(0, "late", [False], 7)
 
 
 def test_a_long_fetch_lets_look_ups_through(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from quire.engine.connectors.peer_wire import (
     FIND,
     GET,
     LENGTH,
+    MOST_KEYS,
     NOTHING,
     REMOVE,
     introduce,
@@ -37,18 +38,22 @@ class PeerStore:
         self._buffer = bytearray()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._connection() as sock:
-            sock.sendall(request(FIND, keys))
-            return [bool(each) for each in receive(sock, len(keys))]
+        found: list[bool] = []
+        for part in _parts(keys):
+            with self._connection() as sock:
+                sock.sendall(request(FIND, part))
+                found += [bool(each) for each in receive(sock, len(part))]
+        return found
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
         """Yield the values; each overwrites the one before it. Who stops early ends the
         connection: what is still to come on it answers nobody."""
-        with self._connection() as sock:
-            sock.sendall(request(GET, keys))
-            for _ in keys:
-                (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
-                yield None if length == NOTHING else self._value(sock, length)
+        for part in _parts(keys):
+            with self._connection() as sock:
+                sock.sendall(request(GET, part))
+                for _ in part:
+                    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+                    yield None if length == NOTHING else self._value(sock, length)
 
     def _value(self, sock: socket.socket, length: int) -> memoryview:
         if length > MOST_BYTES:
@@ -61,9 +66,10 @@ class PeerStore:
         return False
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        with self._connection() as sock:
-            sock.sendall(request(REMOVE, keys))
-            receive(sock, 1)
+        for part in _parts(keys):
+            with self._connection() as sock:
+                sock.sendall(request(REMOVE, part))
+                receive(sock, 1)
 
     def close(self) -> None:
         if self._sock is not None:
@@ -86,3 +92,9 @@ class PeerStore:
             if isinstance(error, OSError | StoreError):
                 raise StoreError(f"peer {self._address}: {error}") from error
             raise
+
+
+def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Yield the keys in requests that are not too long."""
+    for first in range(0, len(keys), MOST_KEYS):
+        yield keys[first : first + MOST_KEYS]

@@ -1,0 +1,180 @@
+"""Blocks that stores get as soon as they are computed: when they are copied, what is not copied
+twice, and what becomes of them when a copy fails. And the other side: whose look-up waits."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from quire.base.kv_orders import Keep, LookedUp, LookUp
+from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
+from quire.base.messages import ResetPrefixCache
+from quire.base.plan import MoveKind, Plan
+from quire.scheduler.stores import WAIT_S
+from tests.scheduler.device import CursedStep
+from tests.scheduler.fake_stores import BLOCK
+from tests.scheduler.test_stores import OTHER, PROMPT, Lab, all_names, stores_of, wanted
+
+NUM = len(PROMPT) // BLOCK
+KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)
+
+
+def copied(plan: Plan | None) -> int:
+    """How many blocks a plan copies to host memory."""
+    moves: Sequence = () if plan is None else plan.moves
+    return sum(len(move.source) for move in moves if move.kind is MoveKind.SWAP_OUT)
+
+
+def steps(lab: Lab) -> list[tuple[int, int]]:
+    """Run until nothing is to be done: rows and copied blocks of each plan."""
+    found = []
+    while (plan := lab.core.plan()) is not None:
+        found.append((len(plan.rows), copied(plan)))
+        lab.core.take()
+        lab.scheduler.check_invariants()
+        lab.answer()
+    return found
+
+
+def test_blocks_are_copied_by_the_plan_behind_the_one_that_computes_them() -> None:
+    """Eight tokens, two blocks, in each step; the last one by a plan of its own."""
+    lab = Lab(gives=COMPUTED)
+    lab.add(PROMPT, num=1)
+    lab.answer()
+    assert lab.scheduler.has_work
+    assert steps(lab) == [(1, 0), (1, 2), (1, 2), (0, 1)]
+    assert not lab.scheduler.has_work
+    assert stores_of(lab).num_kept == NUM
+    other = Lab(kept=lab.stores)
+    assert other.generate(PROMPT[:-1] + [49, 48]) == wanted(PROMPT[:-1] + [49, 48])
+    assert stores_of(other).num_fetched == NUM - 1
+
+
+def test_what_a_store_has_is_not_copied_again() -> None:
+    lab = Lab(gives=COMPUTED)
+    lab.generate(PROMPT)
+    steps(lab)
+    again = lab.add([*PROMPT, 41], num=1)
+    lab.answer()
+    assert sum(num for _, num in steps(lab)) == 0, again
+    lab.core.control(ResetPrefixCache("another epoch"))
+    lab.add(PROMPT, num=1)
+    lab.answer()
+    assert sum(num for _, num in steps(lab)) == NUM
+
+
+@pytest.mark.parametrize(
+    ("gives", "transfer", "num"),
+    [(EVICTED, None, 0), (EVICTED, KEEPS, NUM), (EVICTED, WAITS, 0), (COMPUTED, None, NUM),
+     (NOTHING, KEEPS, 0)],
+)  # fmt: skip
+def test_whose_blocks_are_kept(gives: str, transfer: KVTransfer | None, num: int) -> None:
+    lab = Lab(gives=gives)
+    lab.add(PROMPT, num=1, transfer=transfer)
+    lab.answer()
+    steps(lab)
+    assert stores_of(lab).num_kept == num
+    if gives == NOTHING:
+        lab.evict()
+        assert stores_of(lab).num_kept == 0
+
+
+def test_what_others_computed_goes_with_a_request_that_asks() -> None:
+    """The hit is copied although this request computes nothing of it."""
+    lab = Lab()
+    lab.generate(PROMPT)
+    lab.add([*PROMPT, 41], num=1, transfer=KEEPS)
+    lab.answer()
+    assert sum(num for _, num in steps(lab)) == NUM
+    assert stores_of(lab).num_kept == NUM
+
+
+def test_a_copy_that_fails_is_not_kept_and_costs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(gives=COMPUTED)
+    request = lab.add(PROMPT[:8], num=1)
+    lab.answer()
+    run, num_failed = lab.device.run, 0
+
+    def fails(plan: Plan, masks: object = None) -> object:
+        nonlocal num_failed
+        if copied(plan):
+            num_failed += 1
+            raise CursedStep("no memory")
+        return run(plan, masks)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(lab.device, "run", fails)
+    assert lab.finish(request) == wanted(PROMPT[:8], num=1)
+    steps(lab)
+    assert num_failed > 0 and not lab.scheduler.has_work
+    monkeypatch.undo()
+    lab.answer()
+    assert stores_of(lab).num_kept == 0 and not lab.stores.kept[0]
+    assert lab.generate(PROMPT) == wanted(PROMPT), "and what is computed next is right"
+
+
+def test_an_answer_says_what_goes_to_the_stores() -> None:
+    lab = Lab()
+    lab.add([*PROMPT, 41], num=1, transfer=KEEPS)
+    lab.answer()
+    told = []
+    for _ in range(4):
+        lab.core.plan()
+        told += [each.handed_over for each in lab.core.take().details if each.finish is not None]
+    [handed_over] = told
+    assert handed_over is not None and handed_over.num_blocks == NUM
+    assert (0, handed_over.digest) in lab.stores.kept[0] or lab.stores.pending
+
+
+# ---- the other engine --------------------------------------------------------------------------
+
+
+def found(order: LookUp, num: int) -> LookedUp:
+    """The store has the first blocks."""
+    there = [i < num for i in range(len(order.names))]
+    return LookedUp(order.store, order.request_id, there, order.ticket)
+
+
+def test_a_look_up_goes_on_as_long_as_blocks_come() -> None:
+    before = Lab()
+    before.generate([*PROMPT, 41, 42])
+    before.evict()
+    lab = Lab(kept=before.stores)
+    request = lab.add([*PROMPT, 41], transfer=WAITS)
+    names: list[int] = []
+    for num in (2, 0, 1):  # of those that are asked for
+        lookups = [order for order in lab.orders() if isinstance(order, LookUp)]
+        if not lookups:
+            break
+        [order] = lookups
+        assert order.wait_s == WAIT_S
+        names.append(len(order.names))
+        lab.core.control(found(order, num))
+        lab.scheduler.check_invariants()
+    assert names == [NUM, NUM - 2], "it asked for the rest, and ended when nothing came"
+    assert request.request_id in stores_of(lab).waiting, "the first two are being fetched"
+
+
+def test_a_look_up_ends_when_all_that_was_handed_over_is_there() -> None:
+    before = Lab(gives=COMPUTED)
+    before.generate(PROMPT)
+    steps(before)
+    lab = Lab(kept=before.stores)
+    digests = [name for _, name in before.stores.kept[0]]
+    lab.add([*PROMPT, *OTHER[:8]], transfer=WAITS)
+    [order] = lab.orders()
+    last = [name for name in (each[1] for each in order.names) if name in digests][-1]
+    lab = Lab(kept=before.stores)
+    transfer = KVTransfer(waits=True, num_blocks=NUM, digest=last)
+    lab.add([*PROMPT, *OTHER[:8]], transfer=transfer)
+    [order] = lab.orders()
+    lab.core.control(found(order, NUM))
+    later = lab.orders()
+    assert not any(isinstance(order, LookUp) for order in later)
+    assert len(all_names(later)) == NUM
+
+
+def test_nobody_waits_for_another_prompts_blocks() -> None:
+    lab = Lab()
+    lab.add(PROMPT, transfer=KVTransfer(waits=True, num_blocks=2, digest=bytes(32)))
+    [order] = lab.orders()
+    assert isinstance(order, LookUp) and order.wait_s == 0.0
+    assert not isinstance(order, Keep)
