@@ -86,6 +86,21 @@ def test_frames_add_up_to_what_was(
     assert snapshots == list(range(0, len(frames), key_frames))
 
 
+def test_two_runs_in_one_directory(tmp_path: Path) -> None:
+    """The second one has another pool, and numbers its steps anew."""
+    for num_blocks in (20, 26):
+        run = Run(tmp_path / "run", num_blocks=num_blocks)
+        run.ask("one", list(range(20)), 8)
+        run.finish()
+        run.recorder.close()
+    *frames, _ = played(tmp_path / "run")
+    whole = [frame for frame in frames if frame["type"] == "snapshot"]
+    sizes = [len(frame["groups"][0]["states"]) for frame in whole]
+    assert len(sizes) == 2 and sizes[0] < sizes[1]
+    steps = [step["step"] for frame in frames for step in frame.get("steps", [])]
+    assert steps == [*range(len(steps) // 2)] * 2
+
+
 def test_frames_are_so_far_apart_as_asked(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     run.everything()
@@ -123,3 +138,14 @@ def test_times_are_those_that_the_engine_measured(tmp_path: Path) -> None:
     next_ms = [frame["next_ms"] for frame in frames if "next_ms" in frame]
     mean = metrics.histograms["inter_token_latency_seconds"]
     assert abs(np.mean(next_ms) - 1e3 * mean.total / mean.counts.sum()) < 1.0
+
+
+@pytest.mark.parametrize("policy", ["fifo", "srtf", "two-level"])
+def test_a_run_that_was_watched_is_replayed_and_played(tmp_path: Path, policy: str) -> None:
+    """Who watches looks nothing up: that would name blocks before their time."""
+    run = Run(tmp_path / "run", scheduling_policy=policy, max_num_seqs=3)
+    run.core.subscribe(lambda event: run.core.scheduler.live_state() and None)
+    run.everything()
+    outcome = replay_all(read_recording(tmp_path / "run"))
+    assert outcome.difference is None
+    assert len(played(tmp_path / "run")) > outcome.num_steps

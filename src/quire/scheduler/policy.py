@@ -49,7 +49,9 @@ class Policy(Protocol):
         ...
 
     def waiting(self) -> list[Sequence]:
-        """List all, in the order in which they are likely to be admitted."""
+        """List all for those who watch, in the order in which they are likely to be admitted as
+        far as that is known without asking for `remaining`: a look-up names blocks, and would make
+        a run that is watched another one."""
         ...
 
     def __len__(self) -> int: ...

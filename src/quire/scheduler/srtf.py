@@ -32,7 +32,8 @@ class Srtf:
         return self._progress.remaining(sequence)
 
     def waiting(self) -> list[Sequence]:
-        return sorted(self._waiting.values(), key=self._order)
+        """List all, in the order that they would have if nothing of them were cached."""
+        return sorted(self._waiting.values(), key=lambda s: (s.num_known_tokens, s.arrival))
 
     def __len__(self) -> int:
         return len(self._waiting)

@@ -67,8 +67,11 @@ class TwoLevel:
         return remaining
 
     def waiting(self) -> list[Sequence]:
+        """List all, those in the batch in the order that they would have if nothing of them were
+        cached and nobody were overdue."""
         staged = [*self._held.values(), *self._staging.values()]
-        return sorted(staged, key=self._order) + list(self._queue.values())
+        staged.sort(key=lambda s: (s.num_known_tokens, s.arrival))
+        return staged + list(self._queue.values())
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._staging) + len(self._held)

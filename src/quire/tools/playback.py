@@ -27,7 +27,7 @@ from quire.engine.metrics import EngineMetrics
 from quire.engine.recording import Segment, read_recording
 from quire.engine.timeline import Timeline, Timelines, in_words
 from quire.scheduler.scheduler import Scheduler
-from quire.serve.api.live_events import Json, difference, head, is_another_core, snapshot
+from quire.serve.api.live_events import Json, difference, head, snapshot
 from quire.tools.explain import Listener
 from quire.tools.replay import Outcome, Step, replay_all
 
@@ -69,10 +69,13 @@ class Playback:
         self._listener = Listener()
         self._times: Times | None = None
         self._told: LiveFrame | None = None
-        self._last: tuple[Segment, float, Scheduler] | None = None  # that no frame was made of
+        self._segment: Segment | None = None
+        self._last: tuple[float, Scheduler] | None = None  # that no frame was made of
 
     def __call__(self, segment: Segment, step: Step, scheduler: Scheduler) -> None:
         self._listener(segment, step, scheduler)
+        if segment is not self._segment:
+            self._begin(segment)
         self._times = self._times or Times(scheduler.rows.table.num_rows)
         for event in step.events:
             self._times.metrics(event)
@@ -84,14 +87,26 @@ class Playback:
             self._write_frame(now, scheduler)
             self._last = None
         else:
-            self._last = segment, now, scheduler
+            self._last = now, scheduler
+
+    def _begin(self, segment: Segment) -> None:
+        """Begin anew behind a gap, and with another engine's run."""
+        if not segment.follows:
+            self._end_run()
+            self._tally.begin()
+            self._times = self._told = None
+        self._segment = segment
 
     def end(self) -> None:
         """Write the last moment, and the stories."""
-        if self._last is not None:
-            self._write_frame(*self._last[1:])
+        self._end_run()
         if self._listener.timelines is not None:
             self._write({"type": "stories", "requests": _stories(self._listener.timelines)})
+
+    def _end_run(self) -> None:
+        if self._last is not None:
+            self._write_frame(*self._last)
+        self._last = None
 
     def _num_new_steps(self, told: LiveFrame) -> int:
         last = told.steps[-1].number if told.steps else -1
@@ -105,7 +120,7 @@ class Playback:
             )
         frame = self._tally.frame(self.num_frames + 1, now, scheduler.live_state())
         told = self._told
-        if told is None or self.num_frames % KEY_FRAMES == 0 or is_another_core(told, frame):
+        if told is None or self.num_frames % KEY_FRAMES == 0:
             event = snapshot(frame) | {"core": 0, "num_cores": 1}
             since = {} if told is None else difference(told, frame)
             event["steps"] = []

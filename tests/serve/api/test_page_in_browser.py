@@ -125,7 +125,9 @@ def test_a_fork_shares_blocks_and_its_count_is_seen(page: Any, client: FakeClien
     client.hold()
     for _ in range(2):
         page.locator(".message.user").get_by_role("button", name="Fork").click()
-    while client.num_unfinished < 2:
+    for _ in range(MOST_MS // 10):
+        if client.num_unfinished == 2:
+            break
         page.wait_for_timeout(10)
     client.hold(after_steps=6)
     assert page.locator(".column").count() == 3
