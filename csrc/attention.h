@@ -58,7 +58,8 @@ struct HeadRows {
 
 // One step as one cache group sees it. tables[S, L]: block ids (row stride table_stride), read
 // until the step's last layer; entries that no query sees may be anything. query_starts[S + 1],
-// context_lens[S]: read by `prepare` alone. window: 0 is none.
+// context_lens[S]: read by `prepare` alone. window: 0 is none. ahead: so many positions behind a query
+// are seen too, where the row has them.
 struct AttentionStep {
     const int32_t* tables;
     int64_t table_stride;
@@ -67,17 +68,20 @@ struct AttentionStep {
     int64_t num_rows;
     int64_t block_size;
     int64_t window;
+    int64_t ahead;
     int64_t kv_heads;
     int64_t group;
     int64_t head_dim;
 };
 
-// `count` new tokens of a row: step tokens [token, token + count) at [position, position + count).
+// `count` new tokens of a row, which has `context`: step tokens [token, token + count) at
+// [position, position + count).
 struct QueryPiece {
     int64_t row;
     int64_t token;
     int64_t position;
     int64_t count;
+    int64_t context;
 };
 
 // What one thread computes at once, for each KV head: the queries of some pieces (of one row, or of
@@ -141,6 +145,10 @@ class AttentionPlan {
     int64_t first_seen(int64_t position) const {
         if (step_.window == 0 || position < step_.window) return 0;
         return position - step_.window + 1;
+    }
+    // The end of what the queries before `end` see, of a row with so many tokens.
+    int64_t end_seen(int64_t end, int64_t context) const {
+        return end + step_.ahead < context ? end + step_.ahead : context;
     }
     void read_rows();
     void find_groups();

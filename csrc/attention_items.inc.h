@@ -6,9 +6,9 @@ namespace quire {
 namespace {
 
 struct Query {
-    int64_t token;     // of the step
-    int64_t position;  // the last that it sees
-    int64_t first;     // the first
+    int64_t token;  // of the step
+    int64_t last;   // position that it sees
+    int64_t first;
     int64_t low, high;  // what it sees of the span at hand
 };
 
@@ -117,9 +117,10 @@ class ItemRun {
             for (int64_t i = 0; i < piece.count; ++i) {
                 const int64_t position = piece.position + i;
                 const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
+                const int64_t last = minimum(position + step_.ahead, piece.context - 1);
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
-                    all_[m] = {piece.token + i, position, maximum(hidden, 0), 0, 0};
-                    seen_ = maximum(seen_, position + 1);
+                    all_[m] = {piece.token + i, last, maximum(hidden, 0), 0, 0};
+                    seen_ = maximum(seen_, last + 1);
                     read_query(q_ + m * padded_, call_.q, piece.token + i,
                                head_ * step_.group + g, factor, dim_, padded_);
 #ifdef QUIRE_BFLOAT16_DOTS
@@ -138,7 +139,7 @@ class ItemRun {
         for (int64_t m = 0; m < queries_; ++m) {
             Query& query = all_[m];
             query.low = maximum(query.first - start, 0);
-            query.high = minimum(query.position + 1 - start, kSpan);
+            query.high = minimum(query.last + 1 - start, kSpan);
             clear(part(m));
             if (query.low >= query.high) continue;
             begin_ = minimum(begin_, query.low);

@@ -105,7 +105,7 @@ void AttentionPlan::add_group(size_t begin, size_t end, int64_t shared) {
         const int32_t r = candidates_[i].row;
         const Row& row = rows_[static_cast<size_t>(r)];
         const int64_t position = row.context - row.new_tokens;
-        pieces_.push_back({r, step_.query_starts[r], position, row.new_tokens});
+        pieces_.push_back({r, step_.query_starts[r], position, row.new_tokens, row.context});
         item.tokens += row.new_tokens;
     }
     item.end_span = shared;
@@ -128,13 +128,13 @@ void AttentionPlan::add_group(size_t begin, size_t end, int64_t shared) {
 void AttentionPlan::add_block(int32_t r, int64_t first, int64_t count) {
     const Row& row = rows_[static_cast<size_t>(r)];
     const int64_t position = row.context - row.new_tokens + first;
-    const QueryPiece piece{r, step_.query_starts[r] + first, position, count};
+    const QueryPiece piece{r, step_.query_starts[r] + first, position, count, row.context};
     AttentionItem item{};
     item.first_piece = static_cast<int32_t>(pieces_.size());
     item.num_pieces = 1;
     item.tokens = count;
     item.first_span = std::max(first_seen(position) / kSpan, row.shared_spans);
-    item.end_span = up(position + count, kSpan);
+    item.end_span = up(end_seen(position + count, row.context), kSpan);
     item.partial = -1;
     pieces_.push_back(piece);
     const int64_t parts = parts_of(item);

@@ -166,17 +166,23 @@ void Program::run_rows(const Instruction& instruction, int64_t begin, int64_t en
     }
 }
 
+int64_t Program::input(Input input, int64_t row) const {
+    if (input == Input::kPositions) return step_.positions[row];
+    const int64_t id = step_.ids[row], segment = id >> kSegmentBit;
+    return input == Input::kSegments ? segment : id - (segment << kSegmentBit);
+}
+
 void Program::run_row(const Instruction& i, int64_t r) {
     float* out = row(i.views[0], r);
     const float* x = row(i.views[1], r);
     switch (i.kind) {
         case Kind::kEmbedding: {
-            const int64_t id = (i.input == Input::kIds ? step_.ids : step_.positions)[r] - i.first;
+            const int64_t id = input(i.input, r) - i.first;
             if (id < 0 || id >= i.count) return clear_row(out, i.size);
             return look_up_row(out, i.element, i.table, id, i.size);
         }
         case Kind::kPackedRows: {
-            const int64_t id = step_.ids[r] - i.first, size = i.packed.inputs;
+            const int64_t id = input(Input::kIds, r) - i.first, size = i.packed.inputs;
             if (id < 0 || id >= i.count) return clear_row(out, size);
             return unpack_rows({Element::kFloat32, 1, size, size, out}, i.packed, &id);
         }

@@ -53,7 +53,10 @@ enum class Kind : int {
     kRmsNormBySum,  // out, x, sum of squares; weight, size, eps, scale: 1 / how many were summed
 };
 
-enum class Input : int { kIds, kPositions };
+// kSegments: which of two texts a token is of, as its id says it (ops/segments.py): the id itself
+// stands in the bits below.
+enum class Input : int { kIds, kPositions, kSegments };
+constexpr int kSegmentBit = 30;
 
 // Some columns of a buffer, from `offset` on.
 struct View {
@@ -147,6 +150,7 @@ class Program {
     };
 
     float* row(const View& view, int64_t row) const;
+    int64_t input(Input input, int64_t row) const;
     MutableOperand operand(const Instruction& instruction) const;
     MutableMatrix matrix(const View& view, int64_t columns) const;
     HeadRows heads(const View& view) const;

@@ -372,7 +372,7 @@ within 1e-10 in float64 (`tests/serve/test_pooling.py`).
 
 **Encoders** (`bert`, `roberta`, `xlm-roberta`, `camembert`, `modernbert`) give embeddings, classes
 and scores of pairs, each within 1e-10 of transformers' in float64, whatever shares a step with
-them; they run in float32 and bfloat16 and with weights in int8 as well
+them. By the C++ core, in float32, in bfloat16 and with weights in int8, not a bit depends on that
 (`tests/serve/test_encoders.py`; [operating.md](operating.md#encoders)). GGUF files of them are not
 read.
 """

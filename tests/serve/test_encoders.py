@@ -20,6 +20,7 @@ from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.model_spec import load_spec
 from quire.engine.recording import read_recording
 from quire.models.source import resolve_source
+from quire.ops.native import core
 from quire.runner.preview import preview_runner
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
@@ -116,10 +117,15 @@ def test_which_text_a_token_belongs_to_counts() -> None:
     assert abs(one - two).max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["bert"])
-@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"quantization": "int8"}])
-def test_a_batch_changes_no_bit(family: str, settings: dict[str, Any]) -> None:
-    """By what real models run on, alone and beside others, in two orders."""
+@pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"}]
+)
+def test_a_batch_changes_no_bit(
+    family: str, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By one call into the core, alone and beside others, in two orders."""
     folder, mean = encoder_checkpoint(family), {"seq_pooling_type": "MEAN"}
     own = {"dtype": "float32"} | settings
     with open_llm(folder, pooler_config=mean, **own) as llm:
@@ -127,20 +133,24 @@ def test_a_batch_changes_no_bit(family: str, settings: dict[str, Any]) -> None:
         together = [pooled(llm, IDS), pooled(llm, IDS[::-1])[::-1]]
     with open_llm(folder, pooler_config=mean, **own, **TIGHT) as llm:
         together.append(pooled(llm, IDS))
+    assert "operation by operation" not in caplog.text
     for found in together:
         assert all(np.array_equal(one, other) for one, other in zip(found, alone, strict=True))
-    bound = 0.1 if "quantization" in settings else 1e-4
+    bound = 1e-4 if own == {"dtype": "float32"} else 0.1
     states = [each.mean(0) for each in states_of(folder, of_ids(IDS))]
     for one, other in zip(alone, states, strict=True):
         assert np.linalg.norm(one - other) < bound * np.linalg.norm(other)
 
 
-def test_bfloat16_is_near() -> None:
-    folder = encoder_checkpoint("xlm-roberta")
-    with open_llm(folder, dtype="bfloat16") as llm:
-        found = pooled(llm, IDS)
-    for one, state in zip(found, states_of(folder, of_ids(IDS)), strict=True):
-        assert np.linalg.norm(one - state[0]) < 0.05 * np.linalg.norm(state[0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_second_text_is_told_to_the_core(dtype: str) -> None:
+    folder = encoder_checkpoint("bert", 1)
+    wanted = logits_of(folder, inputs_of(folder, PAIRS))
+    with open_llm(folder, dtype=dtype) as llm:
+        found = llm.score(*map(list, zip(*PAIRS, strict=True)), RAW, use_tqdm=False)
+    bound = 1e-4 if dtype == "float32" else 0.02
+    for one, other in zip(found, wanted, strict=True):
+        assert one.outputs.score == pytest.approx(other[0], abs=bound)
 
 
 # ---- files -----------------------------------------------------------------------------------
@@ -163,6 +173,31 @@ def test_files_of_sentence_transformers() -> None:
     with open_llm(with_modules(folder, ("Pooling", "1_Pooling", flags))) as llm:
         found = llm.embed(TEXTS, use_tqdm=False)
         is_near([each.outputs.embedding for each in found], [each.mean(0) for each in states])
+
+
+def test_a_cross_encoder_of_sentence_transformers_6_has_its_activation_in_a_file() -> None:
+    for num_labels in (1, 3):
+        folder = changed(encoder_checkpoint("roberta", num_labels))
+        said = {"model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+        logits = logits_of(folder, inputs_of(folder, PAIRS))
+        with open_llm(folder) as llm:
+            if num_labels == 1:
+                found = llm.score(*map(list, zip(*PAIRS, strict=True)), use_tqdm=False)
+                is_near([[each.outputs.score] for each in found], logits)
+            else:
+                found = llm.classify(TEXTS, use_tqdm=False)
+                assert sum(found[0].outputs.probs) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_length_that_sentence_transformers_cuts_to_is_the_longest() -> None:
+    folder = changed(encoder_checkpoint("bert"))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
+    wrong = pytest.raises(RequestError, match="at most max_model_len = 12 are possible")
+    with open_llm(folder) as llm, wrong:
+        pooled(llm, IDS[:1])
+    with open_llm(folder, max_model_len=MAX_LEN) as llm:
+        assert len(pooled(llm, IDS)) == len(IDS)
 
 
 def test_old_names_of_tensors_and_fields() -> None:

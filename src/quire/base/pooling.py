@@ -23,6 +23,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     less the first's is the only one. dense: directories of sentence-transformers' dense layers,
     each with its activation. dimensions: numbers of an embedding's that requests may ask for; None
     is any, () none but all. tells_texts: the model is told which of two texts a token belongs to.
+    longest: tokens of a prompt at most, if no setting says it and the model can have more.
     """
 
     task: str
@@ -35,6 +36,7 @@ class PoolingSpec(msgspec.Struct, frozen=True):
     dense: tuple[tuple[str, str], ...] = ()
     dimensions: tuple[int, ...] | None = None
     tells_texts: bool = False
+    longest: int | None = None
 
     @property
     def needs_all(self) -> bool:

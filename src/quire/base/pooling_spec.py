@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quire.base.config import ModelConfig
-from quire.base.config_fields import Fields
+from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.encoders import encoder_pooling, is_encoder, tells_segments
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
@@ -32,6 +32,8 @@ from quire.base.settings import json_object
 # What sentence-transformers calls the ways to pool, old (a flag for each) and new (one word).
 ST_KINDS = {"cls_token": CLS, "cls": CLS, "mean_tokens": MEAN, "mean": MEAN, "lasttoken": LAST}
 ST_ACTIVATIONS = {"Identity": NONE, "Sigmoid": SIGMOID, "Softmax": SOFTMAX}
+ST_LENGTH_FILE = "sentence_bert_config.json"
+ST_FILE = "config_sentence_transformers.json"
 MAX_LABELS = 1 << 16
 CLASSIFIERS = ("ForSequenceClassification",)
 OF_TOKENS = ("ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
@@ -73,7 +75,10 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
     else:
         found = _embedder(directory, kind)
         found = msgspec.structs.replace(found, dimensions=_dimensions(fields))
-    found = msgspec.structs.replace(found, tells_texts=tells_segments(fields))
+    if is_encoder(fields.text("model_type", "")):
+        found = msgspec.structs.replace(
+            found, tells_texts=tells_segments(fields), longest=_longest(directory)
+        )
     return _as_asked(found, asked)
 
 
@@ -159,7 +164,7 @@ def _classifier(fields: Fields, directory: Path, kind: str) -> PoolingSpec:
     return PoolingSpec(
         CLASSIFY,
         kind,
-        activation=_activation(fields, len(labels)),
+        activation=_activation(fields, directory, len(labels)),
         labels=labels,
         label_tokens=tuple(_token_id(directory, token) for token in tokens),
         is_difference=is_difference,
@@ -178,13 +183,15 @@ def _labels(fields: Fields) -> tuple[str, ...]:
     return tuple(str(named.value(str(index))) for index in range(len(keys)))
 
 
-def _activation(fields: Fields, count: int) -> str:
+def _activation(fields: Fields, directory: Path, count: int) -> str:
     """Return what becomes of the classes' numbers: as sentence-transformers says it, or by the
     problem's type."""
     inner = fields.inner("sentence_transformers")
     said = fields.text("sbert_ce_default_activation_function", "")
     if inner is not None:
         said = inner.text("activation_fn", said)
+    if count == 1:  # of several classes its own file says nothing where it has no probabilities
+        said = _of_cross_encoder(directory) or said
     if said:
         return _named_activation(said)
     problem = fields.text("problem_type", "")
@@ -194,6 +201,15 @@ def _activation(fields: Fields, count: int) -> str:
     if not is_single and problem != "multi_label_classification":
         raise fields.error("problem_type", "it must be one of transformers' three")
     return SOFTMAX if is_single and count > 1 else SIGMOID
+
+
+def _of_cross_encoder(directory: Path) -> str:
+    """Read the activation that a cross-encoder of sentence-transformers 6 has in its own file."""
+    try:
+        found = Fields(read_object(directory / ST_FILE), ST_FILE)
+    except FileNotFoundError:
+        return ""
+    return found.text("activation_fn", "") if found.value("model_type") == "CrossEncoder" else ""
 
 
 def _named_activation(name: str) -> str:
@@ -251,6 +267,16 @@ def _dimensions(fields: Fields) -> tuple[int, ...] | None:
     if fields.has("matryoshka_dimensions"):
         return fields.integers("matryoshka_dimensions")
     return None if fields.flag("is_matryoshka", True) else ()
+
+
+def _longest(directory: Path) -> int | None:
+    """Return how many tokens sentence-transformers gives the model at most, if a file says it."""
+    try:
+        found = Fields(read_object(directory / ST_LENGTH_FILE), ST_LENGTH_FILE)
+    except FileNotFoundError:
+        return None
+    has_length = found.has("max_seq_length")
+    return found.integer("max_seq_length", most=MAX_COUNT) if has_length else None
 
 
 def _modules(path: Path) -> list[Fields]:

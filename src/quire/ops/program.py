@@ -75,6 +75,7 @@ class Input(IntEnum):
 
     IDS = 0
     POSITIONS = 1
+    SEGMENTS = 2
 
 
 class Untraceable(Exception):

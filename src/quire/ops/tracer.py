@@ -37,6 +37,8 @@ class Tracer:
             "all_reduce": self._all_reduce,
             "embedding": self._embedding,
             "part_of_embedding": self._part_of_embedding,
+            "plain_ids": self._input(Input.IDS),
+            "segment_ids": self._input(Input.SEGMENTS),
             "rotary_rows": self._rotary_rows,
             "rms_norm": self._rms_norm,
             "add_rms_norm": self._add_rms_norm,
@@ -116,6 +118,16 @@ class Tracer:
         assert _storage(out) == _storage(x), "ranks that share memory sum in place"
         self._emit(Instruction(Kind.ALL_REDUCE, (view, view), group=group))
 
+    def _input(self, found: Input) -> Callable[..., None]:
+        """Make the rule of what the core tells of the ids itself."""
+
+        def rule(out: torch.Tensor, ids_T: torch.Tensor) -> None:
+            if self._inputs.get(_storage(ids_T)) != Input.IDS:
+                raise Untraceable("ids are taken apart that are no input")
+            self._inputs[_storage(out)] = found
+
+        return rule
+
     def _embedding(
         self,
         out: torch.Tensor,
@@ -140,7 +152,7 @@ class Tracer:
         count, size = weight_VD.shape
         if isinstance(weight_VD, PackedWeight):
             if source != Input.IDS:
-                raise Untraceable("a packed table is looked up by positions")
+                raise Untraceable("a packed table is looked up by something else than ids")
             kind = Kind.PACKED_ROWS
             return self._emit(Instruction(kind, views, first=first, count=count, packed=weight_VD))
         if weight_VD.dtype not in ELEMENTS:

@@ -142,7 +142,8 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
     cannot do."""
     on_cpu = device == "cpu"
-    length = config.model.max_model_len or spec.max_position
+    usual = None if spec.pooling is None else spec.pooling.longest
+    length = config.model.max_model_len or min(usual or spec.max_position, spec.max_position)
     if length > spec.max_position:
         raise ConfigError(
             f"max_model_len={length} is more than the model was made for ({spec.max_position});"

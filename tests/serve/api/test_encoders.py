@@ -37,10 +37,10 @@ def test_scores_and_ranks_of_pairs(scorer: TestClient) -> None:
 
 
 def test_generating_is_refused(scorer: TestClient) -> None:
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
-        body = {"prompt": "a"} if path == "/v1/completions" else {"input": "a"}
-        if "chat" in path:
-            body = {"messages": [{"role": "user", "content": "a"}]}
+    messages = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    bodies = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    for path in (*bodies, "/v1/chat/completions", "/v1/messages"):
+        body = bodies.get(path, messages)
         assert "this engine pools" in ask(scorer, path, 400, **body)["message"], path
     assert "gives classes, not embeddings" in ask(scorer, status=400, input="a")["message"]
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.base.cache_group import STEP, CacheGroup
+from quire.base.config_fields import MAX_COUNT
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
 from quire.ops.attention.core_states import StatesInCore
@@ -208,6 +210,7 @@ class CpuBackend(MovesBlocks):
             num_rows=len(step.context_lens_S),
             block_size=self._layout.block_size,
             window=cache.window or 0,
+            ahead=_ahead(cache),
             kv_heads=cache.num_kv_heads,
             group=queries_per_kv_head,
             head_dim=cache.head_dim,
@@ -236,6 +239,13 @@ class CpuBackend(MovesBlocks):
         is_contiguous = of_number == 1 and (of_head == x.shape[2] or x.shape[1] == 1)
         assert is_contiguous, f"the heads of a token must be contiguous: {x.stride()}"
         return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
+
+
+def _ahead(group: CacheGroup) -> int:
+    """Count the tokens behind a token that it sees, of those that there are."""
+    if group.kind != STEP:
+        return 0
+    return MAX_COUNT if group.window is None else group.window - 1
 
 
 def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ another order (csrc/attention.h).
 
 import torch
 
-from quire.base.cache_group import STATE, CacheGroup
+from quire.base.cache_group import STATE, STEP, CacheGroup
 from quire.ops.attention.base import AttentionBackend, Int32, KVLayout
 from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
@@ -21,7 +21,7 @@ class KVMemory:
     """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8
     and fp8 it holds bytes, and a row of int8 is H values and their scale. place[layer]: (group,
     index in the group). host: blocks of host memory, by group. Of a group of states it holds those
-    as they are, [1, Y, 1, B, 1, state_size].
+    as they are, [1, Y, 1, B, 1, state_size]. All layers of a group that keeps nothing share one's.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -30,7 +30,7 @@ class KVMemory:
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         ]
         self.place = {
-            layer: (g, index)
+            layer: (g, 0 if group.kind == STEP else index)
             for g, group in enumerate(layout.groups)
             for index, layer in enumerate(group.layers)
         }
@@ -82,4 +82,5 @@ def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int
     if group.kind == STATE:
         return (1, len(group.layers), 1, num_blocks, 1, group.state_size)
     row = group.head_dim + (SCALE_BYTES if layout.kv_format == "int8" else 0)
-    return (2, len(group.layers), group.num_kv_heads, num_blocks, layout.block_size, row)
+    num_layers = min(1, len(group.layers)) if group.kind == STEP else len(group.layers)
+    return (2, num_layers, group.num_kv_heads, num_blocks, layout.block_size, row)

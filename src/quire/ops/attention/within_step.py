@@ -1,6 +1,6 @@
 """Attention of models whose tokens see each other in both directions: within a step, in which each
-row has all of its tokens. Nothing is kept, so there are no blocks, but for those that the C++ core
-reads a step's keys and values from, which all layers write one after the other.
+row has all of its tokens. Nothing is kept, so there are no blocks; but the C++ core reads a step's
+keys and values from some, of its own (core_within_step.py).
 
 Shape legend as in `base.py`, and Q tokens of one piece, C those that it sees.
 
@@ -12,6 +12,8 @@ import torch
 from quire.base.cache_group import STEP
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
+from quire.ops.attention.core_within_step import CoreWithinStep
+from quire.ops.attention.cpu import why_not
 from quire.ops.registry import op
 
 PIECE = 1024  # tokens of a row whose scores are there at once
@@ -24,10 +26,12 @@ def is_within_step(layout: KVLayout) -> bool:
 
 def make_within_step(name: str, layout: KVLayout) -> AttentionBackend:
     """Make the backend of that name; `auto` takes the fastest. Raises ConfigError."""
+    if name == "cpu" or (name == "auto" and why_not(layout) is None):
+        return CoreWithinStep(layout)
     if name not in ("auto", "torch", "reference"):
         raise ConfigError(
             f"attention_backend {name} is for models that keep keys and values, and the tokens of"
-            " this one see each other in both directions; leave it out, or take torch."
+            " this one see each other in both directions; leave it out, or take cpu or torch."
         )
     return WithinStep(layout)
 

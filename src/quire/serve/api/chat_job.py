@@ -8,7 +8,6 @@ from starlette.types import Scope
 
 from quire.base.errors import RequestError
 from quire.base.messages import Fork, HeldRequest
-from quire.base.validation import gives_no_text
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.chat_template import ChatOptions
 from quire.render.detokenizer import IncrementalDetokenizer
@@ -26,7 +25,7 @@ from quire.serve.api.jobs import Origin, PromptJob, make_job
 from quire.serve.api.params import chat_params, check_top_logprobs, room_beside, truncated
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reasoning_count import ReasoningCount
-from quire.serve.api.rendering import check_model, render_prompt, token_names
+from quire.serve.api.rendering import check_generates, check_model, render_prompt, token_names
 from quire.serve.api.structured import form_size, structured_outputs_of
 from quire.serve.api.turn_tokens import tokens_behind
 from quire.serve.api.unsupported_fields import check_neutral
@@ -58,8 +57,7 @@ async def make_chat_job(
     only this is kept. continued: what its last messages follow, if that is held; where they cannot,
     all is rendered. Raises ApiError, RequestError or HookFailed for what cannot be served."""
     model = check_model(api, body.model)
-    if api.client.ready.pooling is not None:
-        raise gives_no_text()
+    check_generates(api)
     check_neutral(body)
     check_top_logprobs(body, api.client.ready)
     messages = body.messages

@@ -1,6 +1,7 @@
 """Prompts to token ids without holding up the event loop, and which model a request means."""
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
+from quire.base.validation import gives_no_text
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
@@ -96,6 +97,12 @@ def check_model(context: ApiContext, name: str | None) -> str:
         param="model",
         code="model_not_found",
     )
+
+
+def check_generates(context: ApiContext) -> None:
+    """Raise RequestError for an engine that pools."""
+    if context.client.ready.pooling is not None:
+        raise gives_no_text()
 
 
 def tokenizer_of(context: ApiContext) -> Tokenizer:

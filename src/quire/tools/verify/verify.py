@@ -114,6 +114,11 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
     config = asked.config
     source = resolve_source(config.model, progress=False)
     spec = asked.spec or model_spec(source.directory, config.model.model_impl)
+    if spec.is_encoder:
+        raise ConfigError(
+            f"models of type {spec.model_type} are encoders, which generate nothing: there are no"
+            " tokens of theirs to compare. docs/models.md says what is known of them."
+        )
     prompt = _prompt(asked, source, spec)
     length = len(prompt) + asked.num_tokens
     if length > spec.max_position:

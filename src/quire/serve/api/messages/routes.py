@@ -22,7 +22,7 @@ from quire.serve.api.messages.protocol import (
     MessagesRequest,
 )
 from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.rendering import check_model
+from quire.serve.api.rendering import check_generates, check_model
 from quire.serve.api.sse import encode, start_stream
 from quire.serve.api.structured import with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
@@ -39,6 +39,7 @@ counting_router = fastapi.APIRouter(route_class=BoundedRoute)
 async def create_message(body: MessagesRequest, request: fastapi.Request, api: Api) -> Response:
     """The next message of a conversation, made of blocks."""
     check_neutral(body)
+    check_generates(api)
     message_id = new_id("msg")
     answer_format = api.renderer.answer_format(None, bool(body.tools))
     chat_body = await api.lanes.run(_size(body), answered_chat_of, body, answer_format)
