@@ -47,6 +47,12 @@ FAMILIES: dict[str, tuple[type, dict[str, Any], type, type]] = {
         tf.XLMRobertaModel,
         tf.XLMRobertaForSequenceClassification,
     ),
+    "camembert": (
+        tf.CamembertConfig,
+        ROBERTA_LIKE,
+        tf.CamembertModel,
+        tf.CamembertForSequenceClassification,
+    ),
     "modernbert": (
         tf.ModernBertConfig,
         MODERN,
@@ -60,6 +66,7 @@ SPECIAL = {
     "modernbert": ("[CLS]", "[SEP]", "[PAD]", "[UNK]"),
     "roberta": ("<s>", "</s>", "<pad>", "<unk>"),
     "xlm-roberta": ("<s>", "</s>", "<pad>", "<unk>"),
+    "camembert": ("<s>", "</s>", "<pad>", "<unk>"),
 }
 
 
@@ -106,7 +113,7 @@ def encoder_checkpoint(
     vocab_size = write_tokenizer(folder, family)
     config_class, fields, bare, classifier = FAMILIES[family]
     fields = fields | ({"num_labels": num_labels} if num_labels else {}) | dict(changes)
-    fields |= {"pad_token_id": 1 if "roberta" in family else 0}
+    fields |= {"pad_token_id": 1 if SPECIAL[family][0] == "<s>" else 0}
     torch.manual_seed(0)
     model = (classifier if num_labels else bare)(config_class(vocab_size=vocab_size, **fields))
     with torch.no_grad():
