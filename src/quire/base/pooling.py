@@ -11,6 +11,7 @@ import msgspec
 EMBED, CLASSIFY = "embed", "classify"
 LAST, MEAN, CLS = "last", "mean", "cls"
 SECOND_TEXT = 1 << 30  # is added to the ids of a second text's tokens, for models that are told
+DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "silu")  # of layers behind what was pooled
 SOFTMAX, SIGMOID, NONE = "softmax", "sigmoid", "none"
 
 

@@ -19,6 +19,7 @@ from quire.base.model_spec import QUIRE, ModelSpec, read_config
 from quire.base.pooling import (
     CLASSIFY,
     CLS,
+    DENSE_ACTIVATIONS,
     EMBED,
     LAST,
     MEAN,
@@ -318,7 +319,8 @@ def _st_kind(fields: Fields) -> str:
 
 
 def _dense_activation(said: str) -> str:
-    name = said.rpartition(".")[2] or "Identity"
-    if name not in ("Identity", "Tanh"):
-        raise ModelError(f"the Dense module's activation {said!r} is not known here.")
-    return name.lower()
+    name = (said.rpartition(".")[2] or "Identity").lower()
+    if name not in DENSE_ACTIVATIONS:
+        known = ", ".join(DENSE_ACTIVATIONS)
+        raise ModelError(f"the Dense module's activation {said!r} is not known here: only {known}.")
+    return name

@@ -16,20 +16,21 @@ from safetensors import SafetensorError, safe_open
 from quire.base.encoders import BERT, MODERNBERT, ROBERTA_TYPES
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
-from quire.base.pooling import CLASSIFY, PoolingSpec
+from quire.base.pooling import CLASSIFY, DENSE_ACTIVATIONS, PoolingSpec
 from quire.models.checkpoint import weight_files
 from quire.ops.torch_import import new_generator
 
 CLASSIFIER_TENSORS = ("score.weight", "score.bias")
 TABLES = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
 WIDTH = 0.02  # of random numbers
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "identity": lambda x: x,
-    "tanh": torch.tanh,
-    "gelu": torch.nn.functional.gelu,
-    "relu": torch.relu,
-    "silu": torch.nn.functional.silu,
-}
+FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.clone,
+    torch.tanh,
+    torch.relu,
+    torch.nn.functional.gelu,
+    torch.nn.functional.silu,
+)
+ACTIVATIONS = dict(zip(DENSE_ACTIVATIONS, FUNCTIONS, strict=True))
 # Of encoders' classes: the dense layer before that of the classes, and the latter.
 ENCODER_HEADS = {
     BERT: ("pooler.dense", "classifier"),
@@ -40,8 +41,8 @@ ENCODER_HEADS = {
 
 @dataclass(frozen=True)
 class PoolingLayer:
-    """weight: [K, D], bias: [K] or None, both float64. activation: of ACTIVATIONS. norm: what comes
-    behind that, if anything."""
+    """weight: [K, D], bias: [K] or None, both float64. activation: of DENSE_ACTIVATIONS. norm: what
+    comes behind that, if anything."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
