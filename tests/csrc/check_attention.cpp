@@ -122,7 +122,7 @@ class Batch {
         }
         const AttentionStep step{tables_.data() + first * table_stride_, table_stride_,
                                  starts.data(), lens.data(), count, case_.block_size,
-                                 case_.window, case_.kv_heads, case_.group, case_.head_dim};
+                                 case_.window, 0, case_.kv_heads, case_.group, case_.head_dim};
         AttentionPlan plan;
         plan.prepare(step, num_threads, options);
         Values out(case_.element, starts.back() * token_size());
