@@ -63,7 +63,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ("serve --port eighty", "'eighty' is not a number such as 4096, 4k or 2G"),
         ("serve --port 1.5", "'1.5' is not a whole number"),
         ("serve --shutdown-timeout soon", "'soon' is not a number such as 0.9"),
-        ("serve demo --port 1 other", "unrecognized arguments: other"),
+        ("serve demo --port 1 other", "unrecognized arguments: other (give all models before"),
         ("doctor --max-model-len inf", "'inf' is not a number"),
     ],
 )

@@ -110,7 +110,9 @@ def with_dashes(argv: Iterable[str]) -> Iterable[str]:
 
 
 def _hint(unknown: str, command: argparse.ArgumentParser) -> str:
-    """Name the flag that comes closest to an unknown one."""
+    """Name the flag that comes closest to an unknown one, or say where models stand."""
+    if any(action.dest == "given_models" for action in command._actions) and unknown[0] != "-":
+        return " (give all models before the options)"
     flags = list(command._option_string_actions)
     flags += vllm_flags() if command.get_default("has_settings") else []
     close = difflib.get_close_matches(unknown.split("=")[0], flags, n=1)

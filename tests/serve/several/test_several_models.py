@@ -20,6 +20,7 @@ from typing import Any
 
 import openai
 import pytest
+from websockets.sync.client import connect
 
 from quire import LLM, SamplingParams
 from tests.serve.checkpoints import text_checkpoint
@@ -219,6 +220,23 @@ def test_the_live_view_is_of_the_model_that_is_asked_for(server: Server) -> None
     assert ask(server, "/v1/engine/live?model=c")[0] == 404
 
 
+def test_a_prompt_in_pieces_goes_to_the_model_that_it_names(
+    server: Server, expected: dict[str, list[str]]
+) -> None:
+    for name in "ab":
+        with connect(server.url.replace("http", "ws") + "/v1/stream") as line:
+            for fields in (
+                {"type": "start", "model": name, "prompt": PROMPTS[0][:3], "max_tokens": 12},
+                {"type": "append", "prompt": PROMPTS[0][3:], "last": True},
+            ):
+                line.send(json.dumps(fields | ({"temperature": 0} if "model" in fields else {})))
+            texts, message = [], {"type": ""}
+            while message["type"] not in ("done", "error"):
+                message = json.loads(line.recv(60))
+                texts += [each["text"] for each in message.get("choices", ())]
+            assert (message["type"], "".join(texts)) == ("done", expected[name][0])
+
+
 def test_the_memory_is_told_at_the_start(server: Server) -> None:
     text = "".join(server.lines)
     assert "memory for 2 models, all at once" in text
@@ -353,7 +371,8 @@ def test_a_file_of_models_with_settings_of_their_own(tmp_path: Path) -> None:
     embedder = with_modules(paths()["b"], ("Pooling", "1_Pooling", MEAN))
     config = tmp_path / "quire.yaml"
     config.write_text(
-        f"max-num-seqs: 4\ndisable-log-stats: true\napi-key: none\nfiles-dir: {tmp_path / 'files'}\nmodels:\n"
+        "max-num-seqs: 4\ndisable-log-stats: true\napi-key: none\n"
+        f"files-dir: {tmp_path / 'files'}\nmodels:\n"
         f"  - model: {paths()['a']}\n    name: [text, other]\n    max-model-len: 64\n"
         f"  - model: {embedder}\n    name: vectors\n",
         encoding="utf-8",
