@@ -160,6 +160,21 @@ def test_what_waits_is_sent_at_the_end(context: zmq.Context) -> None:
     again.close()
 
 
+def test_a_message_that_cannot_be_made_ends_it_and_frees_the_port(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def encode(message: bytes) -> bytes:
+        raise ValueError("not this one")
+
+    publisher = EventPublisher(config(), encode)
+    publisher.publish(b"x")
+    while publisher.publish(b"y"):  # until its thread has seen the first one
+        pass
+    assert "KV events end: ValueError: not this one" in caplog.text
+    publisher.close()
+    EventPublisher(config(endpoint=publisher.endpoint), bytes).close()
+
+
 def test_an_endpoint_that_cannot_be_had() -> None:
     publisher = EventPublisher(config(), bytes)
     with pytest.raises(ConfigError, match=r"endpoint 'tcp://127.*cannot be used.*another port"):

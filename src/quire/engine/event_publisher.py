@@ -54,7 +54,8 @@ class EventPublisher:
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._buffer_lock = threading.Lock()
-        self._is_ending = False
+        self._takes_more = True
+        self._is_closed = False
         self._context = self._zmq.Context()
         self.endpoint = self.replay_endpoint = ""
         try:
@@ -72,22 +73,24 @@ class EventPublisher:
             thread.start()
 
     def publish(self, message: Any) -> bool:
-        """Queue a message; False, and it is lost, if too many wait."""
-        if self._is_ending or self._queue.qsize() >= self._most:
+        """Queue a message; False, and it is lost, if too many wait, or nobody sends any more."""
+        if not self._takes_more or self._queue.qsize() >= self._most:
             return False
         self._queue.put(message)
         return True
 
     def close(self) -> None:
         """Send what waits, as far as that takes no longer than a second, and end."""
-        if self._is_ending:
+        if self._is_closed:
             return
-        self._is_ending = True
+        self._is_closed, self._takes_more = True, False
         self._queue.put(END)
         self._threads[0].join(END_S)
         self._end.close()
         for thread in self._threads:
             thread.join(END_S)
+        if any(thread.is_alive() for thread in self._threads):
+            return  # its socket is in use; it ends with the process
         self._context.destroy(linger=LINGER_MS)
         self._ended.close()
 
@@ -122,7 +125,7 @@ class EventPublisher:
                 self._pub.send_multipart((self._topic, number, payload))
         except Exception as error:  # nobody else would say so
             logger.error("KV events end: %s: %s", type(error).__name__, error)
-            self._is_ending = True
+            self._takes_more = False
 
     def _answer_all(self) -> None:
         """Answer who asks for what it has missed, until it is over."""

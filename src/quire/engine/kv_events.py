@@ -158,7 +158,9 @@ class TellingDoors:
                 delta = delta._replace(was_cleared=True)
             self._has_lost = not self._publisher.publish((time.time(), delta))
             if self._has_lost:
-                self._log.warn("lost", "KV events are lost: more wait than max_queue_size.")
+                self._log.warn(
+                    "lost", "KV events are lost: too many wait, or none are sent any more."
+                )
         return decisions
 
 
