@@ -15,9 +15,13 @@ from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
+from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler import held
+from tests.models.checkpoints import random_tokens
+from tests.serve.checkpoints import checkpoint
 
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 STORY = "Once upon a time there was a little fox. One day the fox went into the forest. "
 OTHERS = ["The bear sat by the river and", "Long ago, in a small house,", "A bird sang. Then"]
 
@@ -94,8 +98,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    names = [name for name in ("engine", "reference") if name in request.fixturenames]
+    engines = [request.getfixturevalue(name) for name in names]
     yield
-    engine = request.getfixturevalue("engine" if "engine" in request.fixturenames else "reference")
+    for engine in engines:
+        _let_go(engine)
+
+
+def _let_go(engine: Engine) -> None:
     for one in engine.client.held():
         engine.client.keep(one.id, 0.0)
     engine.scheduler.check_invariants()
@@ -259,3 +269,29 @@ def test_more_than_may_be_held_is_refused(
     for name in (source.id, running.request_id):
         reference.client.keep(name, 0.0)
     assert reference.client.held() == []
+
+
+@needs_core
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "gemma3_text"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_layers_that_cannot_go_back_anywhere(architecture: str, depth: int) -> None:
+    """States and windows: a fork begins where it can, and computes the rest; at the end it takes
+    over all."""
+    settings = {"max_model_len": 96, "block_size": 4, "disable_log_stats": True}
+    with LLM(str(checkpoint(architecture)), pipeline_depth=depth, **settings) as llm:  # type: ignore[arg-type]
+        sampled = SamplingParams(temperature=1.0, seed=4, max_tokens=9, ignore_eos=True)
+        with llm.session() as story:
+            story.append(random_tokens(40)[0]).generate(sampled)
+            tokens = list(story.token_ids)
+            forks = [story.fork(at) for at in (49, 48, 41, 40, 13)]
+            outputs = [fork.generate(sampled) for fork in forks]
+            if depth == 1:
+                assert outputs[0].num_cached_tokens == 48
+            for fork in forks:
+                fork.close()
+        llm.reset_prefix_cache()
+        for at, output in zip((49, 48, 41, 40, 13), outputs, strict=True):
+            prompt = {"prompt_token_ids": tokens[:at], "cache_salt": str(at)}
+            [alone] = llm.generate([prompt], sampled, use_tqdm=False)
+            assert output.outputs[0].token_ids == alone.outputs[0].token_ids, at
+        assert llm.engine.client.core.view().usage == 0.0

@@ -10,14 +10,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import STEP_FAILED, RequestError
 from quire.base.events import Stepped
+from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
 from quire.engine.guess_pace import StepTimes
+from quire.render.renderer import RenderedPrompt
 from tests.models.heads import write_demo_head
 from tests.serve.checkpoints import shallow
 
@@ -172,6 +175,31 @@ def test_guesses_at_an_answer_with_a_form_change_nothing(
     [expected] = answers(roomy, params)
     found = answers(guessing, params, params_of("greedy", "ignore_eos"), params)
     assert found[::2] == [expected] * 2
+
+
+@pytest.mark.parametrize("one", FEATURES)
+def test_a_fork_changes_nothing(roomy: LLM, short: LLM, alone: dict[str, Any], one: str) -> None:
+    """Of what is held, at the end of the prompt, with room and without."""
+    tokens = roomy.get_tokenizer().encode(PROMPT)
+    for llm in (roomy, short):
+        client = llm.engine.client
+        params = params_of(one)
+        made = llm.engine.requests.make(RenderedPrompt(tokens, PROMPT), params_of("ignore_eos"))
+        finished(llm, msgspec.structs.replace(made, keep_s=60.0))
+        grammar = llm.engine.renderer.answer_grammar(params, RenderedPrompt(tokens, PROMPT))
+        asked = llm.engine.requests.make(RenderedPrompt(tokens, PROMPT), params, grammar=grammar)
+        fork = Fork(made.request_id, 0, len(tokens))
+        assert shown(finished(llm, msgspec.structs.replace(asked, fork=fork))) == alone[one]
+        client.keep(made.request_id, 0.0)
+
+
+def finished(llm: LLM, request: Request) -> RequestOutput:
+    """The last output of a request."""
+    llm.engine.client.add(request, PROMPT)
+    while True:
+        for output in llm.engine.client.step():
+            if output.finished:
+                return output
 
 
 def test_there_are_guesses(guessing: LLM) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
+from quire.scheduler import held as held_file
 from quire.scheduler.held import Held
 from tests.scheduler.device import Curse, make_request
 from tests.scheduler.test_pins import FULL, WINDOW, Bench, copies
@@ -314,3 +315,43 @@ def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
     held = bench.held_of("a")
     assert held.tokens.tolist() == PROMPT + bench.output["a"][0]
     bench.let_go()
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(held_file, "MOST_HELD", most)
+    bench = HeldBench()
+    bench.add("a", PROMPT)
+    bench.step()
+    bench.core.control(Hold("a", 9.0))
+    bench.finish()
+    assert len(bench.scheduler.held(0.0)) == most
+    bench.let_go()
+
+
+def test_names_of_before_a_reset_are_not_passed_on() -> None:
+    """Of what ran meanwhile: its blocks are its own from then on, and a fork still shares them."""
+    bench = HeldBench()
+    bench.add("a", PROMPT, max_tokens=12)
+    for _ in range(4):
+        bench.step()
+    bench.core.control(Hold("a", 50.0))
+    bench.core.control(ResetPrefixCache("new"))
+    bench.finish()
+    held = bench.held_of("a")
+    assert held.digests == [] and held.blocks is not None
+    request = bench.fork(held, 22)
+    other = bench.add("other", held.tokens.tolist())
+    bench.finish()
+    bench.assert_right(request, other)
+    bench.let_go()
+
+
+def test_beams_are_not_kept() -> None:
+    bench = HeldBench()
+    request = make_request("a", PROMPT, max_tokens=4, use_beam_search=True, n=2, temperature=0.0)
+    bench._send(request)
+    bench.step()
+    bench.core.control(Hold("a", 9.0))
+    bench.finish()
+    assert not bench.scheduler.held(0.0) and bench.num_used == [0]

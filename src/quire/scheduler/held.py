@@ -13,12 +13,14 @@ on the device, in host memory and in stores, and what is not found is computed a
 blocks a request takes changes by this, never a token. Tokens have a bound and a time.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quire.base.errors import EngineBusy
+import msgspec
+
+from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind
+from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import NULL
 from quire.scheduler.sequence import Int32, Sequence, State
@@ -30,8 +32,9 @@ KEPT_REASONS = ("stop", "length", "repetition")  # with which a request has come
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """One sequence of a request that has ended. num_computed: of its tokens, from the first on,
-    which blocks hold. digests: names of its full blocks, from `root`."""
+    """One sequence of a request that has ended. request: without its prompt. num_computed: of its
+    tokens, from the first on, which blocks hold. digests: names of its full blocks that others may
+    have, too."""
 
     request: Request
     index: int
@@ -39,7 +42,6 @@ class Held:
     num_prompt_tokens: int
     num_computed: int
     digests: list[bytes] = field(repr=False)
-    root: bytes
     blocks: SequenceBlocks | None
     keep_s: float
     ends_s: float
@@ -57,6 +59,7 @@ class Holds:
     """All that is held, and the branches of forks that wait.
 
     by_id: by request id and index. standing: those that have blocks, the first to give way first.
+    next_s: when the next one's time is over; None is never.
     branches: by the fork's request id. spent: of forks that the plan being made has begun: it
     copies from their blocks.
     """
@@ -66,6 +69,7 @@ class Holds:
         self.standing: list[Held] = []
         self.branches: dict[str, Branch] = {}
         self.spent: list[SequenceBlocks] = []
+        self.next_s: float | None = None
         self._kv = kv
 
     # ---- from the end of a request to the end of its time ------------------------------------
@@ -105,18 +109,18 @@ class Holds:
         num_computed = num_sure(sequence)
         blocks = self._fork(sequence, num_computed) if num_computed else None
         held = Held(
-            request=request,
+            request=msgspec.structs.replace(request, prompt_token_ids=[]),
             index=sequence.index,
             tokens=tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_computed=num_computed,
-            digests=sequence.digests[: len(tokens) // self._kv.block_size],
-            root=sequence.root,
+            digests=self._names_of(sequence, len(tokens)),
             blocks=blocks,
             keep_s=sequence.keep_s,
             ends_s=now + sequence.keep_s,
         )
         self.by_id.setdefault(request.request_id, {})[sequence.index] = held
+        self._find_next()
         if blocks is not None:
             self.standing.append(held)
         if request.fork is not None and request.fork.takes_over:
@@ -127,14 +131,28 @@ class Holds:
         not ended is told how long it will be kept."""
         sequence = sequences.get(message.request_id)
         if sequence is not None and message.tenant in (None, sequence.request.tenant):
-            for member in sequence.members:
-                member.keep_s = message.keep_s
+            self._keep_open(sequence, message.keep_s, sequences)
         for held in list(self.by_id.get(message.request_id, {}).values()):
             if message.tenant not in (None, held.request.tenant):
                 continue
             held.keep_s, held.ends_s = message.keep_s, now + message.keep_s
             if not message.keep_s:
                 self._remove(message.request_id, held.index)
+        self._find_next()
+
+    def _keep_open(
+        self, sequence: Sequence, keep_s: float, sequences: Mapping[str, Sequence]
+    ) -> None:
+        """Note how long one that has not ended will be held; not, if it cannot be, or if there is
+        no room for it."""
+        if keep_s and not sequence.keep_s:
+            try:
+                check_kept(msgspec.structs.replace(sequence.request, keep_s=keep_s))
+                self.check(sequence.request, sequences)
+            except RequestError:
+                return
+        for member in sequence.members:
+            member.keep_s = keep_s
 
     def rewind(self, message: Rewind) -> None:
         """Drop the last tokens of what is held; at least one stays."""
@@ -153,28 +171,23 @@ class Holds:
 
     def drop_late(self, now: float) -> None:
         """Let go what has been held for its time."""
+        if self.next_s is None or self.next_s > now:
+            return
         for held in [held for held in self.all() if held.ends_s <= now]:
             self._remove(held.request.request_id, held.index)
-
-    @property
-    def next_s(self) -> float | None:
-        """When the next one's time is over; None is never."""
-        next_s = min((held.ends_s for held in self.all()), default=math.inf)
-        return None if next_s == math.inf else next_s
 
     # ---- forks -------------------------------------------------------------------------------
 
     def branch(self, sequence: Sequence, sequences: Mapping[str, Sequence]) -> Sequence | None:
         """Make the branch of a fork that has arrived, if what it goes on from is there; returns the
         sequence that it shares blocks with and that runs. sequences: those that have not ended."""
-        request, size = sequence.request, self._kv.block_size
-        fork = request.fork
+        request, fork = sequence.request, sequence.request.fork
         assert fork is not None, "it is no fork"
         found = self.find(fork, sequences)
         if found is None:
             return None
-        if found.root == sequence.root:
-            sequence.digests = found.digests[: fork.num_tokens // size]
+        if _are_named_alike(found.request, request):  # so they need not be hashed again
+            sequence.digests = self._names_of(found, fork.num_tokens)
         if isinstance(found, Held):
             if found.blocks is not None:
                 blocks = self._kv.fork(found.blocks)
@@ -284,7 +297,7 @@ class Holds:
         while self.give_way():
             pass
         for held in self.all():
-            held.digests, held.root = [], b""
+            held.digests = []
 
     # ---- told --------------------------------------------------------------------------------
 
@@ -300,7 +313,7 @@ class Holds:
     def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
         """List what is held, without its tokens; tenant: whose, None is everybody's."""
         mine = [h for h in self.all() if tenant in (None, h.request.tenant)]
-        return [told_of(held, self._num_blocks(held), now) for held in mine]
+        return [told_of(held, self._num_blocks(held.blocks), now) for held in mine]
 
     def ask(
         self, fork: Fork, sequences: Mapping[str, Sequence], tenant: str | None, now: float
@@ -310,14 +323,13 @@ class Holds:
         if found is None or tenant not in (None, found.request.tenant):
             return None
         if isinstance(found, Held):
-            return told_of(found, self._num_blocks(found), now, found.tokens)
-        num_blocks = 0 if found.row < 0 else max(self._kv.num_distinct([found.blocks]))
+            return told_of(found, self._num_blocks(found.blocks), now, found.tokens)
         return HeldRequest(
             id=found.request.request_id,
             index=found.index,
             num_prompt_tokens=found.num_prompt_tokens,
             num_tokens=found.num_known_tokens,
-            num_blocks=num_blocks,
+            num_blocks=self._num_blocks(found.blocks),
             keep_s=found.keep_s,
             tenant=found.request.tenant,
             cache_salt=found.request.cache_salt,
@@ -326,8 +338,16 @@ class Holds:
 
     # ------------------------------------------------------------------------------------------
 
-    def _num_blocks(self, held: Held) -> int:
-        return 0 if held.blocks is None else max(self._kv.num_distinct([held.blocks]))
+    def _names_of(self, known: Held | Sequence, num_tokens: int) -> list[bytes]:
+        """Return the names of full blocks that those of others may have, too."""
+        is_alone = isinstance(known, Sequence) and known.is_renamed
+        if is_alone or not self._kv.enable_prefix_caching:
+            return []
+        return known.digests[: num_tokens // self._kv.block_size]
+
+    def _num_blocks(self, blocks: SequenceBlocks | None) -> int:
+        """Count blocks, of the group that has the most."""
+        return 0 if blocks is None else max(len(table.live_blocks) for table in blocks.tables)
 
     def _fork(self, sequence: Sequence, num_tokens: int) -> SequenceBlocks:
         """Make second tables of a sequence with a row, which end behind so many tokens."""
@@ -360,6 +380,16 @@ class Holds:
             del self.by_id[request_id]
         if held.blocks is not None:
             self._give_up(held)
+        self._find_next()
+
+    def _find_next(self) -> None:
+        self.next_s = min((held.ends_s for held in self.all()), default=None)
+
+
+def _are_named_alike(one: Request, other: Request) -> bool:
+    """Tell whether the blocks of equal tokens of two requests have equal names."""
+    names = ("cache_salt", "adapter_id", "media_ids")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def num_sure(sequence: Sequence) -> int:

@@ -116,6 +116,7 @@ class Lifecycle:
             tenant=leader.tenant,
             due_at=leader.due_at,
             keep_s=leader.keep_s,
+            is_renamed=leader.is_renamed,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
         self._rows.hand_to(child)

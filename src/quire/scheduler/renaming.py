@@ -22,9 +22,11 @@ def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
     members = sequence.members
     first = members[0]
     root = root_digest(first.root, epoch, "held")
-    if not any(member.row >= 0 or member.host_blocks is not None for member in members):
+    holds = any(member.row >= 0 or member.host_blocks is not None for member in members)
+    if not holds:
         num = 1 if first.group is None else first.group.num_members
         root = names.root(first.request, num, first.arrival)
     for member in members:
+        member.is_renamed = holds
         member.root, member.digests = root, []  # not emptied in place: a recorder may hold it
         member.prefix_digests, member.found_at = {}, -1

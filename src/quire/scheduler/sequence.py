@@ -101,6 +101,7 @@ class Sequence:
     is_open: bool = False  # more of the prompt is to come
     lacks_grammar: bool = False  # it is not compiled yet
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
+    is_renamed: bool = False  # nobody else has the names of its blocks (renaming.py)
     tenant: int = 0  # its slot among the tenants' counters
     keep_s: float = 0.0  # how long it is held when it has ended
     report: PrefixReport | None = None  # of its first admission

@@ -56,6 +56,7 @@ def test_what_is_kept_has_the_tokens_that_its_client_knows(api: TestClient) -> N
     assert found["num_prompt_tokens"] == len(tokens) - 20 and found["num_blocks"] > 0
     [listed] = api.get("/v1/requests").json()["data"]
     assert listed["num_tokens"] == len(tokens) and "token_ids" not in listed
+    assert listed["id"] == found["id"] == name, "the id that the client knows"
 
 
 @pytest.mark.parametrize("at", [None, 1, 16, 20, -1])
@@ -68,7 +69,8 @@ def test_a_fork_gets_what_a_request_with_its_tokens_gets(api: TestClient, at: in
     answer = post(api, f"/v1/requests/{name}/fork", **body)
     assert [choice["token_ids"] for choice in answer["choices"]] == expected
     at = at or len(tokens)
-    assert answer["forked_from"]["at_token"] == at and answer["object"] == "text_completion"
+    assert answer["forked_from"] == {"id": name, "index": 0, "at_token": at}
+    assert answer["object"] == "text_completion"
     assert answer["usage"]["prompt_tokens"] == at
     details = answer["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == at - 1, "all but the last are shared, to the token"

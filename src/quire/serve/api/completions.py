@@ -16,7 +16,7 @@ from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.asked_core import asked_core
 from quire.serve.api.auth import tenant_asking
-from quire.serve.api.context import Api, ApiContext, new_id
+from quire.serve.api.context import Api, ApiContext, answer_id_of, new_id
 from quire.serve.api.errors import bad_request
 from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.infill import infilled
@@ -95,7 +95,11 @@ async def respond(
         "model": check_model(api, body.model),
     }  # fmt: skip
     if fork is not None:
-        told = {"id": fork.request_id, "index": fork.index, "at_token": fork.num_tokens}
+        told = {
+            "id": answer_id_of(fork.request_id),
+            "index": fork.index,
+            "at_token": fork.num_tokens,
+        }
         head["forked_from"] = told
     tells = api.config.enable_per_request_metrics
     answer = Answer(api.client, body, head, jobs, choices, prompts.hooks, tells)

@@ -144,6 +144,12 @@ async def knowing(request: fastapi.Request, api: Api) -> None:
     await model_known(api, request.scope.get(MODEL))
 
 
+def answer_id_of(request_id: str) -> str:
+    """Return the id of the answer that one of the engine's requests belongs to: a completion has
+    one for each prompt, and those that are kept have one prompt."""
+    return request_id.removesuffix("-0") if request_id.startswith("cmpl-") else request_id
+
+
 def new_id(prefix: str) -> str:
     """Return a unique id such as cmpl-3f2a...; ids are never taken from what a client sends."""
     return f"{prefix}-{uuid.uuid4().hex}"

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest
 from quire.base.validation import MOST_KEEP_S
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import reader_of
 from quire.serve.api.completions import Prompts, respond
-from quire.serve.api.context import Api, ApiContext, new_id
+from quire.serve.api.context import Api, ApiContext, answer_id_of, new_id
 from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.jobs import Origin
@@ -154,7 +154,10 @@ async def keep(
     source = await _found(api, request, request_id, -1)
     tenant = reader_of(request.scope, api.config.api_key)
     await api.client.keep(source.id, body.keep_s, tenant, source.core_id)
-    return _as_json(await _found(api, request, request_id, source.index))
+    found = await _found(api, request, request_id, source.index)
+    if found.keep_s != body.keep_s:
+        raise EngineBusy("keep_s: no more may be held; let go what is not needed any more.")
+    return _as_json(found)
 
 
 @router.delete("/v1/requests/{request_id}")
@@ -250,7 +253,7 @@ async def _found(
 def _check_held(source: HeldRequest, what_else: str) -> None:
     if source.expires_in_s is None:
         raise ApiError(
-            409, f"{shown(source.id)} still runs; {what_else}.", param="request_id",
+            409, f"{shown(answer_id_of(source.id))} still runs; {what_else}.", param="request_id",
             code="request_is_live",
         )  # fmt: skip
 
@@ -258,7 +261,7 @@ def _check_held(source: HeldRequest, what_else: str) -> None:
 def _as_json(held: HeldRequest) -> dict[str, Any]:
     expires_in_s = held.expires_in_s
     return {
-        "id": held.id,
+        "id": answer_id_of(held.id),
         "object": "request.tokens",
         "index": held.index,
         "status": "live" if expires_in_s is None else "held",
