@@ -82,6 +82,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     kv_transfer: KVTransfer | None = None
 
 
+def without_prompt(request: Request) -> Request:
+    """Return a request as it is, without the tokens of its prompt."""
+    return msgspec.structs.replace(request, prompt_token_ids=[])
+
+
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Control: end a request now. finish_reason is `abort`, `stop` for a stop string, or
     `repetition`.

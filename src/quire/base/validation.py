@@ -54,7 +54,7 @@ class RequestLimits:
         if request.pin_s is not None:
             check_pin(request)
         if request.keep_s or request.fork is not None:
-            check_kept(request)
+            check_kept(request, request.keep_s)
         name = _width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
@@ -196,9 +196,9 @@ def check_pin(request: Request) -> None:
         raise RequestError("a prefix to pin gives no prompt_logprobs; leave them out.")
 
 
-def check_kept(request: Request) -> None:
+def check_kept(request: Request, keep_s: float) -> None:
     """Raise RequestError if a request cannot be held when it has ended, or cannot be a fork."""
-    params, keep_s, fork = request.params, request.keep_s, request.fork
+    params, fork = request.params, request.fork
     if not 0 <= keep_s <= MOST_KEEP_S:
         raise RequestError(
             f"keep_s must be a number of seconds from 0 (not to keep it) to {MOST_KEEP_S}, a day;"

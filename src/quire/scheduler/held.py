@@ -16,10 +16,8 @@ blocks a request takes changes by this, never a token. Tokens have a bound and a
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind
+from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind, without_prompt
 from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import NULL
@@ -109,7 +107,7 @@ class Holds:
         num_computed = num_sure(sequence)
         blocks = self._fork(sequence, num_computed) if num_computed else None
         held = Held(
-            request=msgspec.structs.replace(request, prompt_token_ids=[]),
+            request=without_prompt(request),
             index=sequence.index,
             tokens=tokens,
             num_prompt_tokens=sequence.num_prompt_tokens,
@@ -147,7 +145,7 @@ class Holds:
         no room for it."""
         if keep_s and not sequence.keep_s:
             try:
-                check_kept(msgspec.structs.replace(sequence.request, keep_s=keep_s))
+                check_kept(sequence.request, keep_s)
                 self.check(sequence.request, sequences)
             except RequestError:
                 return
