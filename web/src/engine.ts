@@ -47,7 +47,7 @@ export class EngineView {
   private readonly file = make("input", { type: "file", accept: ".jsonl,.gz,.json,.txt", hidden: true, onchange: () => void this.openFile() });
   private readonly story = new StoryDialog();
   private readonly latency = new Latency();
-  private readonly live = new Live({ update: (update) => this.update(update), away: (why) => this.away(why), refused: (why) => this.refused(why) });
+  private readonly live: Live;
   private readonly owners = new Map<number, string>(); // the ids of requests, by number
   private readonly links: Links = {
     tell: (id) => void this.story.show(id),
@@ -59,7 +59,9 @@ export class EngineView {
   private timer = 0;
   private state: Snapshot | null = null;
 
-  constructor() {
+  /** model: whose engine is shown. */
+  constructor(model: () => string | undefined) {
+    this.live = new Live({ update: (update) => this.update(update), away: (why) => this.away(why), refused: (why) => this.refused(why) }, model);
     const tiles = make("div", { class: "tiles card" });
     for (const name of TILES) {
       const shown = make("strong", {}, "–");
@@ -85,6 +87,12 @@ export class EngineView {
       this.story.element,
     );
     this.showBar();
+  }
+
+  /** Look at another model's engine. */
+  changeModel(): void {
+    this.live.choose(0);
+    this.show(this.isShown);
   }
 
   /** Begin or end to look: without a look the engine makes nothing. */

@@ -138,7 +138,8 @@ export class Live {
   private control: AbortController | null = null;
   private quiet = 0;
 
-  constructor(private readonly watcher: Watcher, private core = 0) {}
+  /** model: of which the engine is watched; none is the server's first. */
+  constructor(private readonly watcher: Watcher, private readonly model: () => string | undefined, private core = 0) {}
 
   get isOn(): boolean {
     return this.control !== null;
@@ -158,6 +159,11 @@ export class Live {
 
   choose(core: number): void {
     this.core = core;
+    this.again();
+  }
+
+  /** Begin anew, if it is on. */
+  again(): void {
     if (!this.isOn) return;
     this.stop();
     this.start();
@@ -184,7 +190,9 @@ export class Live {
   private async follow(signal: AbortSignal): Promise<void> {
     let state: Snapshot | null = null;
     this.listen();
-    for await (const event of events<Snapshot | Difference>(`v1/engine/live?core=${this.core}`, undefined, signal)) {
+    const model = this.model();
+    const path = `v1/engine/live?core=${this.core}${model ? `&model=${encodeURIComponent(model)}` : ""}`;
+    for await (const event of events<Snapshot | Difference>(path, undefined, signal)) {
       this.listen();
       if (event.type === "snapshot") {
         state = event;

@@ -16,7 +16,7 @@ const model = byId<HTMLSelectElement>("model");
 const status = byId("status");
 /** What requests call the model; before it is known they name none, and get the one that there is. */
 const modelName = (): string | undefined => model.value || undefined;
-const engine = new EngineView();
+const engine = new EngineView(modelName);
 new ChatView(modelName);
 new TokensView(modelName);
 
@@ -48,8 +48,10 @@ byId("tabs").addEventListener("keydown", (event) => {
   const at = NAMES.findIndex((name) => name === now);
   const next = NAMES[(at + step + NAMES.length) % NAMES.length] ?? "chat";
   location.hash = next;
+  show(next); // the event of the hash comes later, perhaps after the next key
   byId(`tab-${next}`).focus();
 });
+model.addEventListener("change", () => engine.changeModel());
 addEventListener("hashchange", () => show(location.hash.slice(1)));
 document.addEventListener("visibilitychange", look);
 

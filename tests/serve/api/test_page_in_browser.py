@@ -57,6 +57,7 @@ def page(browser: Any, server_url: str) -> Iterator[Any]:
     opened.on("request", lambda request: asked.append(request.url))
     opened.goto(server_url)
     opened.wait_for_selector("[data-state=ready]")
+    opened.wait_for_selector("#model option", state="attached")
     yield opened
     context.close()
     assert not errors
@@ -308,7 +309,8 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
 def test_the_map_shows_who_holds_blocks_and_the_dead_engine_comes_back(
     page: Any, client: FakeClient
 ) -> None:
-    page.get_by_role("tab", name="Chat").press("ArrowLeft")
+    with page.expect_request("**/v1/engine/live?core=0&model=demo"):
+        page.get_by_role("tab", name="Chat").press("ArrowLeft")
     map_ = page.locator("canvas.map")
     map_.wait_for()
     assert map_.get_attribute("data-used") == "0"
