@@ -336,9 +336,14 @@ class ItemRun {
             const Query& query = all_[m];
             if (query.low >= query.high || (query.low <= begin_ && query.high >= end_)) continue;
             float* acc = part(m).acc;
-            float rest = 0;
-            for (int64_t h = 0; h < padded_; ++h) rest += acc[h] - acc[h];
-            if (rest == 0) continue;
+            I wrong{};
+            for (int64_t h = 0; h < padded_; h += kLanes) {
+                const F sums = Isa::load(acc + h);
+                wrong |= reinterpret_cast<I>(sums - sums);
+            }
+            int32_t any = 0;
+            for (int64_t i = 0; i < kLanes; ++i) any |= wrong[i];
+            if (any == 0) continue;
             std::memset(acc, 0, static_cast<size_t>(padded_) * sizeof(float));
             add_again(m, query);
         }
