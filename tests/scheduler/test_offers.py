@@ -172,6 +172,26 @@ def test_a_look_up_ends_when_all_that_was_handed_over_is_there() -> None:
     assert len(all_names(later)) == NUM
 
 
+def test_other_stores_are_not_waited_for_when_one_has_all() -> None:
+    """The peers of an engine: one of them has computed the prompt."""
+    before = Lab(gives=COMPUTED)
+    before.generate(PROMPT)
+    steps(before)
+    lab = Lab(num_stores=3)
+    lab.stores.kept[1] = before.stores.kept[0]
+    request = lab.add([*PROMPT, 41], transfer=WAITS)
+    orders = lab.orders()
+    assert [order.store for order in orders] == [0, 1, 2]
+    lab.core.control(found(orders[1], NUM))
+    [fetch] = lab.orders()
+    assert fetch.store == 1 and len(all_names([fetch])) == NUM
+    lab.stores.submit([fetch])
+    lab.answer()
+    assert request.request_id not in stores_of(lab).waiting
+    lab.core.control(found(orders[0], 0))  # too late to matter
+    assert lab.finish(request) == wanted([*PROMPT, 41])
+
+
 def test_nobody_waits_for_another_prompts_blocks() -> None:
     lab = Lab()
     lab.add(PROMPT, transfer=KVTransfer(waits=True, num_blocks=2, digest=bytes(32)))

@@ -17,11 +17,13 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
+from quire.base.kv_orders import Fetch, LookUp
 from quire.engine.connectors import served, shared_memory
 from quire.ops.native import core
 from quire.scheduler.decisions import StoresView
 from quire.scheduler.scheduler import Scheduler
 from tests.models.checkpoints import random_tokens
+from tests.serve import test_hybrid
 from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_same_bits import found, open_llm
 
@@ -177,14 +179,10 @@ def test_a_consumer_gives_nothing(shm: str) -> None:
 def test_the_second_engine_does_not_wait_for_what_will_not_come(shm: str) -> None:
     """Of another prompt, of another engine; each is computed at once."""
     first, second = open_pair(([shm], [shm]))
-    orders: list[Any] = []
     with first, second:
         told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
         assert told is not None
-        submit = second._alive.client.core._stores.submit  # type: ignore[union-attr]
-        second._alive.client.core._stores.submit = (  # type: ignore[union-attr,method-assign]
-            lambda new: (orders.extend(new), submit(new))
-        )
+        orders = watched(second)
         foreign = {"do_remote_prefill": True, "remote_block_ids": [3, 4], "remote_host": "x"}
         for prompt, transfer in zip(PROMPTS[1:], (told, foreign), strict=False):
             assert generate(second, prompt, transfer).num_cached_tokens == 0
@@ -240,6 +238,34 @@ def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
             history = [*history, *output.outputs[0].token_ids, 7 + number]
     assert got == alone
     assert cached == [0] + [(21 + 9 * turn - 2) // BLOCK * BLOCK for turn in (1, 2, 3)]
+
+
+def test_states_are_handed_over_and_nobody_waits_for_those_that_are_not_left(shm: str) -> None:
+    """Of a model whose layers remember a state: a prompt's last one, and not that of each block."""
+    asked = random_tokens(40, seed=9)[0]
+    prompt = {"prompt_token_ids": asked}
+    with test_hybrid.open_llm(dtype="float32", enable_prefix_caching=False) as plain:
+        alone = found([generate(plain, prompt, **SAMPLED)])
+    own: dict[str, Any] = {"dtype": "float32", "kv_store": shm, "max_num_batched_tokens": 16}
+    with test_hybrid.open_llm(**own) as first, test_hybrid.open_llm(**own) as second:
+        told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+        settled(first)
+        orders = watched(second)
+        for _ in range(2):  # the second time all is here
+            output = generate(second, prompt, told, **SAMPLED)
+            assert found([output]) == alone
+            assert output.num_cached_tokens == test_hybrid.END
+        assert [type(order) for order in orders] == [LookUp, Fetch]
+        settled(second)
+
+
+def watched(llm: LLM) -> list[Any]:
+    """The orders to stores from now on."""
+    orders: list[Any] = []
+    connections: Any = llm._alive.client.core._stores
+    submit = connections.submit
+    connections.submit = lambda new: (orders.extend(new), submit(new))
+    return orders
 
 
 def settled_stores(running: Any) -> int:

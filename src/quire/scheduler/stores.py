@@ -38,7 +38,7 @@ from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING
 from quire.kv.host_tier import HostTier, Name
 from quire.scheduler.decisions import StoresView
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.memory import Memory
+from quire.scheduler.memory import PROMPT_TAIL, Memory
 from quire.scheduler.sequence import Sequence
 
 MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
@@ -49,17 +49,14 @@ KEEP_OLD = 0.5  # of a measured rate, when another was measured
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A request that is looked up or fetched for. names: that are asked for; is_handed_over: they
-    may be on their way to the stores. asked: by ticket, stores that have not answered; found: which
-    store has a block; is_growing: there is more than when it was asked before; tickets: of fetches
-    that have not come."""
+    """A request that is looked up or fetched for. names: that are not here; is_handed_over: they
+    may be on their way to the stores. asked: by ticket, what stores that have not answered were
+    asked for; found: which store has a block; tickets: of fetches that have not come."""
 
     sequence: Sequence
     names: tuple[BlockName, ...]
     is_handed_over: bool = False
-    stores: list[int] = field(default_factory=list)
-    is_growing: bool = False
-    asked: dict[int, int] = field(default_factory=dict)
+    asked: dict[int, tuple[BlockName, ...]] = field(default_factory=dict)
     found: dict[BlockName, int] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
 
@@ -137,15 +134,16 @@ class Stores:
         kv = self._memory.kv
         digests, num_tokens = self._memory.names.readable(sequence)
         most = min(len(digests), (num_tokens - 1) // kv.block_size)
-        if sequence.is_open or kv.num_computed_blocks(digests, num_tokens) >= most:
-            return False
-        names = tuple(
-            (g, digest)
-            for digest in digests[:most]
-            for g in range(len(kv.groups))
-            if not kv.is_cached(g, digest)
-        )
+        here = 0 if sequence.is_open else kv.num_computed_blocks(digests, num_tokens)
         is_handed_over = self._is_handed_over(sequence, digests)
+        enough = self._num_to_come(sequence) if is_handed_over else most
+        if sequence.is_open or here >= enough:
+            return False
+        # Groups that keep all blocks first: of others some never come.
+        order = sorted(range(len(kv.groups)), key=lambda g: not kv.groups[g].keeps_all)
+        names = tuple(
+            (g, digest) for g in order for digest in digests[:most] if not kv.is_cached(g, digest)
+        )
         stores = [
             store
             for store in range(self.num_stores)
@@ -154,9 +152,10 @@ class Stores:
         if not stores:
             return False
         self.num_here += most * len(kv.groups) - len(names)
-        wait = PendingLookup(sequence, names, is_handed_over, stores)
+        wait = PendingLookup(sequence, names, is_handed_over)
         self.waiting[sequence.request.request_id] = wait
-        self._look_up(wait)
+        for store in stores:
+            self._look_up(wait, store)
         return True
 
     def _is_handed_over(self, sequence: Sequence, digests: Seq[bytes]) -> bool:
@@ -168,15 +167,23 @@ class Stores:
         num = transfer.num_blocks
         return num == 0 or (num <= len(digests) and digests[num - 1] == transfer.digest)
 
-    def _look_up(self, wait: PendingLookup) -> None:
-        """Ask the stores for what was not found yet."""
-        wait.names = tuple(name for name in wait.names if name not in wait.found)
-        for store in wait.stores:
-            ticket = self._ticket()
-            wait.asked[ticket] = store
-            wait_s = WAIT_S if wait.is_handed_over else 0.0
-            request_id = wait.sequence.request.request_id
-            self.orders.append(LookUp(store, request_id, wait.names, ticket, wait_s))
+    def _look_up(self, wait: PendingLookup, store: int) -> None:
+        """Ask a store for what was not found yet."""
+        names = tuple(name for name in wait.names if name not in wait.found)
+        ticket, wait_s = self._ticket(), WAIT_S if wait.is_handed_over else 0.0
+        wait.asked[ticket] = names
+        request_id = wait.sequence.request.request_id
+        self.orders.append(LookUp(store, request_id, names, ticket, wait_s))
+
+    def _num_to_come(self, sequence: Sequence) -> int:
+        """Count the blocks of a prompt that was handed over which may come. Behind the last state
+        that is left there is nothing to begin with."""
+        size, transfer = self._memory.block_size, sequence.request.kv_transfer
+        num_tokens = sequence.num_known_tokens - 1
+        if self._memory.kv.has_states:
+            num_tokens = max(0, num_tokens - PROMPT_TAIL)
+        told = 0 if transfer is None else transfer.num_blocks
+        return min(num_tokens // size, told or num_tokens // size)
 
     def is_asked_for(self, sequence: Sequence) -> bool:
         """Tell whether something may still come for a request."""
@@ -199,30 +206,30 @@ class Stores:
         wait = self.waiting.get(answer.request_id)
         if wait is None or answer.ticket not in wait.asked:
             return  # of a request that has ended; its id may be another's now
-        del wait.asked[answer.ticket]
-        for name, is_there in zip(wait.names, answer.found, strict=True):
+        names, num_before = wait.asked.pop(answer.ticket), len(wait.found)
+        for name, is_there in zip(names, answer.found, strict=True):
             if is_there:
-                wait.is_growing = wait.is_growing or name not in wait.found
                 wait.found.setdefault(name, answer.store)
-        if wait.asked:
-            return
-        self._fetch(wait)
-        is_growing, wait.is_growing = wait.is_growing, False
-        if wait.is_handed_over and is_growing and not self._is_all_found(wait):
-            self._look_up(wait)
+        if wait.is_handed_over:
+            self._go_on(wait, answer.store, len(wait.found) > num_before)
+        elif not wait.asked:
+            self._fetch(wait)
         self._end_wait(wait)
 
-    def _is_all_found(self, wait: PendingLookup) -> bool:
-        """Tell whether a request could begin with all that it may begin with."""
+    def _go_on(self, wait: PendingLookup, store: int, is_growing: bool) -> None:
+        """Fetch what has come of a prompt that is handed over, and ask on for the rest where there
+        was something new. If there is no rest, other stores are not waited for."""
+        if is_growing:
+            self._fetch(wait)
         kv = self._memory.kv
         digests, num_tokens = self._memory.names.readable(wait.sequence)
         there = kv.num_computed_blocks(
             digests, num_tokens, lambda g, name: (g, name) in wait.found or kv.is_cached(g, name)
         )
-        transfer, most = wait.sequence.request.kv_transfer, (num_tokens - 1) // kv.block_size
-        if transfer is not None and transfer.num_blocks:
-            most = min(most, transfer.num_blocks)
-        return there >= most
+        if there >= self._num_to_come(wait.sequence):
+            wait.asked.clear()
+        elif is_growing:
+            self._look_up(wait, store)
 
     def _fetch(self, wait: PendingLookup) -> None:
         """Order the blocks that make the hit longer."""

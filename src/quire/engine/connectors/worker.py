@@ -60,7 +60,7 @@ STUCK_S = 2.0  # a call of the store that takes longer: until it returns, all el
 FETCH_BYTES = 8 << 20  # asked for at once; look-ups go between
 MOST_KEEP_BYTES = 256 << 20  # that wait
 MOST_WAITING = 4096  # look-ups, and fetches
-POLL_S, PROBED = 0.01, 4  # how often, and at how many blocks, to look for what is to come
+POLL_S, PROBED = 0.01, 4  # how often, at how many of the first and last, to look for what comes
 MOST_FAILURES, QUIET_S = 3, 5.0  # after so many failures in a row the store is left alone so long
 MOST_REFUSED = 4096
 
@@ -389,11 +389,12 @@ class _Mover:
 
     def _look_up(self, job: _Job) -> bool:
         """Look blocks up. Those that are to come do so in their order, so the first ones tell
-        whether there are any."""
+        whether there are any; or the last, of a group that keeps few."""
         order = job.order
         assert isinstance(order, LookUp)
         keys, now = [self._key(*name) for name in order.names], self._clock.now()
-        if now < job.since_s + order.wait_s and not any(self._find(keys[:PROBED])):
+        probes = keys[:PROBED] + keys[-PROBED:]
+        if now < job.since_s + order.wait_s and not any(self._find(probes)):
             job.again_s = now + POLL_S
             return False
         found = self._find(keys)
