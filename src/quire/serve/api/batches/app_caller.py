@@ -9,8 +9,9 @@ from starlette.types import Message
 from quire.serve.api.document import document
 
 JSON = "application/json"
-# What an operator does, and files and batches themselves, are nothing that a batch may ask for.
-NOT_IN_BATCHES = ("/v1/files", "/v1/batches", "/v1/prefixes", "/abort_requests")
+# A batch may not ask for what an operator does, for files and batches, or for what is about one
+# request.
+NOT_IN_BATCHES = ("/v1/files", "/v1/batches", "/v1/prefixes", "/v1/requests/", "/abort_requests")
 
 
 def batch_urls(app: FastAPI) -> frozenset[str]:
