@@ -335,7 +335,7 @@ class ServerConfig(SeveralModels):
     )
     pin_share: float | None = setting(
         None,
-        "of what pinned prefixes may hold, how much those of one key may, in (0, 1]; if absent each"
+        "of what may be pinned or held, how much a key's may be, in (0, 1]; if absent each"
         " key's even share",
     )
     uds: str | None = setting(None, "path of a Unix socket to listen on, in place of host and port")
@@ -480,7 +480,7 @@ class ServerConfig(SeveralModels):
 
     @property
     def pin_share_of_key(self) -> float:
-        """Return the share of what pinned prefixes may hold; all of it on a server without keys."""
+        """Return the share of what may be pinned or held; all of it on a server without keys."""
         if not self.api_key:
             return 1.0
         return self.pin_share or 1 / len(set(self.api_key))
