@@ -310,6 +310,8 @@ def test_names_types_and_labels() -> None:
         "kv_cache_usage_perc",
         "pinned_prefixes",
         "pinned_kv_blocks",
+        "held_requests",
+        "held_tokens",
         "cache_config_info",
     }
     assert by_type["counter"] == {

@@ -4,6 +4,7 @@ whoever lacks memory meanwhile; and what the client in this process says of them
 Covers `engine/client.py`.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,13 @@ import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.base.cache_config import CacheConfig
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
+from quire.engine.exposition import Exposition
+from quire.engine.metrics import EngineMetrics
 from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler import held
@@ -295,3 +299,15 @@ def test_layers_that_cannot_go_back_anywhere(architecture: str, depth: int) -> N
             [alone] = llm.generate([prompt], sampled, use_tqdm=False)
             assert output.outputs[0].token_ids == alone.outputs[0].token_ids, at
         assert llm.engine.client.core.view().usage == 0.0
+
+
+def test_metrics_tell_what_is_held(reference: Engine) -> None:
+    def told() -> list[str]:
+        metrics, view = EngineMetrics(8, 128, True), reference.client.core.view
+        text = Exposition(metrics, view, "demo", CacheConfig()).text()
+        return re.findall(r"^quire:held_\w+{.*} (.*)$", text, re.MULTILINE)
+
+    held = reference.kept(n=2)
+    assert [float(number) for number in told()] == [2, 2 * held.num_tokens]
+    reference.client.keep(held.id, 0.0)
+    assert [float(number) for number in told()] == [0, 0]

@@ -9,6 +9,7 @@ import pytest
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.scheduler import held as held_file
+from quire.scheduler.decisions import HeldView
 from quire.scheduler.held import Held
 from tests.scheduler.device import Curse, make_request
 from tests.scheduler.test_pins import FULL, WINDOW, Bench, copies
@@ -185,6 +186,18 @@ def test_who_runs_takes_blocks_of_the_held_before_others_give_way() -> None:
     bench.assert_right(request)
     assert held.blocks is None and bench.num_preempted == 0
     bench.let_go()
+
+
+def test_what_is_held_is_counted() -> None:
+    bench = HeldBench()
+    bench.keep(n=2)
+    bench.keep("b", max_tokens=3)
+    assert bench.core.view().held == HeldView(3, 2 * 16 + 13)
+    bench.core.control(Rewind("b", 0, 4))
+    bench.core.control(Hold("a", 0.0))
+    assert bench.core.view().held == HeldView(1, 4)
+    bench.let_go()
+    assert bench.core.view().held == HeldView(0, 0)
 
 
 def test_time_ends_it() -> None:

@@ -91,6 +91,9 @@ class Exposition(Collector):
         )
         yield gauge("pinned_prefixes", "Prefixes that are pinned.", pins.num_pins)
         yield gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
+        help = "Sequences of ended requests that are held."
+        yield gauge("held_requests", help, view.held.num_sequences)
+        yield gauge("held_tokens", "Tokens of what is held.", view.held.num_tokens)
         yield self._cache_info(view.num_blocks)
         help = "Requests that began with a pinned prefix."
         yield counter("pinned_prefix_hits", help, pins.num_hits)

@@ -87,6 +87,14 @@ class PinsView:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldView:
+    """What is held: sequences of requests that have ended, and their tokens."""
+
+    num_sequences: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerView:
     """The scheduler's state at one moment, for those who count, show and tell.
 
@@ -103,6 +111,7 @@ class SchedulerView:
     num_free_blocks: int
     usage: float
     pins: PinsView
+    held: HeldView
     tier: TierView | None
     stores: StoresView | None
     plans: tuple[Plan, ...]

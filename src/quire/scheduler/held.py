@@ -21,6 +21,7 @@ from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind, withou
 from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import NULL
+from quire.scheduler.decisions import HeldView
 from quire.scheduler.sequence import Int32, Sequence, State
 
 MOST_HELD = 1024  # sequences
@@ -302,6 +303,11 @@ class Holds:
     def all(self) -> list[Held]:
         """List what is held, by request."""
         return [held for mine in self.by_id.values() for held in mine.values()]
+
+    def view(self) -> HeldView:
+        """Count what is held."""
+        lengths = [len(held.tokens) for held in self.all()]
+        return HeldView(len(lengths), sum(lengths))
 
     def tables(self) -> list[SequenceBlocks]:
         """List what is held in blocks."""

@@ -265,7 +265,7 @@ class Scheduler:
         return tuple(_view_of(sequence) for sequence in self.lifecycle.sequences.values())
 
     def view(self) -> SchedulerView:
-        """Return the state as it is now. No request is looked at: the core waits meanwhile."""
+        """Return the state as it is now. No open request is looked at: the core waits meanwhile."""
         kv, pinned, stores = self.memory.kv, self.memory.pinned, self.stores
         return SchedulerView(
             num_rows=self.rows.table.num_rows,
@@ -278,6 +278,7 @@ class Scheduler:
             pins=PinsView(
                 len(pinned.by_id), pinned.num_blocks, pinned.num_hits, pinned.num_hit_tokens
             ),
+            held=self.memory.held.view(),
             tier=None if kv.tier is None else TierView(kv.tier.num_offloaded, kv.tier.num_loaded),
             stores=None if stores is None else stores.view(),
             plans=tuple(step.plan for step in self.planner.in_flight),
