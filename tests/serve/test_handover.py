@@ -22,6 +22,7 @@ from quire.engine.connectors import served, shared_memory
 from quire.ops.native import core
 from quire.scheduler.decisions import StoresView
 from quire.scheduler.scheduler import Scheduler
+from tests.engine.connectors.store_servers import redis_server, s3_server
 from tests.models.checkpoints import random_tokens
 from tests.serve import test_hybrid
 from tests.serve.checkpoints import checkpoint, pool_bytes
@@ -30,6 +31,7 @@ from tests.serve.test_same_bits import found, open_llm
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
 
+__all__ = ["redis_server", "s3_server"]  # fixtures
 LENGTH, BLOCK = 41, 4
 PATIENCE_S = 20.0
 FULL = LENGTH // BLOCK  # blocks of a prompt
@@ -81,11 +83,17 @@ def shm() -> Iterator[str]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.fixture(params=["dir", "shm", "peer"])
-def urls(request: pytest.FixtureRequest, tmp_path: Path, shm: str) -> Urls:
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    return f"dir:{tmp_path}"
+
+
+@pytest.fixture(params=["directory", "shm", "peer", "redis_server", "s3_server"])
+def urls(request: pytest.FixtureRequest) -> Urls:
     if request.param == "peer":
         return ["serve://127.0.0.1:0"], []
-    url = f"dir:{tmp_path}" if request.param == "dir" else shm
+    made = request.getfixturevalue(request.param)
+    url = made if isinstance(made, str) else made.url
     return [url], [url]
 
 

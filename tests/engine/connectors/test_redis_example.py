@@ -2,12 +2,8 @@
 else a few commands of its protocol."""
 
 import logging
-import shutil
 import socket
-import socketserver
-import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +17,7 @@ from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker
 from tests.base.test_plugins import Site
+from tests.engine.connectors.store_servers import open_redis
 from tests.engine.connectors.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -35,97 +32,12 @@ from tests.engine.connectors.stores import (
     sealed,
 )
 
-Command = list[bytes]
-
-
-class Handler(socketserver.StreamRequestHandler):
-    """One connection of `SmallRedis`."""
-
-    server: "SmallRedis"
-
-    def handle(self) -> None:
-        while (command := self._command()) is not None:
-            self.wfile.write(self.server.answer(command))
-
-    def _command(self) -> Command | None:
-        head = self.rfile.readline()
-        if not head.startswith(b"*"):
-            return None
-        words = []
-        for _ in range(int(head[1:])):
-            length = int(self.rfile.readline()[1:])
-            words.append(self.rfile.read(length + 2)[:length])
-        return words
-
-
-class SmallRedis(socketserver.ThreadingTCPServer):
-    """Enough of Redis for EXISTS, SET, GET, MGET and DEL, in both versions of the protocol. All
-    databases are one."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.values: dict[bytes, bytes] = {}
-        self._null = b"$-1\r\n"
-
-    def answer(self, command: Command) -> bytes:
-        name, *words = command
-        match name.upper():
-            case b"HELLO":
-                self._null = b"_\r\n"
-                return b"%1\r\n$5\r\nproto\r\n:3\r\n"
-            case b"SELECT" | b"CLIENT":
-                return b"+OK\r\n"
-            case b"SET":
-                self.values[words[0]] = words[1]
-                return b"+OK\r\n"
-            case b"EXISTS":
-                return b":%d\r\n" % sum(word in self.values for word in words)
-            case b"DEL":
-                return b":%d\r\n" % sum(self.values.pop(word, None) is not None for word in words)
-            case b"GET":
-                return self._value(words[0])
-            case b"MGET":
-                return b"*%d\r\n" % len(words) + b"".join(map(self._value, words))
-            case _:
-                return b"-ERR unknown command\r\n"
-
-    def _value(self, name: bytes) -> bytes:
-        value = self.values.get(name)
-        return self._null if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
-
-
-def real_server(program: str, folder: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen([program, *flags], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if "Ready to accept connections" in line:
-                break
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate(timeout=PATIENCE_S)
-
-
-def small_server() -> Iterator[str]:
-    with SmallRedis() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
 
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    program = shutil.which("redis-server")
-    yield from small_server() if program is None else real_server(program, tmp_path)
+    server = open_redis(tmp_path)
+    yield server.address
+    server.end()
 
 
 @pytest.fixture

@@ -6,13 +6,15 @@ import pytest
 
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import StoreError
+from tests.engine.connectors.store_servers import SmallRedisServer
 from tests.engine.connectors.stores import key, sealed
-from tests.engine.connectors.test_redis_example import small_server
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    yield from small_server()
+    server = SmallRedisServer()
+    yield server.address
+    server.end()
 
 
 def test_what_was_put_is_found_and_read(address: str) -> None:

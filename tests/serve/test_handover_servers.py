@@ -1,0 +1,138 @@
+"""Prompts that are handed over through servers of others, Redis and S3: a server that goes away or
+hangs is a miss within seconds, and so is a value that it has damaged or that is another model's."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.base.kv_orders import Fetch, LookUp
+from quire.engine.connectors.store import HEADER_BYTES, seal, unseal
+from quire.scheduler.stores import WAIT_S
+from tests.engine.connectors.store_servers import StoreServer, redis_server, s3_server
+from tests.serve.test_handover import (
+    BLOCK,
+    FIRST_LEG,
+    FULL,
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    SETTINGS,
+    generate,
+    open_pair,
+    scheduler_of,
+    settled,
+    view,
+    wanted,
+)
+from tests.serve.test_same_bits import found, open_llm
+
+__all__ = ["redis_server", "s3_server", "wanted"]  # fixtures
+CALLS_S = 6.0  # for calls that end without an answer, and for computing a tiny model's answer
+
+
+@pytest.fixture(params=["redis_server", "s3_server"])
+def server(request: pytest.FixtureRequest) -> StoreServer:
+    made: StoreServer = request.getfixturevalue(request.param)
+    return made
+
+
+def before(llm: LLM, kind: type, happens: Callable[[], None]) -> None:
+    """Let something happen before each order of a kind goes to the stores."""
+    connections: Any = llm._alive.client.core._stores
+    submit = connections.submit
+
+    def watching(orders: list[Any]) -> None:
+        if any(isinstance(order, kind) for order in orders):
+            happens()
+        submit(orders)
+
+    connections.submit = watching
+
+
+@pytest.mark.parametrize("kind", [LookUp, Fetch])
+def test_a_server_that_goes_away_is_a_miss(
+    server: StoreServer, kind: type, wanted: dict[str, Any]
+) -> None:
+    """Before it is asked, and between what it said to have and the reading of it."""
+    lose(server, server.end, kind, wanted)
+
+
+def test_a_server_that_hangs_is_a_miss(redis_server: Any, wanted: dict[str, Any]) -> None:
+    lose(redis_server, redis_server.hang, Fetch, wanted)
+
+
+def lose(
+    server: StoreServer, happens: Callable[[], None], kind: type, wanted: dict[str, Any]
+) -> None:
+    """Let something happen to a server when a prompt is handed over: the answers are the same, and
+    come within seconds."""
+    first, second = open_pair(([server.url], [server.url]))
+    with first, second:
+        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        settled(first)
+        assert len(server.names()) == FULL
+        before(second, kind, happens)
+        begin_s = time.monotonic()
+        output = generate(second, PROMPTS[0], told, **GREEDY)
+        assert time.monotonic() - begin_s < WAIT_S + CALLS_S
+        assert found([output]) == wanted["greedy"][0]
+        assert output.num_cached_tokens == 0 == view(second).num_fetched
+        # The engine that keeps goes on as well, and so does the other one.
+        for llm, number in ((first, 1), (second, 2)):
+            output = generate(llm, PROMPTS[number], FIRST_LEG, **GREEDY)
+            assert found([output]) == wanted["greedy"][number]
+            settled(llm)
+
+
+def harmed(value: bytes, other: bytes, harm: str, fingerprint: bytes) -> bytes:
+    """Return what a server gives instead of a value. other: another block's."""
+    if harm == "flipped":
+        return value[:-1] + bytes([value[-1] ^ 1])
+    if harm == "cut":
+        return value[: len(value) // 2]
+    if harm == "another block's":
+        return other
+    # Another model's: whole, of the same size, and of the same tokens.
+    data = value[HEADER_BYTES:]
+    group, digest = 0, value[HEADER_BYTES - 36 : HEADER_BYTES - 4]
+    assert unseal(value, fingerprint, group, digest, len(data))[0] == data
+    foreign = bytes(each ^ 1 for each in fingerprint)
+    return seal(foreign, group, digest, data) + data
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut", "another block's", "another model's"])
+def test_what_a_server_has_damaged_is_computed_again(
+    server: StoreServer, harm: str, wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With what was fetched before and behind it, which is whole."""
+    first, second = open_pair(([server.url], [server.url]))
+    with first, second:
+        told = generate(first, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+        settled(first)
+        fingerprint = scheduler_of(first).memory.names.fingerprint
+        names = server.names()
+        values = [server.read(name) for name in names]
+        server.write(names[3], harmed(values[3], values[4], harm, fingerprint))
+        output = generate(second, PROMPTS[0], told, **SAMPLED)
+        assert found([output]) == wanted["sampled"][0]
+        assert view(second).num_fetched == FULL - 1
+        assert output.num_cached_tokens < FULL * BLOCK
+        assert "is not used: " in caplog.text
+        settled(second)
+
+
+def test_engines_of_two_models_share_a_server(server: StoreServer) -> None:
+    """Each finds its own blocks, of the same prompt."""
+    store = {"kv_store": [server.url]}
+    half = SETTINGS | {"dtype": "bfloat16"}
+    with open_llm("qwen3", **SETTINGS, **store) as one, open_llm("qwen3", **half, **store) as two:
+        for number, llm in enumerate((one, two), 1):
+            told = generate(llm, PROMPTS[0], FIRST_LEG, max_tokens=1).kv_transfer_params
+            settled(llm)
+            assert view(llm).num_fetched == 0
+            assert len(server.names()) == number * FULL
+        with open_llm("qwen3", **half, **store) as third:
+            assert generate(third, PROMPTS[0], told).num_cached_tokens == FULL * BLOCK
