@@ -33,10 +33,12 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversat
 from quire.render.tokenizer import Tokenizer
 from quire.render.truncation import truncated_for
 from quire.serve.async_renderer import AsyncRenderer, size_of
+from quire.serve.async_session import AsyncSession
 from quire.serve.lanes import Lanes
 from quire.serve.managed_core import ManagedCores
 from quire.serve.piece_reader import Piece, PieceReader
 from quire.serve.pooled_numbers import numbers_of, parts_of, salt_of
+from quire.serve.session_tokens import KEEP_S
 from quire.serve.vllm_compat import drop_vllm_settings
 
 CONNECT_S = 1.0  # between two looks at whether the core is still there
@@ -188,9 +190,16 @@ class AsyncLLM:
             rendered = truncated_for(params, rendered, length)
         salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
         request = await make(rendered, salt, is_conversation(prompt))
+        async with contextlib.aclosing(self._outputs_of(request, rendered.text)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _outputs_of(
+        self, request: Request, text: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         client = await self._connected()
         try:
-            async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
+            async with contextlib.aclosing(_sent(client, request, text)) as outputs:
                 async for output in outputs:
                     yield output
         except EngineDead as error:
@@ -309,6 +318,14 @@ class AsyncLLM:
     async def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Oldest first."""
         return await (await self._connected()).prefixes()
+
+    def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> AsyncSession:
+        """Begin a session, as `LLM.session` does."""
+        text, num_cores = self._text, self._config.parallel.data_parallel_size
+        renderer = AsyncRenderer(text.renderer, self._lanes)
+        return AsyncSession(
+            text, renderer, self._outputs_of, self._connected, num_cores, keep_s, cache_salt
+        )
 
     async def reset_prefix_cache(self) -> bool:
         """Use nothing any more that was cached before, in memory, directory or store. What runs

@@ -29,7 +29,8 @@ from quire.serve.hooks import TIMEOUT_S, Hooks
 from quire.serve.local_hooks import LocalHooks, LocalRequest
 from quire.serve.pooling import Pooling
 from quire.serve.progress import LoadBar, RequestBar
-from quire.serve.session import KEEP_S, Session
+from quire.serve.session import Session
+from quire.serve.session_tokens import KEEP_S
 from quire.serve.vllm_compat import drop_vllm_settings
 
 

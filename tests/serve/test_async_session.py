@@ -1,0 +1,180 @@
+"""Sessions of `AsyncLLM`: those of `LLM`, for asyncio programs; leaving early, two at once, and
+what is held in between.
+
+Covers `serve/session_tokens.py`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from quire.base.errors import RequestError
+from quire.serve.async_session import AsyncSession
+from tests.serve.checkpoints import checkpoint
+
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 8 << 20,
+    "disable_log_stats": True,
+}
+START = "Once upon a time there was a little fox."
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM("demo", **SETTINGS)
+    yield engine
+    engine.shutdown()
+
+
+def run(engine: AsyncLLM, program: Callable[[], Awaitable[None]]) -> None:
+    """Run a program, after which nothing is held."""
+
+    async def limited() -> None:
+        await asyncio.wait_for(program(), 60)
+        assert await (await engine._connected()).held() == [], "closed sessions hold nothing"
+
+    asyncio.run(limited())
+
+
+def params(num: int = 12, seed: int = 1, kind: str = "CUMULATIVE") -> SamplingParams:
+    output_kind = RequestOutputKind[kind]
+    return SamplingParams(
+        temperature=1.0, seed=seed, max_tokens=num, ignore_eos=True, output_kind=output_kind
+    )
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in outputs][-1]
+
+
+async def held(engine: AsyncLLM) -> list[int]:
+    """How many tokens are held, of each."""
+    return [one.num_tokens for one in await (await engine._connected()).held()]
+
+
+def test_it_is_what_llms_session_is(llm: AsyncLLM) -> None:
+    chat = [{"role": "user", "content": "Tell me a story about a fox."}]
+    more = [{"role": "user", "content": "And a bear?"}]
+    with LLM("demo", **SETTINGS) as other, other.session() as story, other.session() as talk:
+        story.append(START).generate(params())
+        story.append(" The bear").generate(params(seed=2))
+        branch = story.fork(20).rewind(2).append([40, 41])
+        branch.generate(params(seed=3))
+        talk.append(chat).generate(params())
+        talk.append(more).generate(params(seed=2))
+        expected = story.token_ids, branch.token_ids, talk.token_ids
+        branch.close()
+
+    async def program() -> None:
+        async with llm.session() as story, llm.session() as talk:
+            await last((await story.append(START)).generate(params()))
+            before = len(story.token_ids)
+            found = await last((await story.append(" The bear")).generate(params(seed=2)))
+            assert found.num_cached_tokens == before - 1, "nobody has computed the last one"
+            async with story.fork(20).rewind(2) as branch:
+                found = await last((await branch.append([40, 41])).generate(params(seed=3)))
+                assert found.num_cached_tokens == 18
+                await last((await talk.append(chat)).generate(params()))
+                await last((await talk.append(more)).generate(params(seed=2)))
+                assert (story.token_ids, branch.token_ids, talk.token_ids) == expected
+                assert sorted(await held(llm)) == sorted(map(len, expected))
+                await story.close()  # whoever shares with it goes on
+                assert len(await held(llm)) == 2
+
+    run(llm, program)
+
+
+@pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE", "FINAL_ONLY"])
+def test_all_kinds_of_output_become_the_same_tokens(llm: AsyncLLM, kind: str) -> None:
+    async def program() -> None:
+        async with llm.session() as story, llm.session() as other:
+            await last((await story.append(START)).generate(params(20, kind=kind)))
+            await last((await other.append(START)).generate(params(20)))
+            assert story.token_ids == other.token_ids
+
+    run(llm, program)
+
+
+def test_who_leaves_early_goes_on_without_the_answer(llm: AsyncLLM) -> None:
+    async def program() -> None:
+        async with llm.session() as story:
+            await last((await story.append(START)).generate(params()))
+            tokens = list(story.token_ids)
+            async for output in story.generate(params(100, kind="DELTA")):
+                assert not output.finished
+                break
+            assert story.token_ids == tokens
+            found = await last(story.generate(params(seed=2)))
+            assert found.prompt_token_ids == tokens
+            assert found.num_cached_tokens == len(tokens) - 1, "it has still been held"
+
+    run(llm, program)
+
+
+def test_who_changes_the_tokens_goes_on_without_the_answer(llm: AsyncLLM) -> None:
+    async def program() -> None:
+        async with llm.session() as story:
+            await story.append(START)
+            async for output in story.generate(params(30)):
+                if not output.finished and len(story.token_ids) > 5:
+                    story.rewind(len(story.token_ids) - 5)
+            assert len(story.token_ids) == 5
+            assert await held(llm) == []
+
+    run(llm, program)
+
+
+def test_sessions_go_on_beside_each_other(llm: AsyncLLM) -> None:
+    async def turn(session: AsyncSession, seed: int) -> None:
+        await last((await session.append(" The")).generate(params(seed=seed)))
+
+    async def program() -> None:
+        async with llm.session() as story:
+            await last((await story.append(START)).generate(params()))
+            branches = [story.fork() for _ in range(3)]
+            await asyncio.gather(*(turn(each, seed) for seed, each in enumerate(branches)))
+            alone = story.fork()
+            await turn(alone, 2)
+            assert alone.token_ids == branches[2].token_ids != branches[1].token_ids
+            for session in (*branches, alone):
+                await session.close()
+
+    run(llm, program)
+
+
+def test_errors(llm: AsyncLLM) -> None:
+    async def program() -> None:
+        async with llm.session() as story:
+            with pytest.raises(RequestError, match="no tokens yet"):
+                await last(story.generate())
+            await story.append([1] * 300)
+            with pytest.raises(RequestError, match="max_model_len"):
+                await last(story.generate(params()))
+            with pytest.raises(RequestError, match="fork it"):
+                await last(story.generate(SamplingParams(n=2)))
+
+    run(llm, program)
+
+
+@pytest.mark.slow
+def test_of_several_cores_a_session_stays_at_one() -> None:
+    settings = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "disable_log_stats": True}
+    engine = AsyncLLM(str(checkpoint("llama")), data_parallel_size=2, **settings)
+
+    async def program() -> None:
+        for number in range(3):
+            async with engine.session() as session:
+                await session.append([5 + number, 6, 7, 8, 9, 10])
+                await last(session.generate(params(4)))
+                async with session.fork() as other:
+                    found = await last(other.generate(params(4)))
+                    assert found.num_cached_tokens == 9
+
+    try:
+        run(engine, program)
+    finally:
+        engine.shutdown()
