@@ -8,11 +8,12 @@ import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
+from quire.base.plan import MoveKind
 from quire.scheduler import held as held_file
 from quire.scheduler.decisions import HeldView
 from quire.scheduler.held import Held
-from tests.scheduler.device import Curse, make_request
-from tests.scheduler.test_pins import FULL, WINDOW, Bench, copies
+from tests.scheduler.device import Curse, expected_tokens, make_request
+from tests.scheduler.test_pins import FULL, MAX_LEN, WINDOW, Bench, copies
 
 STATES = CacheGroup(STATE, (2,), state_size=8)
 PROMPT = list(range(10))  # with 6 output tokens: 15 computed, the fourth block is not full
@@ -368,3 +369,52 @@ def test_beams_are_not_kept() -> None:
     bench.core.control(Hold("a", 9.0))
     bench.finish()
     assert not bench.scheduler.held(0.0) and bench.num_used == [0]
+
+
+def test_what_gives_way_is_read_before_others_write_it() -> None:
+    """A row copies the block that it shares with what is held, and then that gives way to a prompt
+    whose blocks are loaded. A step loads before it copies, so the block is not free before the
+    next plan."""
+    bench = HeldBench(num_blocks=6, num_host_blocks=6)
+    loaded = list(range(30, 39))
+    bench.add("loaded", loaded, max_tokens=1)
+    bench.finish()
+    bench.add("evicts", list(range(21)), max_tokens=1)
+    bench.finish()
+    pair = make_request("pair", PROMPT, max_tokens=6, n=2)
+    bench._send(msgspec.structs.replace(pair, keep_s=100.0))
+    bench.step()
+    bench.core.control(Abort("pair", "stop", 0))
+    held = bench.held_of("pair")
+    assert bench.refs(held) == [2, 2, 2]
+    again = bench.add("again", loaded, max_tokens=6)
+    bench.step()
+    assert held.blocks is None, "it gives way"
+    assert [move.kind for move in bench.plans[-1].moves if move.kind is not MoveKind.SWAP_OUT] == [
+        MoveKind.COPY
+    ]
+    bench.step()
+    assert MoveKind.LOAD in [move.kind for move in bench.plans[-1].moves]
+    bench.finish()
+    bench.assert_right(again)
+    assert bench.output["pair"][1] == expected_tokens(pair, MAX_LEN)
+
+
+def test_a_fork_begins_with_nothing_of_what_fails_while_it_waits() -> None:
+    bench = HeldBench(caching=False, max_num_seqs=1)
+    bench.add("fails", PROMPT, max_tokens=30, seed=1)
+    for _ in range(3):
+        bench.step()
+    tokens = bench.sequence("fails").known_tokens.tolist()
+    bench.device.curses[bench.sequence("fails").request.seed] = Curse(len(tokens), raises=False)
+    fork = make_request("fork", tokens, max_tokens=8)
+    bench._send(msgspec.structs.replace(fork, fork=Fork("fails", 0, len(tokens))))
+    assert bench.scheduler.memory.held.branches
+    while "fails" not in bench.reason:
+        bench.step()
+    assert bench.reason["fails"] == "error" and not bench.scheduler.memory.held.branches
+    bench.step()
+    assert bench.plans[-1].num_tokens.tolist() == [len(tokens)], "all of it is computed"
+    bench.finish()
+    bench.assert_right(fork)
+    bench.let_go()

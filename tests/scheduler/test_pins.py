@@ -47,11 +47,13 @@ class Bench:
         num_blocks: int = 24,
         groups: tuple[CacheGroup, ...] = (FULL,),
         caching: bool = True,
+        num_host_blocks: int = 0,
         **settings: Any,
     ) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 6, "pipeline_depth": 1} | settings
         pools = (num_blocks,) * len(groups)
-        self.kv = KVManager(groups, pools, BLOCK, caching)
+        host = (num_host_blocks,) * len(groups) if num_host_blocks else None
+        self.kv = KVManager(groups, pools, BLOCK, caching, host_limits=host)
         self.device = FakeDevice(groups, pools, BLOCK)
         config = SchedulerConfig(**settings)
         memory = Memory(self.kv, config.max_num_batched_tokens or 0, watermark=0.0)

@@ -13,14 +13,15 @@ on the device, in host memory and in stores, and what is not found is computed a
 blocks a request takes changes by this, never a token. Tokens have a bound and a time.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind, without_prompt
 from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
-from quire.kv.table import NULL
+from quire.kv.table import NULL, Appended
 from quire.scheduler.decisions import HeldView
 from quire.scheduler.sequence import Int32, Sequence, State
 
@@ -48,10 +49,12 @@ class Held:
 
 @dataclass(eq=False, slots=True)
 class Branch:
-    """What a fork begins with once it gets a row: the first num_tokens tokens at most."""
+    """What a fork begins with once it gets a row: the first num_tokens tokens at most. source_id:
+    the request that they are of."""
 
     blocks: SequenceBlocks
     num_tokens: int
+    source_id: str
 
 
 class Holds:
@@ -60,7 +63,8 @@ class Holds:
     by_id: by request id and index. standing: those that have blocks, the first to give way first.
     next_s: when the next one's time is over; None is never.
     branches: by the fork's request id. spent: of forks that the plan being made has begun: it
-    copies from their blocks.
+    copies from their blocks. copied: (group, block) that rows of this plan copy from, which shared
+    it until then; kept_copied: those of them that stay for as long, as who shared them gave way.
     """
 
     def __init__(self, kv: KVManager) -> None:
@@ -68,6 +72,8 @@ class Holds:
         self.standing: list[Held] = []
         self.branches: dict[str, Branch] = {}
         self.spent: list[SequenceBlocks] = []
+        self.copied: list[tuple[int, int]] = []
+        self.kept_copied: list[tuple[int, int]] = []
         self.next_s: float | None = None
         self._kv = kv
 
@@ -191,7 +197,7 @@ class Holds:
             if found.blocks is not None:
                 blocks = self._kv.fork(found.blocks)
                 num_tokens = min(fork.num_tokens, found.num_computed)
-                self.branches[request.request_id] = Branch(blocks, num_tokens)
+                self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
                 self.standing.remove(found)
                 self.standing.append(found)
             return None
@@ -199,7 +205,7 @@ class Holds:
         if num_tokens == 0:
             return None
         blocks = self._fork(found, num_tokens)
-        self.branches[request.request_id] = Branch(blocks, num_tokens)
+        self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
         return found
 
     def find(self, fork: Fork, sequences: Mapping[str, Sequence]) -> Held | Sequence | None:
@@ -231,12 +237,21 @@ class Holds:
         if branch is not None:
             self.spent.append(branch.blocks)
 
+    def note_copies(self, appended: Seq[Appended]) -> None:
+        """Take note of what a row of the plan that is being made copies, by cache group."""
+        if self.standing or self.branches:
+            pairs = ((g, copy) for g, one in enumerate(appended) for copy in one.copies)
+            self.copied += [(g, source) for g, (source, _) in pairs]
+
     def end_plan(self) -> None:
         """Let go what the plan that was just made copies from: blocks that are freed in a plan may
-        be written by it."""
+        be written by it, and what it loads is written before it copies."""
         spent, self.spent = self.spent, []
         for blocks in spent:
             self._kv.free(blocks)
+        for g, block_id in self.kept_copied:
+            self._kv.release_block(g, block_id)
+        self.copied, self.kept_copied = [], []
 
     def drop(self, sequence: Sequence) -> None:
         """Forget the branch of a sequence that has ended before it got a row."""
@@ -273,6 +288,7 @@ class Holds:
     def give_way(self, spared: Sequence | None = None) -> bool:
         """Free the blocks of what nobody has gone on from for the longest time; whether there was
         something. spared: whose branch goes last."""
+        self._keep_copied()
         if self.standing:
             self._give_up(self.standing[0])
             return True
@@ -282,9 +298,19 @@ class Holds:
             self._kv.free(self.branches.pop(names[0]).blocks)
         return bool(names)
 
-    def distrust(self, failed: Iterable[Sequence]) -> None:
-        """Keep no blocks of what requests that have failed went on from: the error may have come
-        with any of their tokens."""
+    def _keep_copied(self) -> None:
+        """Hold what this plan copies until it is made."""
+        copied, self.copied = self.copied, []
+        for g, block_id in copied:
+            if self._kv.share_block(g, block_id):
+                self.kept_copied.append((g, block_id))
+
+    def distrust(self, failed: Seq[Sequence]) -> None:
+        """Keep no blocks of what requests that have failed went on from, and begin no fork with
+        theirs: the error may have come with any of their tokens."""
+        ids = {sequence.request.request_id for sequence in failed}
+        for name in [name for name, each in self.branches.items() if each.source_id in ids]:
+            self._kv.free(self.branches.pop(name).blocks)
         for sequence in failed:
             fork = sequence.request.fork
             held = None if fork is None else self.by_id.get(fork.request_id, {}).get(fork.index)

@@ -252,6 +252,7 @@ class Memory:
         while (appended := grow(blocks, num_new, num_unsure=num_unsure)) is None:
             if not self.held.give_way():
                 return None
+        self.held.note_copies(appended)
         return appended
 
     def grow_by_guesses(
@@ -264,6 +265,7 @@ class Memory:
         while (appended := grow(sequence.blocks, num_computed, num, reserve)) is None:
             if not self.held.give_way():
                 return None
+        self.held.note_copies(appended)
         return appended
 
     def take_back(self, sequence: Sequence) -> bool:

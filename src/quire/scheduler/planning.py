@@ -186,6 +186,7 @@ class Planner:
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
             self._swaps = builder.swaps  # who gave way was the only one with something to do
+            self._memory.held.end_plan()
             return None
         self._memory.end_plan(builder.step_id)
         is_sampling = table.computed[rows] == table.total[rows]

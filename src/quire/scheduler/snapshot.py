@@ -74,7 +74,7 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 11  # of what is kept of the state
+STATE_VERSION = 12  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "Memory": ("misses", "index_watch"), "BlockPool": ("changes",),
