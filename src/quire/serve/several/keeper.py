@@ -149,27 +149,42 @@ class Keeper:
         core = self._cores[name]
         with contextlib.suppress(OSError):
             (core.path.parent / FAILURE).unlink()
-        core.child.due_s = 0.0
         logger.info("model %s is being loaded", name)
+        try:
+            self._open_probe(name)
+        except OSError as error:
+            logger.error("model %s cannot be loaded: its socket: %s", name, error)
+            self._residency.failed(name, f"its socket: {error}.", time.monotonic())
+            return
+        core.child.due_s = 0.0
+
+    def _open_probe(self, name: str) -> None:
+        """Connect, unless a connection still waits that no core has taken: the listener stays, and
+        has room for few. Raises OSError."""
+        if name in self._probes and _read(self._probes[name]) is None:
+            return
         self._close_probe(name)
-        probe = socket.socket(socket.AF_UNIX)
+        self._probes[name] = probe = socket.socket(socket.AF_UNIX)
         probe.setblocking(False)
-        probe.connect(str(core.path))
-        self._probes[name] = probe
+        try:
+            probe.connect(str(self._cores[name].path))
+        except OSError:
+            self._close_probe(name)
+            raise
 
     def _see(self, name: str, probe: socket.socket, now: float) -> None:
         """Take what a core says that loads. One that has ended is buried, too."""
-        try:
-            data = probe.recv(READY_BYTES)
-        except BlockingIOError:  # it has the number of one that was closed meanwhile
+        data = _read(probe)
+        if data is None:  # it has the number of one that was closed meanwhile
             return
-        except OSError:
-            data = b""
         self._close_probe(name)
         resident = self._residency.models[name]
         if data and resident.state == LOADING:
             self._residency.loaded(name, now)
             logger.info("model %s is loaded (%.1f s)", name, resident.load_s)
+        elif resident.state == LOADING:
+            with contextlib.suppress(OSError):  # it was the connection of the core before
+                self._open_probe(name)
 
     def _close_probe(self, name: str) -> None:
         if name in self._probes:
@@ -181,7 +196,6 @@ class Keeper:
         self._kill_s[name] = time.monotonic() + self._end_s
 
     def _bury(self, name: str, child: Child, status: int, now: float) -> None:
-        self._close_probe(name)
         self._kill_s.pop(name, None)
         resident = self._residency.models[name]
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
@@ -214,7 +228,6 @@ class Keeper:
         """See to a process that could not even be started."""
         for name, core in self._cores.items():
             if core.child is child:
-                self._close_probe(name)
                 self._residency.failed(name, f"no process: {error}.", time.monotonic())
 
     # ---- API processes -----------------------------------------------------------------------
@@ -295,6 +308,16 @@ class _Link:
         if sent < len(data):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)  # `receive` finds out
+
+
+def _read(probe: socket.socket) -> bytes | None:
+    """Return what a core has said, nothing if it has gone; None if there is nothing yet."""
+    try:
+        return probe.recv(READY_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
 
 
 def _last_words(home: Path) -> str:
