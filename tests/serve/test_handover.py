@@ -107,9 +107,8 @@ def port_of(llm: LLM) -> int:
     connections = llm._alive.client.core._stores
     assert connections is not None
     (worker,) = connections._workers
-    store = worker._work.mover._store  # type: ignore[attr-defined]
-    assert isinstance(store, served.ServedStore)
-    return store.port
+    assert isinstance(worker, served.ServedBlocks)
+    return worker.port
 
 
 @pytest.fixture(scope="module")
@@ -312,6 +311,24 @@ def test_another_models_blocks_are_never_used(shm: str) -> None:
         assert generate(second, PROMPTS[0], told).num_cached_tokens == 0
         salted = PROMPTS[0] | {"cache_salt": "a tenant's"}
         assert generate(first, salted, FIRST_LEG, max_tokens=1).num_cached_tokens == 0
+
+
+def test_a_peer_finds_what_host_memory_holds_and_what_is_lost_is_offered_again() -> None:
+    """Serving copies nothing: with host memory for little more than one prompt, the next ones push
+    it out, and who computes it again lets peers have it again."""
+    pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
+    few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1}
+    few["kv_host_gb"] = pool / 1e9
+    with open_llm("qwen3", kv_store="serve://127.0.0.1:0", **SETTINGS, **few) as first:
+        for _ in range(2):
+            for prompt in PROMPTS:
+                told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+                settled(first)
+            peer = f"peer://127.0.0.1:{port_of(first)}"
+            with open_llm("qwen3", kv_store=peer, **SETTINGS) as second:
+                assert generate(second, PROMPTS[-1], told).num_cached_tokens == FULL * BLOCK
+                assert generate(second, PROMPTS[0]).num_cached_tokens == 0
+                settled(second)
 
 
 def test_a_peer_that_has_gone_is_a_miss(wanted: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from quire.base.kv_transfer import (
 )
 from quire.base.settings import setting
 
+SERVE = "serve:"  # begins a store that is this engine's host memory, for its peers
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -59,7 +61,7 @@ class CacheConfig:
     kv_store: tuple[str, ...] = setting(
         (),
         "stores of cached blocks, nearest first, which engines share: dir:PATH, shm:NAME (memory of"
-        " this machine), serve://HOST:PORT (this engine's memory, for others) and peer://HOST:PORT"
+        " this machine), serve://HOST:PORT (this engine's host memory, for others) and peer://HOST:PORT"
         " (another's), redis://HOST:PORT, s3://BUCKET/PREFIX, or NAME:ADDRESS of another package",
     )
     kv_eager: bool = setting(

@@ -81,13 +81,15 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
     """Control: what the store keeps now, in the order of the items; as in `Fetched`. num_bytes: of
-    those that were written, which leaves out what the store had already."""
+    those that were written, which leaves out what the store had already. is_lasting: not only until
+    host memory loses them."""
 
     store: int
     ticket: int
     ok: list[bool]
     num_bytes: int
     duration_s: float
+    is_lasting: bool = True
 
 
 class Removed(msgspec.Struct, frozen=True, tag=True):

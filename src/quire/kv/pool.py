@@ -41,6 +41,7 @@ class BlockPool:
         self.evicted: list[tuple[int, bytes]] | None = None
         self.lost: deque[bytes] = deque(maxlen=MOST_LOST)
         self.num_index_changes = 0
+        self._num_names_lost = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -136,6 +137,11 @@ class BlockPool:
         """Return what the index calls the block."""
         return self._digests[block_id]
 
+    def num_names_lost(self, block_id: int) -> int:
+        """Count the names that a block has lost; from any thread. As long as a block keeps its name
+        nobody writes into it."""
+        return self._num_names_lost[block_id]
+
     def lookup(self, digest: bytes) -> int | None:
         """Return the block that holds this digest's tokens, or None. Takes no reference."""
         return self._index.get(digest)
@@ -155,6 +161,7 @@ class BlockPool:
         digest = self._digests[block_id]
         if digest is None:
             return
+        self._num_names_lost[block_id] += 1  # first: other threads look (`num_names_lost`)
         del self._index[digest]
         self._digests[block_id] = None
         self.num_index_changes += 1

@@ -7,6 +7,7 @@ No torch: `quire fit` computes the same plan before anything is loaded.
 import os
 from pathlib import Path
 
+from quire.base.cache_config import SERVE
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError, OutOfMemory
@@ -25,6 +26,7 @@ CPU_POOL_SHARE = 0.25
 MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # what a process may count on, of a machine that it shares
 CGROUP = Path("/sys/fs/cgroup")
 GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass to the host and back
+MOST_SERVED = 4  # pools of blocks that peers find in host memory
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
 
@@ -221,8 +223,9 @@ def host_tier_limits(
     """Count blocks of host memory for what the pool has no room for, by cache group; None: no tier.
 
     If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
-    and stores pass through a little. config: with all derived values filled in. num_ranks: that
-    share the host's memory. Raises ConfigError for more than there is.
+    and stores pass through a little; if peers are served, some times the pool. config: with all
+    derived values filled in. num_ranks: that share the host's memory. Raises ConfigError for more
+    than there is.
     """
     cache = config.cache
     has_stores, on_cpu = bool(cache.stores), config.device == "cpu"
@@ -234,6 +237,8 @@ def host_tier_limits(
     num_bytes = min(memory.pool_bytes, free // 4)
     if has_stores and (on_cpu or cache.kv_host_gb == 0):
         num_bytes = min(max(memory.pool_bytes, PASSING_BYTES[0]), PASSING_BYTES[1], free // 4)
+    if cache.kv_host_gb is None and any(store.startswith(SERVE) for store in cache.stores):
+        num_bytes = min(max(MOST_SERVED * memory.pool_bytes, num_bytes), free // 4)
     if cache.kv_host_gb:
         num_bytes = int(cache.kv_host_gb * 1e9) // num_ranks
     if num_bytes > free:

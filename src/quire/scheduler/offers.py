@@ -27,7 +27,8 @@ class Offers:
     def __init__(self, kv: KVManager, tier: HostTier, keeps_all: bool) -> None:
         self._kv, self._tier, self._keeps_all = kv, tier, keeps_all
         self._waiting: OrderedDict[Name, None] = OrderedDict()
-        self._known: OrderedDict[Name, None] = OrderedDict()  # that stores have got
+        # That stores have got; False: one of them only until host memory loses it.
+        self._known: OrderedDict[Name, bool] = OrderedDict()
         self._named: list[set[int]] = [set() for _ in kv.groups]  # by the plan that is being made
         self._num_allowed = 0
 
@@ -52,10 +53,14 @@ class Offers:
     def _offer(self, digests: list[bytes]) -> None:
         for digest in digests:
             for g in range(len(self._kv.groups)):
-                if (g, digest) not in self._known:
+                if not self._is_known(g, digest):
                     self._waiting[g, digest] = None
         while len(self._waiting) > MOST_WAITING:
             self._waiting.popitem(last=False)
+
+    def _is_known(self, group: int, digest: bytes) -> bool:
+        known = self._known.get((group, digest))
+        return known is True or (known is False and self._tier.lookup(group, digest) is not None)
 
     def allow(self, num: int) -> None:
         """Let the next plan copy so many blocks."""
@@ -83,10 +88,10 @@ class Offers:
         for named in self._named:
             named.clear()
 
-    def take_kept(self, names: Iterable[Name]) -> None:
-        """Take note of what a store has now."""
+    def take_kept(self, names: Iterable[Name], is_lasting: bool) -> None:
+        """Take note of what a store has now. is_lasting: not only until host memory loses it."""
         for name in names:
-            self._known[name] = None
+            self._known[name] = is_lasting and self._known.get(name, True)
             self._known.move_to_end(name)
         while len(self._known) > MOST_KNOWN:
             self._known.popitem(last=False)

@@ -355,7 +355,8 @@ class Stores:
         self.num_kept_bytes += answer.num_bytes
         if self._memory.offers is not None:
             pairs = zip(items, answer.ok, strict=False)
-            self._memory.offers.take_kept((g, digest) for (g, digest, _), ok in pairs if ok)
+            kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
+            self._memory.offers.take_kept(kept, answer.is_lasting)
         for g, _, block in items:
             self._tier.release(g, block)
 

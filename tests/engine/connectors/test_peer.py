@@ -1,7 +1,8 @@
 """Blocks that one engine serves and another one reads over TCP: what comes is what was put, whoever
 does not know the secret gets nothing, and whatever is no request ends that connection alone.
 
-Covers `engine/connectors/peer_wire.py` and `engine/connectors/served.py`.
+Covers `engine/connectors/host_index.py`, `engine/connectors/peer_wire.py` and
+`engine/connectors/served.py`.
 """
 
 import contextlib
@@ -12,83 +13,160 @@ from collections.abc import Iterator
 import pytest
 
 from quire.base.errors import ConfigError
+from quire.base.kv_orders import Answer, Fetched, Keep, Kept, LookedUp, Order, Removed
+from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, request
-from quire.engine.connectors.served import MOST_CONNECTIONS, ServedStore
-from quire.engine.connectors.store import HEADER_BYTES, StoreError
-from tests.engine.connectors.stores import BLOCK_BYTES, contents, key, sealed
+from quire.engine.connectors.served import MOST_CONNECTIONS, ServedBlocks
+from quire.engine.connectors.store import StoreError
+from quire.kv.pool import BlockPool
+from tests.engine.connectors.stores import (
+    FINGERPRINT,
+    Answers,
+    Memory,
+    contents,
+    digest,
+    fetch,
+    key,
+    look_up,
+    remove,
+    sealed,
+)
 
-SIZE = HEADER_BYTES + BLOCK_BYTES[0]
+NUM_BLOCKS = 8
+
+
+class Engine:
+    """Host memory that is served."""
+
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
+        self.memory, self.pool, self.answers = Memory(), BlockPool(NUM_BLOCKS), Answers()
+        index = HostIndex(FINGERPRINT, self.memory, [self.pool])
+        self.blocks = ServedBlocks(address, index, self.answers.give, self.answers.ring)
+        self.port = self.blocks.port
+
+    def put(self, *numbers: int) -> None:
+        """Do what the host tier does with blocks, and let peers read them."""
+        for i in numbers:
+            block = self.pool.allocate()
+            self.memory.blocks[0, block] = contents(i)
+            self.pool.index(block, digest(i))
+            order = Keep(0, i, ((0, digest(i), block),))
+            assert self.do(order) == Kept(0, i, [True], 1000, 0.0, is_lasting=False)
+            assert self.do(order) == Kept(0, i, [True], 0, 0.0, is_lasting=False)
+            self.pool.release(block)
+
+    def do(self, order: Order) -> Answer:
+        self.blocks.submit(order)
+        return self.answers.take()
+
+    def close(self) -> None:
+        self.blocks.close(0.0)
 
 
 @pytest.fixture
-def served() -> Iterator[ServedStore]:
-    store = ServedStore("127.0.0.1:0", 10 * SIZE)
-    yield store
-    store.close()
+def served() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
-def peer(served: ServedStore) -> Iterator[PeerStore]:
+def peer(served: Engine) -> Iterator[PeerStore]:
     store = PeerStore(f"127.0.0.1:{served.port}", 1)
     yield store
     store.close()
 
 
-def put(store: ServedStore, *numbers: int) -> None:
-    for i in numbers:
-        value = sealed(i)
-        assert store.put(key(i), (value[:HEADER_BYTES], value[HEADER_BYTES:]))
-
-
-def got(store: PeerStore | ServedStore, *numbers: int) -> list[bytes | None]:
+def got(store: PeerStore, *numbers: int) -> list[bytes | None]:
     values = store.get([key(i) for i in numbers])
     return [None if value is None else bytes(value) for value in values]
 
 
-def test_what_was_put_is_found_and_read(served: ServedStore, peer: PeerStore) -> None:
-    put(served, 1, 2)
+def test_what_was_put_is_found_and_read(served: Engine, peer: PeerStore) -> None:
+    served.put(1, 2)
     assert peer.find([key(1), key(3), key(2)]) == [True, False, True]
-    assert got(peer, 2, 3, 1) == [sealed(2), None, sealed(1)] == got(served, 2, 3, 1)
+    assert got(peer, 2, 3, 1) == [sealed(2), None, sealed(1)]
     assert peer.find([]) == got(peer) == []
     assert not peer.put(key(4), (contents(4),)), "a peer keeps what it computes itself"
     peer.remove([key(1), key(9)])
-    assert served.find([key(1), key(2)]) == [False, True]
+    assert peer.find([key(1), key(2)]) == [False, True]
 
 
 def test_any_number_of_keys_may_be_asked_for(
-    served: ServedStore, peer: PeerStore, monkeypatch: pytest.MonkeyPatch
+    served: Engine, peer: PeerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.engine.connectors.peer.MOST_KEYS", 2)
-    put(served, 1, 2, 3)
+    served.put(1, 2, 3)
     assert peer.find([key(i) for i in range(5)]) == [False, True, True, True, False]
     assert got(peer, *range(5)) == [None, sealed(1), sealed(2), sealed(3), None]
     peer.remove([key(i) for i in range(5)])
-    assert not any(served.find([key(i) for i in range(5)]))
+    assert not any(peer.find([key(i) for i in range(5)]))
 
 
 def test_who_stops_reading_gets_the_right_values_afterwards(
-    served: ServedStore, peer: PeerStore
+    served: Engine, peer: PeerStore
 ) -> None:
-    put(served, 1, 2, 3)
+    served.put(1, 2, 3)
     values = peer.get([key(1), key(2), key(3)])
     assert bytes(next(values) or b"") == sealed(1)
     values.close()  # type: ignore[attr-defined]
     assert got(peer, 3) == [sealed(3)]
 
 
-def test_the_oldest_makes_room(served: ServedStore) -> None:
-    put(served, *range(10))
-    got(served, 0)  # used again
-    put(served, 10, 10)
-    assert served.find([key(i) for i in range(11)]) == [True, False] + [True] * 9
-    assert not served.put(key(1), (bytes(11 * SIZE),))
+def test_a_block_that_host_memory_gives_away_is_a_miss(served: Engine, peer: PeerStore) -> None:
+    """Nothing is copied, and nobody holds it: the oldest makes room, whoever may read it."""
+    served.put(*range(NUM_BLOCKS))
+    served.put(10)
+    numbers = [*range(NUM_BLOCKS), 10]
+    assert peer.find([key(i) for i in numbers]) == [False] + [True] * NUM_BLOCKS
+    assert got(peer, *numbers) == [None, *(sealed(i) for i in numbers[1:])]
+    served.pool.forget(digest(3))  # what it held may be wrong
+    assert got(peer, 3, 4) == [None, sealed(4)]
+    assert served.do(remove(4, 99)) == Removed(0, 1, [True, True])
+    assert got(peer, 4, 5) == [None, sealed(5)]
+    served.pool.reset_index()
+    assert not any(peer.find([key(i) for i in numbers]))
+
+
+def test_a_block_that_is_overwritten_while_it_is_read_is_not_sent(
+    served: Engine, peer: PeerStore
+) -> None:
+    served.put(1, 2)
+    read = served.memory.read
+
+    def overwritten(group: int, block: int) -> bytes:
+        data = read(group, block)
+        served.put(*range(10, 10 + NUM_BLOCKS))  # all blocks are somebody else's now
+        served.memory.read = read  # type: ignore[method-assign]
+        return data
+
+    served.memory.read = overwritten  # type: ignore[method-assign]
+    assert got(peer, 1, 2, 10) == [None, None, sealed(10)]
+
+
+def test_what_has_lost_its_name_before_it_was_kept_is_not_kept(
+    served: Engine, peer: PeerStore
+) -> None:
+    block = served.pool.allocate()
+    order = Keep(0, 7, ((0, digest(1), block),))
+    assert served.do(order) == Kept(0, 7, [False], 0, 0.0, is_lasting=False)
+    served.pool.index(block, digest(2))  # another's
+    assert served.do(order) == Kept(0, 7, [False], 0, 0.0, is_lasting=False)
+    assert peer.find([key(1), key(2)]) == [False, False]
+
+
+def test_the_engine_itself_finds_nothing_there(served: Engine) -> None:
+    """It has it in its host memory."""
+    served.put(1)
+    assert served.do(look_up(1)) == LookedUp(0, "r", [False])
+    assert served.do(fetch(1)) == Fetched(0, 1, [False], 0, 0.0)
 
 
 def test_who_does_not_know_the_secret_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "right")
-    served = ServedStore("127.0.0.1:0", 10 * SIZE)
-    put(served, 1)
+    served = Engine("127.0.0.1:0")
+    served.put(1)
     address = f"127.0.0.1:{served.port}"
     knows = PeerStore(address, 1)
     monkeypatch.setenv(SECRET, "wrong")
@@ -110,11 +188,12 @@ def test_who_does_not_know_the_secret_gets_nothing(monkeypatch: pytest.MonkeyPat
 
 def test_beyond_this_machine_there_must_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SECRET, raising=False)
-    for make in (ServedStore, PeerStore):
-        with pytest.raises(ConfigError, match=f"set the environment variable {SECRET}"):
-            make("0.0.0.0:0", 1)
+    with pytest.raises(ConfigError, match=f"set the environment variable {SECRET}"):
+        PeerStore("0.0.0.0:0", 1)
+    with pytest.raises(ConfigError, match=f"set the environment variable {SECRET}"):
+        Engine("0.0.0.0:0")
     monkeypatch.setenv(SECRET, "a secret")
-    ServedStore("0.0.0.0:0", 1).close()
+    Engine("0.0.0.0:0").close()
 
 
 @pytest.mark.parametrize(
@@ -122,9 +201,9 @@ def test_beyond_this_machine_there_must_be_a_secret(monkeypatch: pytest.MonkeyPa
     [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x09\x01\0\0\0", b"\x02\xff\xff\xff\xff", b"\x02\x01"],
 )
 def test_what_is_no_request_ends_its_connection_alone(
-    said: bytes, served: ServedStore, peer: PeerStore
+    said: bytes, served: Engine, peer: PeerStore
 ) -> None:
-    put(served, 1)
+    served.put(1)
     peer.find([key(0)])  # they have introduced themselves
     assert peer._sock is not None
     peer._sock.sendall(said)
@@ -153,23 +232,21 @@ def test_a_server_that_is_none_of_ours_or_cuts_values_off(peer: PeerStore) -> No
         other.find([key(1)])  # nobody listens
 
 
-def test_a_peer_that_is_started_anew_is_found_again(served: ServedStore, peer: PeerStore) -> None:
-    put(served, 1)
+def test_a_peer_that_is_started_anew_is_found_again(served: Engine, peer: PeerStore) -> None:
+    served.put(1)
     assert got(peer, 1) == [sealed(1)]
     served.close()
     with pytest.raises(StoreError):
         got(peer, 1)
-    again = ServedStore(f"127.0.0.1:{served.port}", 10 * SIZE)
+    again = Engine(f"127.0.0.1:{served.port}")
     assert got(peer, 1) == [None]
-    put(again, 1)
+    again.put(1)
     assert got(peer, 1) == [sealed(1)]
     again.close()
 
 
-def test_too_many_connections_are_refused_and_others_go_on(
-    served: ServedStore, peer: PeerStore
-) -> None:
-    put(served, 1)
+def test_too_many_connections_are_refused_and_others_go_on(served: Engine, peer: PeerStore) -> None:
+    served.put(1)
     peer.find([key(0)])
     place = ("127.0.0.1", served.port)
     others = [socket.create_connection(place) for _ in range(MOST_CONNECTIONS)]
@@ -188,4 +265,4 @@ def test_addresses_are_checked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot be listened on"):
-            ServedStore(place, 1)
+            Engine(place)

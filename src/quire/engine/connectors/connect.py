@@ -3,11 +3,13 @@
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from quire.base.cache_config import CacheConfig
+from quire.base.cache_config import SERVE, CacheConfig
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
-from quire.engine.connectors.connections import Connections
+from quire.engine.connectors.connections import Connections, Worker
+from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.make import make_store
+from quire.engine.connectors.served import ServedBlocks
 from quire.engine.connectors.worker import StoreWorker
 from quire.engine.core import EngineCore
 
@@ -35,14 +37,14 @@ def connect_stores(
             f" use of {settings[0]}; leave it out, or take another attention_backend."
         )
     answers: SimpleQueue[Answer] = SimpleQueue()
-    stores = [make_store(setting, int(cache.kv_disk_gb * 1e9)) for setting in settings]
-    fingerprint = core.scheduler.memory.names.fingerprint
-    core.connect(
-        Connections(
-            [
-                StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring)
-                for store in stores
-            ],
-            answers,
-        )
-    )
+    most_bytes, fingerprint = int(cache.kv_disk_gb * 1e9), core.scheduler.memory.names.fingerprint
+    workers: list[Worker] = []
+    for setting in settings:
+        if setting.startswith(SERVE):
+            index = HostIndex(fingerprint, memory, core.scheduler.memory.kv.host_pools)
+            address = setting.removeprefix(SERVE).removeprefix("//")
+            workers.append(ServedBlocks(address, index, answers.put, core.bell.ring))
+        else:
+            store = make_store(setting, most_bytes)
+            workers.append(StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring))
+    core.connect(Connections(workers, answers))

@@ -9,15 +9,10 @@ from quire.base.errors import ConfigError, QuireError
 from quire.base.plugins import CONNECTORS, all_names, load_plugin
 from quire.engine.connectors.disk import DiskStore
 from quire.engine.connectors.peer import PeerStore
-from quire.engine.connectors.served import ServedStore
 from quire.engine.connectors.shared_memory import shared_memory_store
 from quire.engine.connectors.store import BlockStore
 
 Make = Callable[[str, int], Any]
-
-
-def _served(address: str, max_bytes: int) -> ServedStore:
-    return ServedStore(address.removeprefix("//"), max_bytes)
 
 
 def _peer(address: str, max_bytes: int) -> PeerStore:
@@ -44,10 +39,13 @@ def _s3(address: str, max_bytes: int) -> BlockStore:
 
 BUILT_IN: Mapping[str, Make] = MappingProxyType(
     {
-        "dir": DiskStore, "shm": shared_memory_store, "serve": _served, "peer": _peer,
+        "dir": DiskStore, "shm": shared_memory_store, "peer": _peer,
         "redis": _redis, "rediss": _rediss, "s3": _s3,
     }
 )  # fmt: skip
+
+
+NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (connect.py)
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:
@@ -58,9 +56,9 @@ def make_store(setting: str, max_bytes: int) -> BlockStore:
     if not (name and colon and address):
         raise ConfigError(
             f"a KV store is a name, a colon and an address, such as dir:/var/cache/kv, got"
-            f" {setting!r}; the names are {all_names(CONNECTORS, BUILT_IN)}."
+            f" {setting!r}; the names are {all_names(CONNECTORS, NAMES)}."
         )
-    kind: Make = BUILT_IN.get(name) or load_plugin(CONNECTORS, name, BUILT_IN)
+    kind: Make = BUILT_IN.get(name) or load_plugin(CONNECTORS, name, NAMES)
     try:
         store: BlockStore = kind(address, max_bytes)
     except QuireError:

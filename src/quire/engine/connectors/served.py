@@ -1,19 +1,31 @@
-"""Blocks that this engine keeps in memory of its own process and serves to its peers over TCP.
+"""Blocks of this engine's host memory, which it serves to its peers over TCP: `serve://HOST:PORT`.
 
-`serve://HOST:PORT`: what the engine keeps is copied there, sealed; peers (`peer.py`) read it by
-key. What was used longest ago is dropped first. All of it ends with the engine; then peers miss.
-Each connection has a thread, which only reads and sends: it never touches scheduler or model.
+What is kept there is not copied: it stays where the host tier has it, and peers (`peer.py`) read it
+by its name until the tier gives the block away (`host_index.py`). All of it ends with the engine;
+then peers miss. Each connection has a thread, which only reads and sends: it never touches
+scheduler or model.
 """
 
 import contextlib
 import logging
-import os
 import socket
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from quire.base.errors import ConfigError
+from quire.base.kv_orders import (
+    Answer,
+    Fetch,
+    Fetched,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+    Remove,
+    Removed,
+)
+from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer_wire import (
     FIND,
     GET,
@@ -24,31 +36,33 @@ from quire.engine.connectors.peer_wire import (
     receive_request,
     secret_for,
 )
-from quire.engine.connectors.store import Buffer
 
 logger = logging.getLogger("quire")
 
-MOST_SHARE = 4  # the part of the machine's memory that blocks may take
 MOST_CONNECTIONS = 64
 GREETING_S, SEND_S = 2.0, 10.0  # how long a peer may take
 REST_S = 600.0  # between two requests
 
 
-class ServedStore:
-    """Keeps sealed blocks in a dictionary. port: the one that it listens on, which the system
-    chooses if the address says 0.
+class ServedBlocks:
+    """Carries out the orders for `serve://` at once, on the core's thread, and answers peers.
 
-    Raises ConfigError for an address that cannot be listened on.
+    address: HOST:PORT. port: the one that it listens on, which the system chooses if the address
+    says 0. answer, ring: as of `StoreWorker`. Raises ConfigError for an address that cannot be
+    listened on.
     """
 
-    def __init__(self, address: str, max_bytes: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        index: HostIndex,
+        answer: Callable[[Answer], None],
+        ring: Callable[[], None],
+    ) -> None:
         host, port = parse_address("serve", address)
         self._secret = secret_for(host, "serve")
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._most_bytes = min(max_bytes, memory // MOST_SHARE)
-        self._values: OrderedDict[bytes, bytes] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()  # guards the three above, and the connections
+        self._index, self._answer_core, self._ring = index, answer, ring
+        self._lock = threading.Lock()  # guards what follows
         self._connections: set[socket.socket] = set()
         self._is_closed = False
         try:
@@ -62,37 +76,35 @@ class ServedStore:
         logger.info("KV blocks are served to peers at %s, port %d", host, self.port)
         threading.Thread(target=self._accept, name="quire-kv-serve", daemon=True).start()
 
-    # ---- the engine's own side ---------------------------------------------------------------
+    # ---- the core's orders -------------------------------------------------------------------
 
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._lock:
-            return [key in self._values for key in keys]
+    def submit(self, order: Order) -> None:
+        self._answer_core(self._carry_out(order))
+        self._ring()
 
-    def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        for key in keys:
-            with self._lock:
-                value = self._values.get(key)
-                if value is not None:
-                    self._values.move_to_end(key)
-            yield value
+    def _carry_out(self, order: Order) -> Answer:
+        """Carry out an order. Nothing is found here that the host tier has not found before."""
+        if isinstance(order, LookUp):
+            found = [False] * len(order.names)
+            return LookedUp(order.store, order.request_id, found, order.ticket)
+        if isinstance(order, Fetch):
+            return Fetched(order.store, order.ticket, [False] * len(order.items), 0, 0.0)
+        if isinstance(order, Keep):
+            pairs = [self._index.add(item) for item in order.items]
+            ok, num_bytes = [is_kept for is_kept, _ in pairs], sum(num for _, num in pairs)
+            return Kept(order.store, order.ticket, ok, num_bytes, 0.0, is_lasting=False)
+        assert isinstance(order, Remove)
+        self._index.remove(order.names)
+        return Removed(order.store, order.ticket, [True] * len(order.names))
 
-    def put(self, key: bytes, parts: Sequence[Buffer]) -> bool:
-        value = b"".join(parts)
-        if len(value) > self._most_bytes:
-            return False
-        with self._lock:
-            self._num_bytes += len(value) - len(self._values.pop(key, b""))
-            self._values[key] = value
-            while self._num_bytes > self._most_bytes:
-                self._num_bytes -= len(self._values.popitem(last=False)[1])
-        return True
+    def expire(self, now: float) -> None:
+        """Do nothing: every order was answered."""
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._num_bytes -= len(self._values.pop(key, b""))
+    @property
+    def next_s(self) -> float | None:
+        return None
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         with self._lock:
             self._is_closed = True
             connections = list(self._connections)
@@ -139,12 +151,16 @@ class ServedStore:
 
     def _answer(self, sock: socket.socket, kind: int, keys: Sequence[bytes]) -> None:
         if kind == FIND:
-            sock.sendall(bytes(self.find(keys)))
+            sock.sendall(bytes(self._index.find(keys)))
         elif kind == GET:
-            for value in self.get(keys):
-                sock.sendall(LENGTH.pack(NOTHING if value is None else len(value)))
-                if value is not None:
-                    sock.sendall(value)
+            for key in keys:
+                parts = self._index.read(key)
+                if parts is None:
+                    sock.sendall(LENGTH.pack(NOTHING))
+                    continue
+                header, data = parts
+                sock.sendall(LENGTH.pack(len(header) + memoryview(data).nbytes) + header)
+                sock.sendall(data)
         else:
-            self.remove(keys)
+            self._index.remove_keys(keys)
             sock.sendall(b"\1")

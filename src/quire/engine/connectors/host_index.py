@@ -1,0 +1,94 @@
+"""What of the host tier peers may read: names of blocks, and where each is.
+
+    core's thread    add, remove                    gives host blocks away when it needs them
+    peers' threads   copy the block -> does it still have its name? -> send it; else it is a miss
+
+Nobody holds a block for a peer. A host block is written only after it has lost its name, and each
+loss is counted before: if the count has not changed when the copy is made, it is whole.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.base.kv_orders import BlockName, Item
+from quire.engine.connectors.store import Buffer, block_key, seal, split_key
+from quire.engine.connectors.worker import HostMemory
+
+
+class HostPool(Protocol):
+    """One cache group's host blocks (kv/pool.py)."""
+
+    def digest_of(self, block_id: int) -> bytes | None: ...
+    def num_names_lost(self, block_id: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host block, and how many names it had lost before it got this one."""
+
+    group: int
+    block: int
+    num_lost: int
+
+
+class HostIndex:
+    """pools: by cache group."""
+
+    def __init__(self, fingerprint: bytes, memory: HostMemory, pools: Sequence[HostPool]) -> None:
+        self._fingerprint, self._memory, self._pools = fingerprint, memory, pools
+        self._places: dict[bytes, Place] = {}
+        self._keys: dict[tuple[int, int], bytes] = {}  # by group and block: so it stays bounded
+        self._lock = threading.Lock()  # guards both
+
+    def add(self, item: Item) -> tuple[bool, int]:
+        """Let a block be read that is held, and whole; from the core's thread. Tell whether it
+        still has this name, and its bytes if it is new."""
+        group, digest, block = item
+        if self._pools[group].digest_of(block) != digest:
+            return False, 0
+        key = block_key(self._fingerprint, group, digest)
+        place = Place(group, block, self._pools[group].num_names_lost(block))
+        with self._lock:
+            if self._places.get(key) == place:
+                return True, 0
+            self._drop(self._keys.get((group, block)))
+            self._drop(key)
+            self._places[key], self._keys[group, block] = place, key
+        return True, self._memory.block_bytes(group)
+
+    def remove(self, names: Iterable[BlockName]) -> None:
+        self.remove_keys([block_key(self._fingerprint, *name) for name in names])
+
+    def remove_keys(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._drop(key)
+
+    def _drop(self, key: bytes | None) -> None:
+        place = None if key is None else self._places.pop(key, None)
+        if place is not None:
+            del self._keys[place.group, place.block]
+
+    def find(self, keys: Iterable[bytes]) -> list[bool]:
+        return [self.place(key) is not None for key in keys]
+
+    def place(self, key: bytes) -> Place | None:
+        """Return where a block is now; None if it is not there any more."""
+        with self._lock:
+            place = self._places.get(key)
+        return place if place is not None and self._is_there(place) else None
+
+    def _is_there(self, place: Place) -> bool:
+        return self._pools[place.group].num_names_lost(place.block) == place.num_lost
+
+    def read(self, key: bytes) -> tuple[bytes, Buffer] | None:
+        """Return a block's envelope: header and data."""
+        place = self.place(key)
+        if place is None:
+            return None
+        data = self._memory.read(place.group, place.block)
+        if not self._is_there(place):
+            return None
+        return seal(*split_key(key), data), data
