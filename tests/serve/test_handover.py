@@ -19,7 +19,9 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.kv_orders import Fetch, LookUp
 from quire.engine.connectors import served, shared_memory
+from quire.engine.connectors import worker as worker_file
 from quire.ops.native import core
+from quire.scheduler import stores as stores_file
 from quire.scheduler.decisions import StoresView
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.connectors.store_servers import redis_server, s3_server
@@ -196,9 +198,13 @@ def test_the_second_engine_does_not_wait_for_what_will_not_come(shm: str) -> Non
         assert orders and not any(getattr(order, "wait_s", 0.0) for order in orders)
 
 
-def test_blocks_are_fetched_while_others_are_computed(shm: str, wanted: dict[str, Any]) -> None:
+def test_blocks_are_fetched_while_others_are_computed(
+    shm: str, wanted: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second leg comes first: it gets each block when it comes, and ends with the same
-    tokens."""
+    tokens. It waits for as long as a busy machine may take."""
+    monkeypatch.setattr(stores_file, "WAIT_S", PATIENCE_S)
+    monkeypatch.setitem(worker_file.WAIT_S, LookUp, 2 * PATIENCE_S)
     first, second = open_pair(([shm], [shm]))
     with first, second:
         client, other = first._alive.client, second._alive.client

@@ -42,6 +42,7 @@ logger = logging.getLogger("quire")
 MOST_CONNECTIONS = 64
 GREETING_S, SEND_S = 2.0, 10.0  # how long a peer may take
 REST_S = 600.0  # between two requests
+AGAIN_S = 0.2  # after a connection could not be taken, as when the process has too many files open
 
 
 class ServedBlocks:
@@ -64,7 +65,7 @@ class ServedBlocks:
         self._index, self._answer_core, self._ring = index, answer, ring
         self._lock = threading.Lock()  # guards what follows
         self._connections: set[socket.socket] = set()
-        self._is_closed = False
+        self._closed = threading.Event()
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family)
@@ -106,7 +107,7 @@ class ServedBlocks:
 
     def close(self, timeout_s: float) -> None:
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             connections = list(self._connections)
         for sock in (self._listener, *connections):
             with contextlib.suppress(OSError):
@@ -120,11 +121,11 @@ class ServedBlocks:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                if self._is_closed:
+                if self._closed.wait(AGAIN_S):
                     return
                 continue
             with self._lock:
-                if self._is_closed or len(self._connections) >= MOST_CONNECTIONS:
+                if self._closed.is_set() or len(self._connections) >= MOST_CONNECTIONS:
                     sock.close()
                     continue
                 self._connections.add(sock)
