@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from quire.base.errors import ConfigError, EngineError
+from quire.base.plan import Plan
 from quire.engine import record
-from quire.engine.calls import END, UPDATE, calls_of, end_of
+from quire.engine.calls import END, UPDATE, PlanGuess, calls_of, end_of, plan_fields
 from quire.engine.frames import State, read_frames
 from quire.engine.record import Recorder
 from quire.engine.recording import RecordingFiles, read_recording, read_segment, segment_paths
@@ -52,6 +54,16 @@ def test_a_run_with_everything(tmp_path: Path, depth: int, mode: str, keeps_toke
     assert sum("forked" in plan for plan in plans) > 3
     assert sum("sources" in plan for plan in plans) >= 1
     assert any("moves" in plan for plan in plans)
+
+
+def test_plans_around_one_that_has_no_rows() -> None:
+    """Such as one that only copies blocks for a store."""
+    ones = np.ones(2, np.int32)
+    full = Plan(step_id=1, rows=ones, num_tokens=ones, computed_bound=ones)
+    plans = [full, Plan(step_id=2), Plan(step_id=3), replace(full, step_id=4)]
+    fields = [plan_fields(plan, None) for plan in plans]
+    writer, reader = PlanGuess(), PlanGuess()
+    assert [reader.complete(writer.shorten(each)) for each in fields] == fields
 
 
 @pytest.mark.parametrize("policy", ["fifo", "srtf", "two-level"])

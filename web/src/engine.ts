@@ -261,7 +261,7 @@ export class EngineView {
     this.tile("Blocks used", `${(100 * used).toFixed(1)} %`);
     this.tile("Written", `${short(written)} tok/s`);
     this.tile("Prompts read", `${short(read)} tok/s`);
-    this.tile("Host memory", num_blocks ? `${num_swapped + num_cached} of ${num_blocks}` : "none");
+    this.tile("Host memory", num_blocks ? `${(num_swapped + num_cached).toLocaleString("en")} of ${num_blocks.toLocaleString("en")}` : "none");
     if (num_blocks) this.tiles.get("Host memory")?.setAttribute("title", `blocks: ${num_swapped} of sequences that gave way, ${num_cached} that the prefix cache keeps there`);
   }
 

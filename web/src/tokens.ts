@@ -33,7 +33,7 @@ export class TokensView {
     this.looked = null;
     this.others.replaceChildren(
       make("h2", {}, "Each token, and what else it might have been"),
-      make("p", { class: "quiet" }, "The darker a token, the less probable it was. Point at one, or move to it with the arrow keys. Choosing an alternative forks there: the other text is written beside."),
+      make("p", { class: "quiet" }, "The more colour a token has, the less probable it was. Point at one, or move to it with the arrow keys. Choosing an alternative forks there: the other text is written beside."),
       make("div", { class: "scale", "aria-hidden": "true" }, make("span", {}, "certain"), make("i", {}), make("span", {}, "improbable")),
     );
     if (!this.cards.length) this.columns.replaceChildren(make("p", { class: "card quiet empty" }, "Nothing is written yet."));

@@ -219,8 +219,10 @@ class PlanGuess:
         if not last:
             return {}
         guess = {name: last[name] for name in STICKY if name in last}
-        bound = np.frombuffer(last["computed_bound"], np.int32)
-        guess["computed_bound"] = (bound + np.frombuffer(last["num_tokens"], np.int32)).tobytes()
+        if "computed_bound" in last:  # absent of a plan that only moves blocks, without rows
+            bound = np.frombuffer(last["computed_bound"], np.int32)
+            num_tokens = np.frombuffer(last["num_tokens"], np.int32)
+            guess["computed_bound"] = (bound + num_tokens).tobytes()
         guess["step_id"] = last["step_id"] + 1
         return guess
 

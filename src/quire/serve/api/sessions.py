@@ -244,7 +244,8 @@ async def _found(
         404,
         f"there is no request {shown(request_id)} of yours that runs or is held"
         f"{f', with a choice {index}' if index > 0 else ''}: it has ended without keep_s, was let"
-        " go, or its time is over. GET /v1/requests lists what is held.",
+        " go (by `append` also, whose answer's id goes on), or its time is over. GET /v1/requests"
+        " lists what is held.",
         param="request_id",
         code="not_found",
     )
