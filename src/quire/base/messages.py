@@ -139,6 +139,20 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     tenant: str | None = None
 
 
+class PutBack(msgspec.Struct, frozen=True, tag=True):
+    """Control: a sequence that an engine before this one held is held again, without blocks, for
+    left_s more seconds. From a file, never from a client."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    keep_s: float
+    left_s: float
+    tenant: str
+    cache_salt: str
+
+
 class Rewind(msgspec.Struct, frozen=True, tag=True):
     """Control: of a held sequence only the first num_tokens tokens are left. tenant: whose it must
     be, None is anybody's."""
@@ -198,6 +212,7 @@ Control = (
     | ResetPrefixCache
     | Unpin
     | Hold
+    | PutBack
     | Rewind
     | MeasuredRates
     | KeepCached

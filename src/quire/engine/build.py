@@ -27,6 +27,7 @@ from quire.engine.core import EngineCore
 from quire.engine.drafting import Drafting
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
+from quire.engine.held_files import HeldFiles
 from quire.engine.identity import fingerprint_of
 from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
@@ -130,12 +131,28 @@ def build_core(
     clock: Clock,
     progress: Progress | None = None,
     ranks: Ranks | None = None,
+    server: str = "",
 ) -> BuiltCore:
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
     flight the model is loaded, and does all its work, on a thread of its own. ranks: that were
-    started for it, if it is not loaded here; they are this function's, also if it raises."""
+    started for it, if it is not loaded here; they are this function's, also if it raises. server:
+    tells the servers apart that this core may be of."""
     with ended_if_raised(ranks):
-        return _build_core(config, source, clock, progress, ranks)
+        built = _build_core(config, source, clock, progress, ranks)
+        _keep_held(built, server, clock)
+        return built
+
+
+def _keep_held(built: BuiltCore, server: str, clock: Clock) -> None:
+    """Let what is held outlive the core, where a directory keeps blocks."""
+    folders = [
+        name.removeprefix("dir:") for name in built.config.cache.stores if name.startswith("dir:")
+    ]
+    if folders:
+        fingerprint = built.core.scheduler.memory.names.fingerprint
+        files = HeldFiles.open(Path(folders[0]), fingerprint, server, clock)
+        if files is not None:
+            built.core.keep_held(files)
 
 
 def _build_core(

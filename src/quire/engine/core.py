@@ -47,6 +47,7 @@ from quire.engine.connectors.connections import MOST_WAIT_S, OpenStores
 from quire.engine.drafting import Guesses
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
+from quire.engine.held_files import HeldFiles
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
@@ -89,6 +90,7 @@ class EngineCore:
         self._carried_over: Plan | None = None  # of a plan that was not carried out: for the next
         self._death: str | None = None
         self._stores: OpenStores | None = None
+        self._held_files: HeldFiles | None = None
         self._grammars: Grammars | None = None
         self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
@@ -148,6 +150,13 @@ class EngineCore:
         """Let these carry out what the scheduler orders of its stores."""
         self._stores = stores
 
+    def keep_held(self, files: HeldFiles) -> None:
+        """Hold again what these files tell, and let them follow what is held from now on."""
+        for message in files.load():
+            self.control(message)
+        self.scheduler.memory.held.changes = {}
+        self._held_files = files
+
     def constrain(self, grammars: Grammars) -> None:
         """Let these say which tokens the requests with a grammar may choose."""
         self._grammars = grammars
@@ -201,6 +210,9 @@ class EngineCore:
             self._stores.submit(decisions.orders)
         if self._grammars is not None:
             self._grammars.hear(decisions.events)
+        held = self.scheduler.memory.held
+        if self._held_files is not None and held.changes:
+            self._held_files.submit(held.take_changes(self._clock.now()))
         return decisions
 
     def step(self) -> StepOutputs:
@@ -434,6 +446,9 @@ class EngineCore:
         """End. With stores: keep there what the device's index has, for KEEP_AT_END_S at most.
         Nobody watches that: these plans are nobody's."""
         until_s = self._clock.now() + KEEP_AT_END_S
+        files, self._held_files = self._held_files, None  # what is let go now is not forgotten
+        if files is not None:
+            files.close()
         is_quiet = self._stores is not None and self._end_requests()
         for doors in self._watching:
             doors.close()

@@ -17,8 +17,11 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind, without_prompt
+from quire.base.messages import Fork, HeldRequest, Hold, PutBack, Request, Rewind, without_prompt
+from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import NULL, Appended
@@ -65,7 +68,11 @@ class Holds:
     branches: by the fork's request id. spent: of forks that the plan being made has begun: it
     copies from their blocks. copied: (group, block) that rows of this plan copy from, which shared
     it until then; kept_copied: those of them that stay for as long, as who shared them gave way.
+    changes: the names of what was held, changed or let go since somebody asked; None if nobody
+    does.
     """
+
+    changes: dict[tuple[str, int], None] | None = None
 
     def __init__(self, kv: KVManager) -> None:
         self.by_id: dict[str, dict[int, Held]] = {}
@@ -124,12 +131,44 @@ class Holds:
             keep_s=sequence.keep_s,
             ends_s=now + sequence.keep_s,
         )
-        self.by_id.setdefault(request.request_id, {})[sequence.index] = held
-        self._find_next()
+        self._enter(held)
         if blocks is not None:
             self.standing.append(held)
         if request.fork is not None and request.fork.takes_over:
             self._remove(request.fork.request_id, request.fork.index)
+
+    def put_back(self, message: PutBack, now: float) -> None:
+        """Hold again what an engine before this one held, as if its blocks had given way."""
+        name, tokens = message.request_id, np.array(message.token_ids, np.int32)
+        view = self.view()
+        num_tokens, is_known = view.num_tokens + len(tokens), name in self.by_id
+        if is_known and message.index in self.by_id[name]:
+            return
+        if view.num_sequences == MOST_HELD or num_tokens > MOST_HELD_TOKENS:
+            return
+        held = Held(
+            request=Request(
+                name, [], SamplingParams(), 0, tenant=message.tenant, cache_salt=message.cache_salt
+            ),
+            index=message.index,
+            tokens=tokens,
+            num_prompt_tokens=message.num_prompt_tokens,
+            num_computed=0,
+            digests=[],
+            blocks=None,
+            keep_s=message.keep_s,
+            ends_s=now + message.left_s,
+        )
+        self._enter(held)
+
+    def _enter(self, held: Held) -> None:
+        self.by_id.setdefault(held.request.request_id, {})[held.index] = held
+        self._note(held)
+        self._find_next()
+
+    def _note(self, held: Held) -> None:
+        if self.changes is not None:
+            self.changes[held.request.request_id, held.index] = None
 
     def hold(self, message: Hold, sequences: Mapping[str, Sequence], now: float) -> None:
         """Keep a request for longer, or shorter, from now on; 0 seconds: let it go. One that has
@@ -141,6 +180,7 @@ class Holds:
             if message.tenant not in (None, held.request.tenant):
                 continue
             held.keep_s, held.ends_s = message.keep_s, now + message.keep_s
+            self._note(held)
             if not message.keep_s:
                 self._remove(message.request_id, held.index)
         self._find_next()
@@ -167,6 +207,7 @@ class Holds:
         num_tokens, size = message.num_tokens, self._kv.block_size
         if not 0 < num_tokens < len(held.tokens):
             return
+        self._note(held)
         held.tokens = held.tokens[:num_tokens].copy()
         held.digests = held.digests[: num_tokens // size]
         held.num_prompt_tokens = min(held.num_prompt_tokens, num_tokens)
@@ -335,6 +376,15 @@ class Holds:
         lengths = [len(held.tokens) for held in self.all()]
         return HeldView(len(lengths), sum(lengths))
 
+    def take_changes(self, now: float) -> dict[tuple[str, int], tuple[HeldRequest, Int32] | None]:
+        """Tell what has become of what has changed since the last call: None was let go."""
+        changes, self.changes = self.changes or {}, {}
+        found = {(name, i): self.by_id.get(name, {}).get(i) for name, i in changes}
+        return {
+            name: None if held is None else (told_of(held, 0, now), held.tokens)
+            for name, held in found.items()
+        }
+
     def tables(self) -> list[SequenceBlocks]:
         """List what is held in blocks."""
         held = [held.blocks for held in self.standing if held.blocks is not None]
@@ -406,6 +456,7 @@ class Holds:
         held = self.by_id.get(request_id, {}).pop(index, None)
         if held is None:
             return
+        self._note(held)
         if not self.by_id[request_id]:
             del self.by_id[request_id]
         if held.blocks is not None:

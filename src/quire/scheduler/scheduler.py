@@ -37,6 +37,7 @@ from quire.base.messages import (
     KeepCached,
     MeasuredRates,
     PinnedPrefix,
+    PutBack,
     Request,
     ResetPrefixCache,
     Rewind,
@@ -187,6 +188,8 @@ class Scheduler:
                 self.lifecycle.drop(computing, Finish("abort"), now)
         elif isinstance(message, Hold):
             self.memory.held.hold(message, self.lifecycle.sequences, now)
+        elif isinstance(message, PutBack):
+            self.memory.held.put_back(message, now)
         elif isinstance(message, Rewind):
             self.memory.held.rewind(message)
         elif isinstance(message, Cancel):

@@ -77,7 +77,7 @@ from quire.scheduler import (
 STATE_VERSION = 12  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
-        "Memory": ("misses", "index_watch"), "BlockPool": ("changes",),
+        "Memory": ("misses", "index_watch"), "BlockPool": ("changes",), "Holds": ("changes",),
         "BlockNaming": ("digester", "new"), "Lifecycle": ("events",),
     }
 )  # fmt: skip

@@ -52,7 +52,7 @@ def main() -> int:
         shows_bar = options.core == 0 and not options.is_one_model_of_several
         with LoadBar(enabled=shows_bar) as bar, ended_if_raised(ranks):
             source = resolve_source(config.model, progress=False)
-            built = build_core(config, source, clock, bar.update, ranks)
+            built = build_core(config, source, clock, bar.update, ranks, str(options.home))
         publish_events(built.core, built.config, options.core)
         if config.cache.pin_prefix is not None:  # otherwise this process needs no text
             pin_configured(built.core, config.cache, build_text_side(config.model, source))
