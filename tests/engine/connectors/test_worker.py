@@ -127,6 +127,32 @@ def test_a_look_up_waits_for_blocks_that_are_to_come(bench: Bench) -> None:
     assert bench.answers.take() == LookedUp(0, "late", [False], 7)
 
 
+def test_who_waits_for_blocks_to_come_lets_others_through(bench: Bench) -> None:
+    """Though to look takes longer than the pause between two looks; and all who wait do look."""
+    looked: list[bytes] = []
+    find = bench.store.find
+
+    def slow_find(keys: Sequence[bytes]) -> list[bool]:
+        bench.clock.advance(0.05)
+        looked.append(keys[0])
+        return find(keys)
+
+    bench.store.find = slow_find  # type: ignore[method-assign]
+    bench.fill(9)
+    bench.hold(keep(8))
+    for i in range(4):
+        bench.worker.submit(LookUp(0, f"late {i}", ((0, digest(i)),), i, wait_s=1.5))
+    bench.worker.submit(fetch(9))
+    bench.store.gate.open()
+    kinds = [type(bench.answers.take()) for _ in range(2)]
+    assert set(kinds) == {Fetched, Kept}, "those who wait look until their time is over"
+    assert {key(i) for i in range(4)} <= set(looked)
+    bench.fill(*range(4))
+    bench.clock.advance(0.2)
+    for i in range(4):
+        assert bench.answers.take() == LookedUp(0, f"late {i}", [True], i)
+
+
 def test_a_long_fetch_lets_look_ups_through(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FETCH_BYTES", 2 * BLOCK_BYTES[0])
     bench.fill(*range(6))

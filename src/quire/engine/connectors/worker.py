@@ -300,11 +300,15 @@ class _Work:
         with self._changed:
             while not self._is_abandoned:
                 now, next_s = self._clock.now(), math.inf
-                for jobs in self._jobs.values():
-                    for job in jobs:
-                        if job.again_s <= now:
-                            return job
-                        next_s = min(next_s, job.again_s)
+                for kind, jobs in self._jobs.items():
+                    if not jobs:
+                        continue
+                    # Of those that look again and again the one whose turn has come first.
+                    job = min(jobs, key=_again_s) if kind is LookUp else jobs[0]
+                    due_s = max(job.again_s, self.mover.rests_until_s) if job.again_s else 0.0
+                    if due_s <= now:
+                        return job
+                    next_s = min(next_s, due_s)
                 if self._is_closing:
                     break
                 self._changed.wait(None if next_s == math.inf else next_s - now)
@@ -325,6 +329,7 @@ class _Mover:
         self._calls = {
             Remove: self._remove, LookUp: self._look_up, Fetch: self._fetch, Keep: self._keep,
         }  # fmt: skip
+        self.rests_until_s = 0.0  # from looking again, which leaves half of the time to others
         self._call_since_s: float | None = None  # of the store's call under way
         self._num_failures = 0  # in a row
         self._quiet_until_s = -1.0
@@ -395,7 +400,8 @@ class _Mover:
         keys, now = [self._key(*name) for name in order.names], self._clock.now()
         probes = keys[:PROBED] + keys[-PROBED:]
         if now < job.since_s + order.wait_s and not any(self._find(probes)):
-            job.again_s = now + POLL_S
+            end_s = self._clock.now()
+            job.again_s, self.rests_until_s = end_s + POLL_S, end_s + (end_s - now)
             return False
         found = self._find(keys)
         with job.lock:
@@ -491,6 +497,10 @@ class _Mover:
             with job.lock:
                 job.ok[job.position] = True
                 job.num_bytes += memoryview(data).nbytes
+
+
+def _again_s(job: _Job) -> float:
+    return job.again_s
 
 
 def _end(work: _Work, process_id: int) -> None:
