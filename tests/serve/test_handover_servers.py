@@ -1,5 +1,6 @@
 """Prompts that are handed over through servers of others, Redis and S3: a server that goes away or
-hangs is a miss within seconds, and so is a value that it has damaged or that is another model's."""
+hangs is a miss within seconds, and so is a value that it has damaged or that is another model's.
+And blocks that one engine reads from another's memory directly."""
 
 import time
 from collections.abc import Callable
@@ -9,9 +10,12 @@ import pytest
 
 from quire import LLM
 from quire.base.kv_orders import Fetch, LookUp
+from quire.engine.connectors import make as connectors
+from quire.engine.connectors.direct import Piece
 from quire.engine.connectors.store import HEADER_BYTES, seal, unseal
 from quire.scheduler.stores import WAIT_S
 from tests.engine.connectors.store_servers import StoreServer, redis_server, s3_server
+from tests.engine.connectors.test_direct import MemoryTransfer
 from tests.serve.test_handover import (
     BLOCK,
     FIRST_LEG,
@@ -22,6 +26,7 @@ from tests.serve.test_handover import (
     SETTINGS,
     generate,
     open_pair,
+    port_of,
     scheduler_of,
     settled,
     view,
@@ -136,3 +141,45 @@ def test_engines_of_two_models_share_a_server(server: StoreServer) -> None:
             assert len(server.names()) == number * FULL
         with open_llm("qwen3", **half, **store) as third:
             assert generate(third, PROMPTS[0], told).num_cached_tokens == FULL * BLOCK
+
+
+@pytest.mark.parametrize("name", ["memory", "nixl"])
+def test_blocks_that_are_read_directly_give_the_same_tokens(
+    name: str,
+    wanted: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """From the host memory of one engine into a buffer of the other's. What is damaged on the way
+    is computed again."""
+    if name == "nixl":
+        pytest.importorskip("nixl")
+    made: list[MemoryTransfer] = []
+
+    def make() -> MemoryTransfer:
+        made.append(MemoryTransfer())
+        return made[-1]
+
+    kinds = {"memory": make, "nixl": connectors.TRANSFERS["nixl"]}
+    monkeypatch.setattr(connectors, "TRANSFERS", kinds)
+    via = f"?via={name}"
+    with open_llm("qwen3", kv_store=f"serve://127.0.0.1:0{via}", **SETTINGS) as first:
+        peer = f"peer://127.0.0.1:{port_of(first)}{via}"
+        with open_llm("qwen3", kv_store=peer, **SETTINGS) as second:
+            for number, prompt in enumerate(PROMPTS[:2]):
+                told = generate(first, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+                output = generate(second, prompt, told, **SAMPLED)
+                assert found([output]) == wanted["sampled"][number]
+                assert output.num_cached_tokens == FULL * BLOCK
+            assert "over TCP" not in caplog.text
+            if made:
+                assert made[1].num_read == 2 * FULL
+                read = made[1].copy
+                made[1].copy = lambda piece: read(  # type: ignore[method-assign]
+                    Piece(piece.source + 1, piece.target, piece.num_bytes - 1)
+                )
+                told = generate(first, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
+                output = generate(second, PROMPTS[2], told, **SAMPLED)
+                assert found([output]) == wanted["sampled"][2] and output.num_cached_tokens == 0
+            settled(first)
+            settled(second)

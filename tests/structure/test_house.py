@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"numpy", "torch", "safetensors", "huggingface_hub", "transformers"},
     "runner": {"numpy", "torch"},
     "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch", "zmq",
-               "redis", "boto3", "botocore"},  # fmt: skip
+               "redis", "boto3", "botocore", "nixl"},  # fmt: skip
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
         "opentelemetry", "ray", "rich", "starlette", "uvicorn",

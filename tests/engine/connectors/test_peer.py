@@ -14,6 +14,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer, Fetched, Keep, Kept, LookedUp, Order, Removed
+from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, request
@@ -37,19 +38,24 @@ NUM_BLOCKS = 8
 
 
 class Engine:
-    """Host memory that is served."""
+    """Host memory that is served. memory, direct: if others."""
 
-    def __init__(self, address: str = "127.0.0.1:0") -> None:
-        self.memory, self.pool, self.answers = Memory(), BlockPool(NUM_BLOCKS), Answers()
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        memory: Memory | None = None,
+        direct: DirectSource | None = None,
+    ) -> None:
+        self.memory, self.pool, self.answers = memory or Memory(), BlockPool(NUM_BLOCKS), Answers()
         index = HostIndex(FINGERPRINT, self.memory, [self.pool])
-        self.blocks = ServedBlocks(address, index, self.answers.give, self.answers.ring)
+        self.blocks = ServedBlocks(address, index, self.answers.give, self.answers.ring, direct)
         self.port = self.blocks.port
 
     def put(self, *numbers: int) -> None:
         """Do what the host tier does with blocks, and let peers read them."""
         for i in numbers:
             block = self.pool.allocate()
-            self.memory.blocks[0, block] = contents(i)
+            self.memory.write(0, block, memoryview(contents(i)))
             self.pool.index(block, digest(i))
             order = Keep(0, i, ((0, digest(i), block),))
             assert self.do(order) == Kept(0, i, [True], 1000, 0.0, is_lasting=False)

@@ -7,8 +7,9 @@ from quire.base.cache_config import SERVE, CacheConfig
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
 from quire.engine.connectors.connections import Connections, Worker
+from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
-from quire.engine.connectors.make import make_store
+from quire.engine.connectors.make import make_store, split_via
 from quire.engine.connectors.served import ServedBlocks
 from quire.engine.connectors.worker import StoreWorker
 from quire.engine.core import EngineCore
@@ -42,8 +43,9 @@ def connect_stores(
     for setting in settings:
         if setting.startswith(SERVE):
             index = HostIndex(fingerprint, memory, core.scheduler.memory.kv.host_pools)
-            address = setting.removeprefix(SERVE).removeprefix("//")
-            workers.append(ServedBlocks(address, index, answers.put, core.bell.ring))
+            address, transfer = split_via(setting.removeprefix(SERVE).removeprefix("//"))
+            direct = None if transfer is None else DirectSource(transfer, memory)
+            workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
         else:
             store = make_store(setting, most_bytes)
             workers.append(StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring))

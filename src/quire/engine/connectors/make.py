@@ -7,16 +7,41 @@ from typing import Any
 
 from quire.base.errors import ConfigError, QuireError
 from quire.base.plugins import CONNECTORS, all_names, load_plugin
+from quire.engine.connectors.direct import DirectTransfer
 from quire.engine.connectors.disk import DiskStore
 from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.shared_memory import shared_memory_store
 from quire.engine.connectors.store import BlockStore
 
 Make = Callable[[str, int], Any]
+VIA = "?via="
+
+
+def _nixl() -> DirectTransfer:
+    from quire.engine.connectors.nixl_transfer import NixlTransfer
+
+    return NixlTransfer()
+
+
+TRANSFERS: Mapping[str, Callable[[], DirectTransfer]] = MappingProxyType({"nixl": _nixl})
+
+
+def split_via(address: str) -> tuple[str, DirectTransfer | None]:
+    """Split HOST:PORT?via=NAME; makes the transfer. Raises ConfigError, and MissingDependency."""
+    place, sign, name = address.partition(VIA)
+    if not sign:
+        return place, None
+    if name not in TRANSFERS:
+        raise ConfigError(
+            f"blocks cannot go by {name!r}; leave {VIA}{name} out, or take one of:"
+            f" {', '.join(TRANSFERS)}."
+        )
+    return place, TRANSFERS[name]()
 
 
 def _peer(address: str, max_bytes: int) -> PeerStore:
-    return PeerStore(address.removeprefix("//"), max_bytes)
+    place, transfer = split_via(address.removeprefix("//"))
+    return PeerStore(place, max_bytes, transfer)
 
 
 def _redis(address: str, max_bytes: int) -> BlockStore:

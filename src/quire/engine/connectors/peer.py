@@ -8,13 +8,18 @@ import contextlib
 import socket
 from collections.abc import Iterator, Sequence
 
+from quire.engine.connectors.direct import DirectReader, DirectTransfer
 from quire.engine.connectors.disk import MOST_BYTES
 from quire.engine.connectors.peer_wire import (
+    DESCRIBE,
     FIND,
     GET,
     LENGTH,
+    MOST_DESCRIPTION,
     MOST_KEYS,
     NOTHING,
+    PLACE,
+    PLACES,
     REMOVE,
     introduce,
     parse_address,
@@ -22,20 +27,24 @@ from quire.engine.connectors.peer_wire import (
     request,
     secret_for,
 )
-from quire.engine.connectors.store import Buffer, StoreError
+from quire.engine.connectors.store import HEADER_BYTES, Buffer, StoreError
 
 CONNECT_S, CALL_S = 0.5, 1.5
 
 
 class PeerStore:
-    """A connection to one peer, made when it is first needed. address: HOST:PORT."""
+    """A connection to one peer, made when it is first needed. address: HOST:PORT. transfer: by
+    which blocks come, if the peer has the same; if not, or when it fails, they come over TCP."""
 
-    def __init__(self, address: str, max_bytes: int) -> None:
+    def __init__(
+        self, address: str, max_bytes: int, transfer: DirectTransfer | None = None
+    ) -> None:
         self._address = address
         self._place = parse_address("peer", address)
         self._secret = secret_for(self._place[0], "peer")
         self._sock: socket.socket | None = None
         self._buffer = bytearray()
+        self._direct = None if transfer is None else DirectReader(transfer)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
@@ -50,10 +59,30 @@ class PeerStore:
         connection: what is still to come on it answers nobody."""
         for part in _parts(keys):
             with self._connection() as sock:
+                values = self._read_directly(sock, part)
+                if values is not None:
+                    yield from values
+                    continue
                 sock.sendall(request(GET, part))
                 for _ in part:
                     (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
                     yield None if length == NOTHING else self._value(sock, length)
+
+    def _read_directly(
+        self, sock: socket.socket, keys: Sequence[bytes]
+    ) -> Sequence[Buffer | None] | None:
+        """Return the values; None if they are to come over TCP."""
+        if self._direct is None or not self._direct.is_connected:
+            return None
+        sock.sendall(request(PLACES, keys))
+        places: list[tuple[int, int, bytes] | None] = []
+        for _ in keys:
+            address, length = PLACE.unpack(receive(sock, PLACE.size))
+            if length == NOTHING:
+                places.append(None)
+            else:
+                places.append((address, length, bytes(receive(sock, HEADER_BYTES))))
+        return self._direct.read(places)
 
     def _value(self, sock: socket.socket, length: int) -> memoryview:
         if length > MOST_BYTES:
@@ -72,9 +101,16 @@ class PeerStore:
                 receive(sock, 1)
 
     def close(self) -> None:
+        self._disconnect()
+        if self._direct is not None:
+            self._direct.close()
+
+    def _disconnect(self) -> None:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+        if self._direct is not None:
+            self._direct.disconnect()
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[socket.socket]:
@@ -86,12 +122,22 @@ class PeerStore:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.settimeout(CALL_S)
                 introduce(sock, self._secret)
+                self._get_to_know(sock)
             yield sock
         except BaseException as error:
-            self.close()
+            self._disconnect()
             if isinstance(error, OSError | StoreError):
                 raise StoreError(f"peer {self._address}: {error}") from error
             raise
+
+    def _get_to_know(self, sock: socket.socket) -> None:
+        if self._direct is None or not self._direct.wants_peer:
+            return
+        sock.sendall(request(DESCRIBE, []))
+        (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+        if length > MOST_DESCRIPTION:
+            raise StoreError(f"a description of {length} bytes is none of ours.")
+        self._direct.connect(bytes(receive(sock, length)))
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -7,6 +7,9 @@
     server    FIND: a byte for each key, 1 or 0
               GET: for each key the length of its value u64, or NOTHING, and the value
               REMOVE: a byte, 1
+              DESCRIBE: a length u64, and how to read its memory directly (`direct.py`), or nothing
+              PLACES: for each key an address u64, the bytes of data there u64 or NOTHING, and the
+              header of its value
 
 Both sides prove that they know the secret, and neither sends it; what follows is not encrypted.
 Values are envelopes with checksums (`store.py`), which their reader checks. Without a secret the
@@ -30,7 +33,9 @@ NONCE_BYTES, PROOF_BYTES = 32, 32
 HEAD = struct.Struct("<BI")
 LENGTH = struct.Struct("<Q")
 NOTHING = (1 << 64) - 1
-FIND, GET, REMOVE = 1, 2, 3
+FIND, GET, REMOVE, DESCRIBE, PLACES = 1, 2, 3, 4, 5
+PLACE = struct.Struct("<QQ")
+MOST_DESCRIPTION = 1 << 20
 MOST_KEYS = 1 << 16
 SECRET = "QUIRE_KV_SECRET"  # the environment variable: a flag could be seen by all users
 
@@ -114,7 +119,7 @@ def request(kind: int, keys: Sequence[bytes]) -> bytes:
 def receive_request(sock: socket.socket) -> tuple[int, list[bytes]]:
     """Return what is asked, and its keys. Raises OSError."""
     kind, num = HEAD.unpack(receive(sock, HEAD.size))
-    if kind not in (FIND, GET, REMOVE) or num > MOST_KEYS:
+    if kind not in (FIND, GET, REMOVE, DESCRIBE, PLACES) or num > MOST_KEYS:
         raise ConnectionError("a peer says what is no request")
     data = bytes(receive(sock, num * KEY.size))
     return kind, [data[i : i + KEY.size] for i in range(0, len(data), KEY.size)]

@@ -25,12 +25,16 @@ from quire.base.kv_orders import (
     Remove,
     Removed,
 )
+from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer_wire import (
+    DESCRIBE,
     FIND,
     GET,
     LENGTH,
     NOTHING,
+    PLACE,
+    PLACES,
     greet,
     parse_address,
     receive_request,
@@ -49,8 +53,8 @@ class ServedBlocks:
     """Carries out the orders for `serve://` at once, on the core's thread, and answers peers.
 
     address: HOST:PORT. port: the one that it listens on, which the system chooses if the address
-    says 0. answer, ring: as of `StoreWorker`. Raises ConfigError for an address that cannot be
-    listened on.
+    says 0. direct: for peers that read the memory itself. answer, ring: as of `StoreWorker`. Raises
+    ConfigError for an address that cannot be listened on.
     """
 
     def __init__(
@@ -59,10 +63,12 @@ class ServedBlocks:
         index: HostIndex,
         answer: Callable[[Answer], None],
         ring: Callable[[], None],
+        direct: DirectSource | None = None,
     ) -> None:
         host, port = parse_address("serve", address)
         self._secret = secret_for(host, "serve")
         self._index, self._answer_core, self._ring = index, answer, ring
+        self._direct = direct
         self._lock = threading.Lock()  # guards what follows
         self._connections: set[socket.socket] = set()
         self._closed = threading.Event()
@@ -113,6 +119,8 @@ class ServedBlocks:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
+        if self._direct is not None:
+            self._direct.close()
 
     # ---- peers -------------------------------------------------------------------------------
 
@@ -153,6 +161,11 @@ class ServedBlocks:
     def _answer(self, sock: socket.socket, kind: int, keys: Sequence[bytes]) -> None:
         if kind == FIND:
             sock.sendall(bytes(self._index.find(keys)))
+        elif kind == DESCRIBE:
+            said = b"" if self._direct is None else self._direct.describe()
+            sock.sendall(LENGTH.pack(len(said)) + said)
+        elif kind == PLACES:
+            sock.sendall(b"".join(self._place(key) for key in keys))
         elif kind == GET:
             for key in keys:
                 parts = self._index.read(key)
@@ -165,3 +178,12 @@ class ServedBlocks:
         else:
             self._index.remove_keys(keys)
             sock.sendall(b"\1")
+
+    def _place(self, key: bytes) -> bytes:
+        """Tell where a block is, with the header of its value: its checksum is over what is there
+        now."""
+        place, parts = self._index.place(key), self._index.read(key)
+        if self._direct is None or place is None or parts is None:
+            return PLACE.pack(0, NOTHING)
+        address = self._direct.address(place.group, place.block)
+        return PLACE.pack(address, memoryview(parts[1]).nbytes) + parts[0]

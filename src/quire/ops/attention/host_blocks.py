@@ -102,6 +102,15 @@ class HostBlocks:
         kv = self._device_kv[place]
         return kv.numel() // kv.shape[self._dim] * kv.element_size()
 
+    def regions(self) -> list[tuple[int, int]]:
+        """Return address and bytes of each mirror, all of which are made."""
+        mirrors = [self._mirror(place) for place in range(len(self._device_kv))]
+        return [(mirror.data_ptr(), mirror.nbytes) for mirror in mirrors]
+
+    def address(self, place: int, block: int) -> int:
+        """Return where a block of a mirror begins."""
+        return self._mirror(place).data_ptr() + block * self.block_bytes(place)
+
     def read(self, place: int, block: int) -> memoryview:
         """Return a copy of a block of a mirror: all of the device's bytes at its index, in C order.
         From any thread."""
