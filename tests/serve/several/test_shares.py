@@ -12,6 +12,7 @@ from quire.serve.several.needs import ModelNeeds, Needs
 from quire.serve.several.shares import described, pool_budget, split
 from quire.serve.several.sizes import least, needs_of
 from tests.serve.checkpoints import text_checkpoint
+from tests.serve.encoder_checkpoints import encoder_checkpoint
 
 NO_OWN = [None, None, None]
 MODELS = [  # weights, workspace, one sequence, most
@@ -27,7 +28,7 @@ def needs(device: str = "cpu", free: int = 20_000, most: bool = True) -> Needs:
 
 
 def without_most(each: ModelNeeds) -> ModelNeeds:
-    return ModelNeeds(each.weights, each.workspace, each.one_sequence, 0)
+    return ModelNeeds(each.weights, each.workspace, each.one_sequence, None)
 
 
 def engine(**settings: object) -> EngineConfig:
@@ -47,6 +48,15 @@ def test_what_one_cannot_use_others_get() -> None:
     assert pools[2] == 40 * MIB
     assert sum(pools) == pytest.approx(9630 * MIB, rel=1e-6)
     assert split(needs(), 3, 10**12, NO_OWN) == [each.most for each in MODELS]
+
+
+def test_an_encoder_takes_no_pool_from_others() -> None:
+    path = str(encoder_checkpoint("bert"))
+    found = needs_of([engine(model=path, dtype="float32", device="cpu")])
+    both = Needs([found.models[0], without_most(MODELS[0])], "cpu", found.free, found.total)
+    pools = split(both, 2, 9000 * MIB, [None, None])
+    assert pools[0] == 0 and pools[1] == pytest.approx(9000 * MIB, rel=1e-6)
+    assert "no KV pool" in described(["bert", "llama"], both, pools, 2)[1]
 
 
 @pytest.mark.parametrize("num_loaded", [1, 2, 3])
@@ -102,7 +112,7 @@ def test_needs_are_found_without_loading() -> None:
     found = needs_of(configs)
     tiny, demo = found.models
     assert found.device == "cpu" and found.free > 0
-    assert 0 < tiny.weights < demo.weights and 0 < tiny.one_sequence <= tiny.most
+    assert 0 < tiny.weights < demo.weights and 0 < tiny.one_sequence <= (tiny.most or 0)
     # One sequence of 128 tokens: 9 blocks of 16, keys and values of 2 layers, 2 heads of 8.
     assert tiny.one_sequence == pytest.approx(9 * 16 * 2 * 2 * 2 * 8 * 4, rel=0.06)
 

@@ -5,12 +5,13 @@ import msgspec
 
 class ModelNeeds(msgspec.Struct, frozen=True):
     """Bytes. one_sequence: of a KV pool that holds the longest sequence, 0 if whatever fits will
-    do. most: of the pool that the model would take alone; 0 if that is not known before."""
+    do. most: of the pool that the model would take alone, 0 of an encoder; None if that is not
+    known before."""
 
     weights: int
     workspace: int
     one_sequence: int
-    most: int
+    most: int | None
 
 
 class Needs(msgspec.Struct, frozen=True):

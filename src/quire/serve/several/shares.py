@@ -107,7 +107,7 @@ def _pools(
     pools = []
     for each, first, given in zip(needs.models, least, own, strict=True):
         pool = first + int(factor * max(1, each.weights))
-        most = max(each.most or pool, first)
+        most = pool if each.most is None else max(each.most, first)
         pools.append(first if given is not None else min(pool, most))
     return pools
 
@@ -122,7 +122,8 @@ def described(
     for name, each, pool in zip(names, needs.models, pools, strict=True):
         lines.append(
             f"  {name:{width}}  weights {each.weights / MIB:,.0f} MiB, workspace"
-            f" {each.workspace / MIB:,.0f} MiB, KV pool {pool / MIB:,.0f} MiB"
+            f" {each.workspace / MIB:,.0f} MiB, "
+            + (f"KV pool {pool / MIB:,.0f} MiB" if pool else "no KV pool")
         )
     sums = (
         [each.weights for each in needs.models],

@@ -65,7 +65,9 @@ def _needs(config: EngineConfig) -> tuple[ModelNeeds, str]:
     spec = with_pooling(spec, source.directory, model)
     own = spec.of_ranks(found.config.parallel.tensor_parallel_size)
     workspace = workspace_of(found.config, own)
-    most = 0 if found.memory is None else found.memory.pool_bytes
+    if own.is_encoder:  # it computes a prompt in one step
+        return ModelNeeds(found.weights_bytes, workspace, 0, 0), found.config.device
+    most = found.memory.pool_bytes if found.memory else None
     needs = ModelNeeds(found.weights_bytes, workspace, _one_sequence(found.config, own), most)
     return needs, found.config.device
 
