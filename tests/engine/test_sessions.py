@@ -311,3 +311,14 @@ def test_metrics_tell_what_is_held(reference: Engine) -> None:
     assert [float(number) for number in told()] == [2, 2 * held.num_tokens]
     reference.client.keep(held.id, 0.0)
     assert [float(number) for number in told()] == [0, 0]
+
+
+def test_ids_behind_what_is_shared_are_checked(reference: Engine) -> None:
+    """What a fork shares is known to be in the vocabulary; what is put behind it is not."""
+    held = reference.kept()
+    fork = Fork(held.id, 0, 5)
+    for wrong in (-1, 1 << 20, 1 << 40):
+        with pytest.raises(RequestError, match="not in the vocabulary"):
+            reference.ask([*held.token_ids[:5], wrong], fork)
+        with pytest.raises(RequestError, match="does not begin with"):
+            reference.ask([*held.token_ids[:4], wrong, 7], fork)

@@ -44,8 +44,9 @@ class RequestLimits:
         num = next(i for i, token_id in enumerate(guesses) if not 0 <= token_id < size)
         return msgspec.structs.replace(draft, token_ids=guesses[:num])
 
-    def check(self, request: Request) -> None:
-        """Raise RequestError for what this engine can never serve."""
+    def check(self, request: Request, num_known: int = 0) -> None:
+        """Raise RequestError for what this engine can never serve. num_known: tokens that the
+        prompt begins with and that are in the vocabulary for sure."""
         params = request.params
         params.check_samples()
         self._check_kind(request)
@@ -62,7 +63,7 @@ class RequestLimits:
                 " for fewer or raise max_num_seqs.",
                 name,
             )
-        self._check_prompt(request.prompt_token_ids)
+        self._check_prompt(request.prompt_token_ids, num_known)
         params.check_vocab(self.vocab_size)
         _check_named_in_prompt(request)
         if params.use_beam_search:
@@ -138,7 +139,7 @@ class RequestLimits:
                 name,
             )
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def _check_prompt(self, prompt: list[int], num_known: int) -> None:
         if self.pools:
             if not 1 <= len(prompt) <= self.max_model_len:
                 raise RequestError(
@@ -154,7 +155,8 @@ class RequestLimits:
             )
         if self.tells_texts:
             prompt = list(map(plain_id, prompt))
-        check_vocabulary(prompt, self.vocab_size)
+        if len(prompt) > num_known:
+            check_vocabulary(prompt[num_known:] if num_known else prompt, self.vocab_size)
 
 
 def gives_no_text() -> RequestError:
@@ -223,21 +225,32 @@ def check_kept(request: Request, keep_s: float) -> None:
         raise RequestError("one of n continuations cannot take the place of what it goes on from.")
 
 
-def check_fork(request: Request, sources: list[HeldRequest]) -> None:
+def check_fork(request: Request, sources: list[HeldRequest]) -> int:
     """Raise RequestError unless a fork begins with the tokens of what it goes on from. sources:
-    that sequence, or none: then it is computed like any other."""
+    that sequence, or none: then it is computed like any other. Returns how many of its tokens are
+    another's, and so in the vocabulary."""
     fork = request.fork
     if fork is None:
-        return
+        return 0
     for source in sources:
-        begins = array.array("i", request.prompt_token_ids[: fork.num_tokens]).tobytes()
-        if fork.num_tokens > source.num_tokens or not source.tokens.startswith(begins):
+        if fork.num_tokens > source.num_tokens or not _begins(request, source.tokens):
             raise RequestError(
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
                 f" {fork.request_id!r}; it may have been rewound. Ask for its tokens again."
             )
         if request.cache_salt != source.cache_salt:
             raise RequestError("a fork has the cache_salt of what it goes on from.", "cache_salt")
+    return fork.num_tokens if sources else 0
+
+
+def _begins(request: Request, tokens: bytes) -> bool:
+    """Tell whether the tokens that a fork shares are the first of these (int32)."""
+    assert request.fork is not None, "it is no fork"
+    try:
+        begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
+    except OverflowError:
+        return False
+    return tokens.startswith(begins.tobytes())
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:

@@ -173,11 +173,12 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never be served, and EngineBusy if too
         many wait already."""
-        self.limits.check(request)
+        fork, num_known = request.fork, 0
+        if fork is not None:
+            num_known = check_fork(request, self.held(fork.request_id, fork.index))
+        self.limits.check(request, num_known)
         if request.grammar and self._grammars is None:
             raise RequestError("this engine takes no grammars; leave the form of the answer out.")
-        if request.fork is not None:
-            check_fork(request, self.held(request.fork.request_id, request.fork.index))
         self._check_queue()
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:

@@ -119,6 +119,15 @@ class BlockPool:
             else:
                 self._unused[block_id] = None
 
+    def release_all(self, blocks: Iterable[int]) -> None:
+        """Release each of these, in their order."""
+        refs = self._num_refs
+        for block_id in blocks:
+            if refs[block_id] > 1:
+                refs[block_id] -= 1
+            else:
+                self.release(block_id)
+
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
 

@@ -155,8 +155,7 @@ class BlockTable:
 
     def free(self) -> None:
         """Release everything, last block first, so that a prefix's beginning is evicted last."""
-        for block_id in reversed(self.live_blocks):
-            self._pool.release(block_id)
+        self._pool.release_all(reversed(self.live_blocks))
         self.blocks = []
         self.num_tokens = 0
         self.num_dropped = 0

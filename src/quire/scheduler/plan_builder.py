@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -50,8 +51,8 @@ class PlanBuilder:
         """Add a row that begins as a copy of its parent's: the parent's table on the device may
         lack what this plan writes into it."""
         self.forked.append(fork)
-        mine = [(g, i, b) for g, row, i, b in self.writes if row == fork.parent]
-        self.writes += [(g, fork.child, i, b) for g, i, b in mine]
+        parent, child = fork.parent, fork.child
+        self.writes += [(g, child, i, b) for g, row, i, b in self.writes if row == parent]
         found = [table.live_blocks for table in blocks.tables]
         self.shared.append(SharedBlocks(fork.child, found, [[] for _ in found]))
 
@@ -65,8 +66,8 @@ class PlanBuilder:
     def add_table(self, sequence: Sequence, num_blocks: int | None = None) -> None:
         """Add the block-table entries of a row; num_blocks: of the first of them only."""
         for g, table in enumerate(sequence.blocks.tables):
-            for index in range(table.num_dropped, len(table.blocks[:num_blocks])):
-                self.writes.append((g, sequence.row, index, table.blocks[index]))
+            row, first, blocks = sequence.row, table.num_dropped, table.blocks[:num_blocks]
+            self.writes += [(g, row, i, b) for i, b in enumerate(blocks[first:], first)]
 
     def drop_rows(self, rows: set[int]) -> None:
         """Forget what was planned for rows that are preempted: a copy must not go into a block
@@ -78,8 +79,9 @@ class PlanBuilder:
     def block_writes(self) -> BlockWrites:
         if not self.writes:
             return BlockWrites()
-        columns = np.asarray(self.writes, np.int32).T.copy()
-        return BlockWrites(*columns)
+        # Of tuples this is three times as fast as asarray: a long prompt has thousands.
+        flat = np.fromiter(chain.from_iterable(self.writes), np.int32, 4 * len(self.writes))
+        return BlockWrites(*flat.reshape(-1, 4).T.copy())
 
     def moves(self) -> tuple[Move, ...]:
         """Return the moves: what goes out, what comes in, then the step's copies, one per cache
