@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from quire.base.errors import MissingDependency
@@ -22,13 +23,16 @@ POLL_S = 0.0002
 
 
 class NixlTransfer:
-    """An agent of NIXL, with a name that no other has."""
+    """An agent of NIXL, with a name that no other has. It begins with what needs it first: from
+    then on a thread of NIXL's own looks for work without a pause, and takes a core."""
 
     def __init__(self) -> None:
-        config = nixl_agent_config(backends=[BACKEND])
-        with _errors():
-            self._agent: Any = nixl_agent(f"quire-{secrets.token_hex(16)}", config)
         self._registered: list[Any] = []
+
+    @cached_property
+    def _agent(self) -> Any:
+        config = nixl_agent_config(backends=[BACKEND])
+        return nixl_agent(f"quire-{secrets.token_hex(16)}", config)
 
     def register(self, regions: Sequence[Region]) -> None:
         listed = [(address, num_bytes, 0, "") for address, num_bytes in regions]
