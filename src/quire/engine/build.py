@@ -58,7 +58,7 @@ logger = logging.getLogger("quire")
 MOST_MASK_THREADS = 8  # beside a GPU
 Draft = Callable[[DraftOrder], DraftAnswer]
 Progress = Callable[[int, int], None]
-# Where blocks are kept
+# Where blocks are kept: the settings of an engine that asks no store.
 STORE_SETTINGS = {
     "kv_disk_dir": None,
     "kv_store": (),

@@ -1,6 +1,7 @@
 """Which class implements which `model_type`: ours, those of packages made for us, and for all
 others those of transformers."""
 
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,7 @@ ENCODERS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "roberta": Roberta,
     "xlm-roberta": Roberta,
 }
-OWN = MODELS | ENCODERS
+OWN = ChainMap(MODELS, ENCODERS)
 
 
 def model_spec(

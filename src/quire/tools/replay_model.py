@@ -96,7 +96,7 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     settings = {n: v for n, v in recorded.items() if n not in NOT_RECORDED} | dict(overrides)
     if scheduler.memory.kv.tier is not None and settings.get("kv_host_gb") is None:
         settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, also from stores
-    settings |= dict.fromkeys(STORE_SETTINGS)
+    settings |= STORE_SETTINGS
     config = config_from_flat(disable_log_stats=True, **settings)
     ranks = start_ranks(config)
     with ended_if_raised(ranks):
