@@ -41,7 +41,8 @@ def wanted() -> Found:
 
 
 def files_of(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob("*") if path.is_file())
+    """The blocks' files, without the lock that lies beside them."""
+    return directory.rglob("*.kv")
 
 
 def test_another_engine_finds_what_one_has_left(tmp_path: Path, wanted: Found) -> None:

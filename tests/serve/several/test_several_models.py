@@ -178,7 +178,8 @@ def test_what_each_is_can_be_read(server: Server) -> None:
 
 
 def test_metrics_are_told_apart_by_model_name(server: Server) -> None:
-    answer(server, "b", "one more")
+    for name in "ab":
+        answer(server, name, "one more")
     text = ask(server, "/metrics")[1]
     for name in "ab":
         assert re.search(rf'^quire:prompt_tokens_total{{.*model_name="{name}"}} [1-9]', text, re.M)
