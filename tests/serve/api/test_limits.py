@@ -232,7 +232,7 @@ def test_requests_that_never_get_finished_are_given_up(
     """A body that stops coming in is answered; half a head is not worth an answer."""
     monkeypatch.setattr("quire.serve.api.limits.BODY_S", 0.05)
     monkeypatch.setattr("quire.serve.api.http.HEAD_S", 0.05)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     config = uvicorn.Config(
         create_app(make_context()), http=TimedProtocol, lifespan="off", log_config=None
     )

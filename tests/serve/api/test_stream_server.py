@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "streaming.md"
 STORY = "Once upon a time, there was a little fox. It lived in the woods, and one day it"
 START = {"type": "start", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 HANDSHAKE = (
-    "Host: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    "Host: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
 )
 
@@ -73,7 +73,7 @@ def test_the_client_of_the_document(server_url: str) -> None:
     source = source.replace("127.0.0.1:8000", urlsplit(server_url).netloc)
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    prompt = "The little fox said: I am hungry. What shall I eat today?"
+    prompt = "Once upon a time there was a fox named Anna. One morning Anna went to the forest."
     assert done.stdout.startswith(text_of(prompt, max_tokens=40))
     assert "prompt_tokens" in done.stdout
 
@@ -184,7 +184,7 @@ def test_only_the_head_of_a_handshake_is_timed(
     monkeypatch.setattr("quire.serve.api.http.HEAD_S", 0.2)
     with serving(make_context()) as url, opened(url) as line:
         address = urlsplit(url)
-        for before in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+        for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
             with socket.create_connection((address.hostname, address.port), timeout=30) as half:
                 half.sendall(before + f"GET /v1/stream HTTP/1.1\r\n{HANDSHAKE}".encode())
                 while half.recv(1000):

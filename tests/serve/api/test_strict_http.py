@@ -11,13 +11,13 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.strict_http import MAX_CHUNKS, MAX_HEAD_BYTES
 from tests.serve.api.direct import wait_until
 
-JSON = b"Host: x\r\nContent-Type: application/json\r\n"
+JSON = b"Host: localhost\r\nContent-Type: application/json\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\n" + JSON
 BODY = b'{"prompt": "a"}'
 LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
-SMUGGLED = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+SMUGGLED = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def exchange(url: str, data: bytes) -> bytes:
@@ -36,7 +36,7 @@ def exchange(url: str, data: bytes) -> bytes:
 
 def padded(num_bytes: int) -> bytes:
     """The head of a request, of so many bytes."""
-    head = b"GET /version HTTP/1.1\r\nHost: x\r\nX: %s\r\n\r\n"
+    head = b"GET /version HTTP/1.1\r\nHost: localhost\r\nX: %s\r\n\r\n"
     return head % (b"a" * (num_bytes - len(head) + 2))
 
 
@@ -64,9 +64,9 @@ def padded(num_bytes: int) -> bytes:
         (POST + b"X: a\rb\r\n" + LENGTH + b"\r\n" + BODY, "CR LF"),
         (POST + b"X: a\0b\r\n" + LENGTH + b"\r\n" + BODY, "CR LF"),
         (b"GET /version HTTP/1.1\r\n\r\n", "Host"),
-        (b"GET /version HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", "Host"),
-        (b"\r\nGET /version HTTP/1.1\r\nHost: a\r\n\r\n", "no request line"),
-        (b"GET /version\r\nHost: a\r\n\r\n", "illegal request line"),
+        (b"GET /version HTTP/1.1\r\nHost: localhost\r\nHost: b\r\n\r\n", "Host"),
+        (b"\r\nGET /version HTTP/1.1\r\nHost: localhost\r\n\r\n", "no request line"),
+        (b"GET /version\r\nHost: localhost\r\n\r\n", "illegal request line"),
     ],
     ids=lambda value: value if isinstance(value, str) else "head",
 )
@@ -137,7 +137,12 @@ def test_a_body_that_breaks_off_while_it_is_answered(
     server_url: str, server_context: ApiContext, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The answer has begun, so that there is no status to send any more."""
-    data = b"GET /version HTTP/1.1\r\nHost: x\r\n" + CHUNKED + b"\r\n" + b"1\r\nx\r\nnonsense\r\n"
+    data = (
+        b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
+        + CHUNKED
+        + b"\r\n"
+        + b"1\r\nx\r\nnonsense\r\n"
+    )
     assert exchange(server_url, data).count(b"HTTP/1.1 ") <= 1
     wait_until(lambda: server_context.num_open == 0)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

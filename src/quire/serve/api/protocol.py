@@ -290,7 +290,9 @@ JsonSchema = Annotated[
         {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": MAX_SCHEMA_FIELDS}]}
     ),
 ]
-TransferParams = Annotated[dict[str, Any], at_most(MAX_TRANSFER_FIELDS)]
+TransferParams = Annotated[
+    dict[str, Any], Field(max_length=MAX_TRANSFER_FIELDS), at_most(MAX_TRANSFER_FIELDS)
+]
 Choice = Annotated[str, Field(min_length=1)]
 Choices = Annotated[
     list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)
