@@ -14,13 +14,12 @@ as a share of the whole step with the device's pause.
 
 import gc
 import multiprocessing
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.recording import BLOCK_SIZE, PROMPT_LEN, TURN, requests
+from benchmarks.recording import BLOCK_SIZE, PROMPT_LEN, TURN, requests, share, times_of
 from benchmarks.virtual.dry_run import RandomExecutor, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.kv_events import KVEventsConfig
@@ -117,7 +116,7 @@ def compare(
     telling.close()
     listener.terminate()
     listener.join()
-    plain, told = _times(load.plain_ms), _times(load.told_ms)
+    plain, told = times_of(load.plain_ms), times_of(load.told_ms)
     return {
         "rows": num_rows,
         "load": "churn" if churns else "steady",
@@ -129,21 +128,12 @@ def compare(
     }
 
 
-def _times(ms: list[float]) -> dict[str, float]:
-    cut = sorted(ms)[: int(0.98 * len(ms))]  # without what the machine did to a few of them
-    return {"median": statistics.median(ms), "mean": statistics.mean(cut), "max": max(ms)}
-
-
-def share(line: dict[str, Any], kind: str) -> float:
-    return float(line["told_ms"][kind] / line["plain_ms"][kind] - 1)
-
-
 def print_line(line: dict[str, Any]) -> None:
     print(
         f"{line['rows']:6,} {line['load']:>7} {line['tokens']!s:>7} {line['device_ms']:7.1f}"
         f" {line['plain_ms']['median']:8.3f} {line['told_ms']['median']:8.3f}"
-        f" {share(line, 'median'):8.1%} {share(line, 'mean'):8.1%} {line['of_step']:8.2%}"
-        f" {AIM:6.0%}",
+        f" {share(line, 'median', 'told_ms'):8.1%} {share(line, 'mean', 'told_ms'):8.1%}"
+        f" {line['of_step']:8.2%} {AIM:6.0%}",
         flush=True,
     )
 

@@ -122,15 +122,16 @@ def compare(num_rows: int, churns: bool, num_steps: int, device_s: float) -> dic
         "rows": num_rows,
         "load": "churn" if churns else "steady",
         "device_ms": device_s * 1e3,
-        "plain_ms": _times(load.plain_ms),
-        "recorded_ms": _times(load.recorded_ms),
+        "plain_ms": times_of(load.plain_ms),
+        "recorded_ms": times_of(load.recorded_ms),
         "writer_ms": cpu_s * 1e3 / num_steps,
         "bytes_per_step": num_bytes / num_steps,
         "snapshot_ms": snapshot_ms,
     }
 
 
-def _times(ms: list[float]) -> dict[str, float]:
+def times_of(ms: list[float]) -> dict[str, float]:
+    """Return median, mean and maximum of some steps' milliseconds."""
     cut = sorted(ms)[: int(0.98 * len(ms))]  # without what the machine did to a few of them
     return {"median": statistics.median(ms), "mean": statistics.mean(cut), "max": max(ms)}
 
@@ -139,8 +140,9 @@ def _size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-def share(line: dict[str, Any], kind: str) -> float:
-    return float(line["recorded_ms"][kind] / line["plain_ms"][kind] - 1)
+def share(line: dict[str, Any], kind: str, changed: str = "recorded_ms") -> float:
+    """Return how much more the steps called `changed` take than plain ones. kind: of times."""
+    return float(line[changed][kind] / line["plain_ms"][kind] - 1)
 
 
 def print_line(line: dict[str, Any]) -> None:
