@@ -371,9 +371,12 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
 def answers(num_others: int, settings: dict[str, Any]) -> list[Any]:
     """Tokens and log-probabilities of the prompt's answer, sent twice: the second finds a cache."""
     where = {"device": "cpu" if INTERPRETED else "cuda"}
-    params = SamplingParams(temperature=0.9, seed=1, max_tokens=5, logprobs=1, ignore_eos=True)
-    prompts = [{"prompt_token_ids": [3 + i] * (9 + 6 * i)} for i in range(num_others)]
-    prompts.append({"prompt_token_ids": PROMPT})  # who comes last is preempted first
+    # The others begin small and grow while the last, who is preempted first, is computed.
+    drawn = {"temperature": 0.9, "seed": 1, "logprobs": 1, "ignore_eos": True}
+    params = [SamplingParams(**drawn, max_tokens=20) for _ in range(num_others)]
+    params.append(SamplingParams(**drawn, max_tokens=5))
+    prompts = [{"prompt_token_ids": [3 + i] * 5} for i in range(num_others)]
+    prompts.append({"prompt_token_ids": PROMPT})
     with LLM(str(checkpoint("llama")), **SETTINGS | where | settings) as llm:
         rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
     was_preempted = any(outputs[-1].metrics.num_preemptions for outputs in rounds)

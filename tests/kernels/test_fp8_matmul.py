@@ -56,7 +56,10 @@ def test_a_product_of_rounded_activations(
     got = fp8_matmul.matmul(wide.to(device)[:, 5 : 5 + inputs], packed, bias.to(device))
     assert got.dtype == dtype
     near = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(got.double().cpu(), wanted, atol=near, rtol=near)
+    # Hopper's e4m3 instruction cuts each addend off at 13 bits below the largest.
+    cut_off = 0.0 if INTERPRETED else 2.0**-11 * (rounded(x, group).abs() @ weight.abs().T)
+    apart = (got.double().cpu() - wanted).abs()
+    assert bool((apart <= near + near * wanted.abs() + cut_off).all()), apart.max()
     exact = torch.nn.functional.linear(x.double(), weight, bias.double())
     error = (got.double().cpu() - exact).norm() / exact.norm()
     assert 0.005 < error < 0.05, error

@@ -60,8 +60,9 @@ def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], to
 def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     tokens, logprobs = run(architecture, "float32", device)
-    assert used >= {"norm", "gate", "embedding", "logprobs"}
+    assert used >= {"norm", "embedding", "logprobs"}
     assert ("moe" in used) == (architecture == "qwen3_moe")
+    assert "moe" in used or "gate" in used  # experts have the gate in their products
     used.clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     wanted, wanted_logprobs = run(architecture, "float32", device)
@@ -89,4 +90,5 @@ def test_a_seed_gives_the_same_text(used: set[str], monkeypatch) -> None:
 
 def test_float64_takes_torchs_operations(used: set[str]) -> None:
     run("llama", "float64", "cpu" if INTERPRETED else "cuda")
-    assert used <= {"row_deltas"}  # rows, and tokens by logits in float32
+    # Rows, tokens by logits in float32, and moves of blocks, whatever is in them.
+    assert used <= {"row_deltas", "blocks"}

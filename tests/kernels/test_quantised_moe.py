@@ -165,9 +165,9 @@ def test_a_model_with_quantised_experts(
             layer.weight.copy_(quantised(layer.weight, formats.layers).dequantised())
     sequences, chunks = random_tokens(5), [[3, 2]]
     wanted = torch.cat(
-        run_paged(exact, checkpoint.spec, sequences, chunks, dtype=torch.float64)
+        run_paged(exact, checkpoint.spec, sequences, chunks, dtype=torch.float64, device=device)
     ).float()
-    got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks))
+    got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks, device=device))
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     empty = make_model(checkpoint.spec, torch.float32, torch.device("meta"))
     assert planned_bytes(empty, torch.float32, device, formats) == model_bytes(model)
@@ -178,7 +178,7 @@ def test_a_model_with_quantised_experts(
         if isinstance(layer, models.StackedExperts)
         for name in ("gate_up", "down")
     )
-    got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks))
+    got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks, device=device))
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -197,7 +197,7 @@ def test_gpt_oss_in_mxfp4(
         weights = layer.mlp.experts.gate_up, layer.mlp.experts.down
         assert [weight.format for weight in weights] == ["mxfp4", "mxfp4"]
     sequences, chunks = random_tokens(7), [[3, 4]]
-    got = torch.cat(run_paged(model, spec, sequences, chunks)).double().cpu()
+    got = torch.cat(run_paged(model, spec, sequences, chunks, device=device)).double().cpu()
     wanted = torch.cat(exact_logits(plain, sequences))
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
     make_deterministic(model)

@@ -39,7 +39,7 @@ def quantised(weight_NK: torch.Tensor, quantization: Quantization) -> StoredRows
 
 def _float8(values_NK: torch.Tensor) -> Float8Rows:
     largest_N1 = values_NK.abs().amax(dim=1, keepdim=True)
-    scales_N1 = largest_N1 / LARGEST_FLOAT8
+    scales_N1 = _divided(largest_N1, LARGEST_FLOAT8)
     rounded_NK = values_NK / torch.where(scales_N1 > 0, scales_N1, 1.0)
     rounded_NK = rounded_NK.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8)
     return Float8Rows(rounded_NK.to(torch.float8_e4m3fn), scales_N1, values_NK.shape[1])
@@ -67,7 +67,7 @@ def _scales(
     """Of int4 the largest weights may be clipped: with 15 levels that often costs less than what
     all others gain by finer steps. The least squared error decides."""
     largest_NG = grouped_NGS.abs().amax(dim=-1)
-    best_NG = _bfloat16_up(largest_NG / levels)
+    best_NG = _bfloat16_up(_divided(largest_NG, levels))
     if not searches:
         return best_NG
     # The core leaves out of an error what does not fill its lanes; only a last group may not.
@@ -77,12 +77,18 @@ def _scales(
     least_NG = _squared_error(grouped_NGS, best_NG, levels, kept)
     for i in range(1, TRIED_SCALES + 1):
         share = _float32(1.0 - _float32(_float32(SCALE_STEP) * i))
-        scales_NG = (largest_NG * share / levels).bfloat16().float()
+        scales_NG = _divided(largest_NG * share, levels).bfloat16().float()
         error_NG = _squared_error(grouped_NGS, scales_NG, levels, kept)
         is_better = (error_NG < least_NG) & (scales_NG > 0)
         least_NG = torch.where(is_better, error_NG, least_NG)
         best_NG = torch.where(is_better, scales_NG, best_NG)
     return best_NG
+
+
+def _divided(values: torch.Tensor, number: float) -> torch.Tensor:
+    """Divide as a CPU does. By a number that is not on it a GPU multiplies with its inverse, which
+    rounds otherwise."""
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
 
 
 def _bfloat16_up(values: torch.Tensor) -> torch.Tensor:

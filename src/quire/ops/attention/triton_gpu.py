@@ -256,7 +256,8 @@ class TritonBackend(MovesBlocks):
         if work is None or work.cut.group_size != group_size:
             step = self._step
             assert step is not None, "prepare comes first"
-            cut = self._cut.of_group(group_size, self._layout.groups[group].window, size)
+            window = self._layout.groups[group].window
+            cut = self._cut.of_group(group_size, window, size, self._layout.dtype.itemsize)
             slot_bytes = 4 * num_heads * (size + 2)
             while cut.fewer is not None and slot_bytes * _slots(cut, step) > PARTS_BYTES:
                 cut = cut.fewer

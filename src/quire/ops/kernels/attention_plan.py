@@ -41,6 +41,7 @@ MERGE = 4  # numbers of a merge
 HEADER = 8  # numbers before the items; two are used
 LEAST_ROWS = 16  # of a matrix product
 MOST_GROUP = 128  # rows of the largest
+MOST_LONG_BYTES = 512  # of a head whose queries have long tiles: float32 of 256 would be spilled
 FIXED_ROWS = 64  # of all products of a fixed cut: the fewest of Hopper's matrix instruction
 
 
@@ -69,12 +70,16 @@ class Cut:
     fixed_chunk: int = 1024
     split_tiles: int = 4
 
-    def of_group(self, group_size: int, window: int | None, head_dim: int) -> "Cut":
-        """The same for a cache group."""
+    def of_group(
+        self, group_size: int, window: int | None, head_dim: int, itemsize: int = 2
+    ) -> "Cut":
+        """The same for a cache group. itemsize: bytes of a number that products take."""
         assert group_size <= MOST_GROUP, f"{group_size} query heads of one KV head are too many"
         short = replace(self, group_size=group_size, window=window or 0)
         if self.is_fixed:
             assert self.fixed_chunk % self.align == 0, "chunks must begin where tiles do"
+            return replace(short, long_rows=short.short_rows)
+        if head_dim * itemsize > MOST_LONG_BYTES:
             return replace(short, long_rows=short.short_rows)
         # The sums of 128 rows of 256 numbers would not fit into a multiprocessor's registers.
         rows = min(self.long_rows, 64) if head_dim > 128 else self.long_rows

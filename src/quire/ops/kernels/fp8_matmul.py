@@ -69,7 +69,8 @@ def _round_kernel(
         if BY_CHUNK:
             scale = scale_of(tl.max(tl.abs(x), axis=1), LARGEST)
             tl.store(scales_ptr + row * num_chunks + chunks, scale, mask=chunks < num_chunks)
-        values = tl.minimum(tl.maximum(x / scale[:, None], -LARGEST), LARGEST, tl.PropagateNan.ALL)
+        shares = tl.div_rn(x, tl.zeros_like(x) + scale[:, None])  # / is an approximation
+        values = tl.minimum(tl.maximum(shares, -LARGEST), LARGEST, tl.PropagateNan.ALL)
         codes_at = codes_ptr + (row * num_chunks + chunks[:, None]) * CHUNK + at[None, :]
         mask = (chunks < num_chunks)[:, None] & (at < CHUNK)[None, :]
         tl.store(codes_at, values.to(tl.float8e4nv), mask=mask)
@@ -77,7 +78,7 @@ def _round_kernel(
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    return tl.where(largest > 0.0, largest / LARGEST, 1.0)
+    return tl.where(largest > 0.0, tl.div_rn(largest, tl.zeros_like(largest) + LARGEST), 1.0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
