@@ -8,6 +8,8 @@ Two engines in this process, one after the other on the same cores. For each run
 salt), `warm` with them, from the request on: look-up, fetch, loading, the tail of the prompt.
 `kept` is how much later than the first engine's answer its last block is in the store. Moved bytes
 are compared with those of the blocks that the second engine lacks. Run it on a quiet machine.
+`CPU` is the time of all threads of this process during `warm`. --second-store: of the second
+engine, if it is another one, as with `serve://127.0.0.1:7400` and `peer://127.0.0.1:7400`.
 """
 
 import argparse
@@ -49,18 +51,22 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--store", default=f"shm:bench-{os.getpid()}")
+    parser.add_argument("--second-store", help="if it is another one")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     settings: dict[str, Any] = {
         "model": options.model, "load_format": options.load_format, "dtype": options.dtype,
-        "max_model_len": options.prompt + 64, "kv_store": (options.store,),
-        "disable_log_stats": True, "max_num_seqs": 4,
+        "max_model_len": options.prompt + 64, "disable_log_stats": True, "max_num_seqs": 4,
         "kv_cache_memory_bytes": 2 << 30,
     }  # fmt: skip
     numbers = np.random.default_rng(0)
     rows = []
-    with LLM(**settings) as first, LLM(**settings) as second:
+    stores = (options.store,), (options.second_store or options.store,)
+    with (
+        LLM(**settings, kv_store=stores[0]) as first,
+        LLM(**settings, kv_store=stores[1]) as second,
+    ):
         scheduler = second._alive.client.core.scheduler
         block_bytes = sum(scheduler.memory.kv.block_bytes)
         for run in range(options.runs + 1):
@@ -69,16 +75,16 @@ def main() -> None:
             cold, _ = first_token_s(second, prompt | {"cache_salt": f"cold {run}"}, None)
             _, told = first_token_s(first, prompt, FIRST_LEG)
             kept = wait_until_kept(first)
-            before = scheduler.stores.view()
+            before, cpu_s = scheduler.stores.view(), time.process_time()
             warm, output = first_token_s(second, prompt, told.kv_transfer_params)
-            after = scheduler.stores.view()
+            after, cpu_s = scheduler.stores.view(), time.process_time() - cpu_s
             moved = after.num_fetched_bytes - before.num_fetched_bytes
             missing = (options.prompt - 1) // scheduler.memory.block_size * block_bytes
             if run:  # the first one warms up
                 rows.append((cold, warm, kept))
                 print(
-                    f"cold {cold * 1e3:8.1f} ms  warm {warm * 1e3:8.1f} ms ({warm / cold:6.1%}) "
-                    f" kept {kept * 1e3:6.1f} ms later  moved {moved / 1e6:8.1f} MB of"
+                    f"cold {cold * 1e3:8.1f} ms  warm {warm * 1e3:8.1f} ms ({warm / cold:6.1%},"
+                    f" CPU {cpu_s * 1e3:.0f} ms)  kept {kept * 1e3:6.1f} ms later  moved {moved / 1e6:8.1f} MB of"
                     f" {missing / 1e6:8.1f} MB missing  cached {output.num_cached_tokens}"
                 )
     colds, warms, kepts = (statistics.median(each) for each in zip(*rows, strict=True))

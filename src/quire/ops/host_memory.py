@@ -7,6 +7,7 @@ import functools
 import math
 import mmap
 import os
+import sys
 import warnings
 from pathlib import Path
 
@@ -20,6 +21,7 @@ ALIGNMENT = 64  # a vector of AVX-512, a line of the cache
 # Linux has these:
 MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -117,6 +119,17 @@ def forget_pages(values: torch.Tensor) -> None:
     length = (values.data_ptr() + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:
         _system().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
+
+
+def populate(address: int, num_bytes: int) -> bool:
+    """Have the system hand out all pages of this memory that it has not yet; what is written there
+    stays as it is. False if it cannot do that. Lets other threads run."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    end = aligned(address + num_bytes, mmap.PAGESIZE)
+    if not sys.platform.startswith("linux"):
+        return False
+    place, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
+    return bool(_system().madvise(place, size, MADV_POPULATE_WRITE) == 0)
 
 
 @functools.cache

@@ -37,6 +37,7 @@ def connect_stores(
             f"the attention backend {backend_name} keeps its blocks to itself, so there is no"
             f" use of {settings[0]}; leave it out, or take another attention_backend."
         )
+    memory.keep_ready()
     answers: SimpleQueue[Answer] = SimpleQueue()
     most_bytes, fingerprint = int(cache.kv_disk_gb * 1e9), core.scheduler.memory.names.fingerprint
     workers: list[Worker] = []

@@ -12,6 +12,7 @@ making of mirrors; the blocks themselves need none, since whoever was told to mo
 only one that does.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -20,12 +21,14 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.attention.block_moves import last_writes
+from quire.ops.attention.memory_ahead import MemoryAhead
 from quire.ops.attention.streams import Int32, Streams, streams_of
 from quire.ops.attention.transfers import Blocks, Transfers, as_numpy
 from quire.ops.host_memory import lazy_zeros
 
 PART_BYTES = 16 << 20  # of what a GPU gathers and sends at once
 NUM_SLOTS = 8  # parts on their way at once: as much pinned memory, and as much of the device's
+AHEAD_BYTES = 512 << 20  # of host memory, and of a device that is the host, if it is kept ready
 LEAST_SLOTS = 2  # of blocks that are larger than a part: states are, of many layers
 
 
@@ -54,6 +57,9 @@ class HostBlocks:
         self._part_bytes = part_bytes
         self._host_kv: list[torch.Tensor | None] = [None] * len(device_kv)
         self._lock = threading.Lock()
+        self._is_kept_ready = False
+        self._host_ahead: list[MemoryAhead | None] = [None] * len(device_kv)
+        self._device_ahead: list[MemoryAhead | None] = [None] * len(device_kv)
         if streams is None and device_kv:
             streams = streams_of(device_kv[0])
         self._transfers: Transfers | None = None
@@ -63,13 +69,24 @@ class HostBlocks:
             num_slots = max(LEAST_SLOTS, num_slots * part_bytes // slot_bytes)
             self._transfers = Transfers(streams, slot_bytes, num_slots)
 
+    def keep_ready(self) -> None:
+        """Have memory handed out ahead of its use from now on: somebody waits for what is written
+        there."""
+        self._is_kept_ready = True
+        for place, kv in enumerate(self._device_kv):
+            if kv.numel() and kv.device.type == "cpu":
+                self._device_ahead[place] = self._begin_ahead(kv, self._dim)
+            self._mirror(place)
+
     def swap_out(self, place: int, source: Int32, destination: Int32) -> None:
         """Copy blocks `source` of a device tensor to blocks `destination` of its mirror. Waits only
         if more is on its way than there are slots for."""
         mirror, device = self._mirror(place), self._device_kv[place]
+        _note(self._host_ahead[place], destination)
         if self._transfers is None:
+            read, write = _blocks_of(device, self._dim), _blocks_of(mirror, 0)
             for one, other in zip(source.tolist(), destination.tolist(), strict=True):
-                mirror[other].copy_(device.select(self._dim, one))
+                write[0, other].reshape(len(read), -1)[...] = read[:, one]
             return
         destination = destination.copy()  # read later
         for part in self._parts(place, len(source)):
@@ -80,9 +97,11 @@ class HostBlocks:
         """Copy blocks back: from `source` of the mirror to `destination` of the device tensor.
         Waits for those that are still on their way to `source`."""
         mirror, device = self._mirror(place), self._device_kv[place]
+        _note(self._device_ahead[place], destination)
         if self._transfers is None:
+            read, write = _blocks_of(mirror, 0), _blocks_of(device, self._dim)
             for one, other in zip(source.tolist(), destination.tolist(), strict=True):
-                device.select(self._dim, other).copy_(mirror[one])
+                write[:, other] = read[0, one].reshape(len(write), -1)
             return
         last = last_writes(destination)
         source, destination = source[last], destination[last]
@@ -95,7 +114,11 @@ class HostBlocks:
         if self._transfers is not None:
             self._transfers.wait()
         with self._lock:
+            for ahead in self._host_ahead:
+                if ahead is not None:
+                    ahead.end()
             self._host_kv = [None] * len(self._device_kv)
+            self._host_ahead = [None] * len(self._device_kv)
 
     def block_bytes(self, place: int) -> int:
         """Return the bytes of one block of a device tensor."""
@@ -127,7 +150,9 @@ class HostBlocks:
                 f"a block of tensor {place} has {self.block_bytes(place)} bytes, got {len(values)};"
                 " give bytes that `read` of the same layout gave."
             )
-        target = self._settled_block(place, block)
+        target, ahead = self._settled_block(place, block), self._host_ahead[place]
+        if ahead is not None:
+            ahead.use(block)
         target[...] = values.view(target.dtype).reshape(target.shape)
 
     def _settled_block(self, place: int, block: int) -> npt.NDArray[np.integer]:
@@ -154,4 +179,25 @@ class HostBlocks:
                 shape = (self._num_blocks[place], *rest)
                 mirror = lazy_zeros(shape, like.dtype, torch.device("cpu"))
                 self._host_kv[place] = mirror
+                if self._is_kept_ready and mirror.numel():
+                    self._host_ahead[place] = self._begin_ahead(mirror, 0)
         return mirror
+
+    def _begin_ahead(self, blocks: torch.Tensor, dim: int) -> MemoryAhead:
+        ahead = MemoryAhead(blocks, dim, AHEAD_BYTES // len(self._device_kv))
+        ahead.use(-1)
+        return ahead
+
+
+def _blocks_of(kv: torch.Tensor, dim: int) -> npt.NDArray[np.integer]:
+    """View a tensor as [parts, blocks, numbers], the numbers as wide as they fit. numpy copies them
+    on the thread that asks; torch would start all others for each block, and wait for them."""
+    parts, num_blocks = math.prod(kv.shape[:dim]), kv.shape[dim]
+    values = kv.view(torch.uint8).view(parts, num_blocks, -1).numpy()
+    return values.view(np.uint64 if values.shape[-1] % 8 == 0 else np.uint8)
+
+
+def _note(ahead: MemoryAhead | None, blocks: Int32) -> None:
+    """Take note that blocks are written."""
+    if ahead is not None and len(blocks):
+        ahead.use(int(blocks.max()))
