@@ -84,7 +84,8 @@ def main() -> None:
                 rows.append((cold, warm, kept))
                 print(
                     f"cold {cold * 1e3:8.1f} ms  warm {warm * 1e3:8.1f} ms ({warm / cold:6.1%},"
-                    f" CPU {cpu_s * 1e3:.0f} ms)  kept {kept * 1e3:6.1f} ms later  moved {moved / 1e6:8.1f} MB of"
+                    f" CPU {cpu_s * 1e3:.0f} ms)  kept {kept * 1e3:6.1f} ms later "
+                    f" moved {moved / 1e6:8.1f} MB of"
                     f" {missing / 1e6:8.1f} MB missing  cached {output.num_cached_tokens}"
                 )
     colds, warms, kepts = (statistics.median(each) for each in zip(*rows, strict=True))
