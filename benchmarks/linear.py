@@ -1,10 +1,12 @@
-"""Linear layers of Qwen3-0.6B on this CPU: the C++ core's formats beside torch's packed weights.
+"""Linear layers of Qwen3 on this CPU: the C++ core's formats beside torch's packed weights.
 
-    python -m benchmarks.linear [--threads 2] [--formats bfloat16 int8] [--shapes gate_up]
+    python -m benchmarks.linear [--threads 2] [--formats bfloat16 int8] [--shapes gate_up 8b_down]
+                                [--variants amx avx512_bf16] [--rows 16 256]
 
 Up to 8 rows a product is bound by reading the weights: GB/s, with the share of the machine's read
-bandwidth. From 16 on it is bound by arithmetic: 10^9 operations per second, with the share of
-the peak of the instruction used, measured in registers. Both limits are measured in the same run.
+bandwidth. From 16 on it is bound by arithmetic: 10^9 operations per second, with the share of the
+peak that any of the machine's instruction sets reaches in registers, whichever is timed. Both
+limits are measured in the same run. Shapes are Qwen3-0.6B's, and with 8b_ Qwen3-8B's.
 Each shape is multiplied with as many different weights as fill 300 MB, as in a model, and the best
 of many single products counts, because other processes only make them slower.
 """
@@ -31,6 +33,12 @@ SHAPES = {
     "gate_up": (6144, 1024),
     "down": (1024, 3072),
     "head": (151936, 1024),
+}
+LARGE_SHAPES = {
+    "8b_qkv": (6144, 4096),
+    "8b_output": (4096, 4096),
+    "8b_gate_up": (24576, 4096),
+    "8b_down": (4096, 12288),
 }
 FEW_ROWS = (1, 2, 4, 8)
 MANY_ROWS = (16, 64, 256, 1024)
@@ -91,17 +99,16 @@ def best_s(weights: list[Any], x: torch.Tensor) -> float:
     return best
 
 
-def peaks(variant: str, threads: int) -> dict[str, float]:
-    """Operations per second of the instructions, by what they multiply, all threads together."""
+def peaks(threads: int) -> dict[str, dict[str, float]]:
+    """Operations per second of each instruction set, by what is multiplied, of all threads."""
     module = core()
     assert module is not None
     names = ("float32", "bfloat16", "float16", "int8")
-    best = dict.fromkeys(names, 0.0)
+    best = {variant: dict.fromkeys(names, 0.0) for variant in variants()}
     for _ in range(7):
-        for index, name in enumerate(names):
-            best[name] = max(
-                best[name], module.linear_peak(index, variants().index(variant), threads)
-            )
+        for number, found in enumerate(best.values()):
+            for index, name in enumerate(names):
+                found[name] = max(found[name], module.linear_peak(index, number, threads))
     return best
 
 
@@ -127,28 +134,35 @@ def cells(
         rate, limit = num_bytes / s, limits["read"]
         if rows > max(FEW_ROWS):
             rate, limit = 2 * rows * num / s, limits[kind.peak]
-        shown.append(f"{rate / 1e9:6.0f} {rate / limit:4.0%}")
+        shown.append(f"{rate / 1e9:7.0f} {rate / limit:4.0%}")
     return shown
 
 
 def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> dict[str, Any]:
-    limits = {
-        "read": read_bytes_per_s(torch.device("cpu")),
-        **peaks(arguments.variant, num_threads()),
-    }
+    of_variants = peaks(num_threads())
+    limits = {"read": read_bytes_per_s(torch.device("cpu"))}
+    for found in of_variants.values():
+        limits |= {name: max(peak, limits.get(name, 0.0)) for name, peak in found.items()}
     shown = ", ".join(f"{name} {limit / 1e9:,.0f}" for name, limit in limits.items())
     print_line(f"limits: GB/s of reading and 10^9 operations/s in registers: {shown}")
-    heads = [f"{rows} GB/s" for rows in FEW_ROWS] + [f"{rows} Gop/s" for rows in MANY_ROWS]
-    print_line(f"{'':24s}" + "".join(f"{head:>12s}" for head in heads))
-    results: dict[str, Any] = {"limits": limits, "variant": arguments.variant, "seconds": {}}
+    for variant, found in of_variants.items():
+        shown = ", ".join(f"{name} {peak / 1e9:,.0f}" for name, peak in found.items())
+        print_line(f"  {variant}: {shown}")
+    rows = tuple(arguments.rows)
+    heads = [f"{n} {'GB/s' if n <= max(FEW_ROWS) else 'Gop/s'}" for n in rows]
+    print_line(f"{'':38s}" + "".join(f"{head:>13s}" for head in heads))
+    results: dict[str, Any] = {"limits": limits, "peaks": of_variants, "seconds": {}}
     for name in arguments.shapes:
+        shape = (SHAPES | LARGE_SHAPES)[name]
         for kind in [kind for kind in KINDS if kind.name in arguments.formats]:
-            seconds = measure(kind, SHAPES[name], arguments.variant, FEW_ROWS + MANY_ROWS)
-            shown_cells = cells(kind, SHAPES[name], seconds, limits)
-            print_line(
-                f"{name:8s}{kind.name:16s}" + "".join(f"{cell:>12s}" for cell in shown_cells)
-            )
-            results["seconds"][f"{name} {kind.name}"] = seconds
+            for variant in ["torch"] if kind.is_torch else arguments.variants:
+                seconds = measure(kind, shape, variant, rows)
+                shown_cells = cells(kind, shape, seconds, limits)
+                print_line(
+                    f"{name:11s}{kind.name:15s}{variant:12s}"
+                    + "".join(f"{cell:>13s}" for cell in shown_cells)
+                )
+                results["seconds"].setdefault(variant, {})[f"{name} {kind.name}"] = seconds
     return results
 
 
@@ -157,12 +171,15 @@ def main() -> None:
     names = [kind.name for kind in KINDS]
     parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--formats", nargs="+", choices=names, default=names)
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--variant", choices=variants(), default=variants()[-1])
+    parser.add_argument(
+        "--shapes", nargs="+", choices=[*SHAPES, *LARGE_SHAPES], default=list(SHAPES)
+    )
+    parser.add_argument("--variants", nargs="+", choices=variants(), default=[variants()[-1]])
+    parser.add_argument("--rows", nargs="+", type=int, default=list(FEW_ROWS + MANY_ROWS))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     set_num_threads(arguments.threads)
-    print_head(f"linear layers, variant {arguments.variant}")
+    print_head(f"linear layers, instruction sets {' '.join(arguments.variants)}")
     write_report(arguments.output_json, table(arguments, lambda line: print(line, flush=True)))
 
 

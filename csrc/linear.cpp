@@ -16,6 +16,7 @@ const LinearKernels& linear_kernels(int variant) {
         case Variant::kAvx2: return kLinearAvx2;
         case Variant::kAvx512: return kLinearAvx512;
         case Variant::kAvx512Bf16: return kLinearAvx512Bf16;
+        case Variant::kAmx: return kLinearAmx;
         default: break;
     }
 #elif defined(QUIRE_ARM_VARIANTS)

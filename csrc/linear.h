@@ -134,7 +134,8 @@ struct LinearKernels {
 };
 
 // The variants that were compiled, best last. Only those below num_linear_variants() run here.
-extern const LinearKernels kLinearPortable, kLinearAvx2, kLinearAvx512, kLinearAvx512Bf16;
+extern const LinearKernels kLinearPortable, kLinearAvx2, kLinearAvx512, kLinearAvx512Bf16,
+    kLinearAmx;
 extern const LinearKernels kLinearNeon, kLinearNeonDotprod, kLinearNeonI8mm;
 const LinearKernels& linear_kernels(int variant);
 int num_linear_variants();

@@ -21,7 +21,9 @@ struct Isa {
     static constexpr int64_t kLanes = 16, kTileRows = 6, kWideRows = 6;
     static constexpr int kVectors = 4;
     static constexpr int32_t kInt8Offset = 128;  // vpdpbusd multiplies unsigned by signed bytes
-#ifdef QUIRE_BFLOAT16_DOTS
+#if defined(QUIRE_AMX)
+    static constexpr const char* kName = "amx";
+#elif defined(QUIRE_BFLOAT16_DOTS)
     static constexpr const char* kName = "avx512_bf16";
 #else
     static constexpr const char* kName = "avx512";

@@ -12,15 +12,38 @@ bool reads_bfloat16(const PackedWeight& weight) {
 
 int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
 
+// Inputs of bfloat16 that are multiplied together; those of a row are filled up to a multiple.
+#ifdef QUIRE_AMX
+constexpr int64_t kBfloat16Inputs = 32;
+#else
+constexpr int64_t kBfloat16Inputs = 2;
+#endif
+
+int64_t filled(int64_t inputs) {
+    return (inputs + kBfloat16Inputs - 1) / kBfloat16Inputs * kBfloat16Inputs;
+}
+
+// Bytes between rows that take so many: where a tile has 16 rows, these are not to share a few sets of
+// the first cache.
+int64_t spread(int64_t bytes) {
+#ifdef QUIRE_AMX
+    if (bytes % 1024 == 0) return bytes + 64;
+#endif
+    return bytes;
+}
+
 int64_t operand_bytes(const PackedWeight& weight, const Matrix& x) {
     const int64_t padded = weight.groups() * weight.group;
-    if (weight.rounds_activations()) return padded;
+    if (weight.rounds_activations()) return spread(padded);
     const bool is_float = x.element == Element::kFloat32;
     if (weight.has_groups()) return is_float && x.columns == padded ? 0 : padded * 4;
-    const Element read = reads_bfloat16(weight) ? Element::kBfloat16 : Element::kFloat32;
+    if (reads_bfloat16(weight)) {
+        const bool is_read = x.element == Element::kBfloat16 && x.columns % kBfloat16Inputs == 0;
+        return is_read ? 0 : spread(filled(x.columns) * 2);
+    }
     const bool pairs = weight.format != WeightFormat::kFloat32;
-    if (x.element == read && (!pairs || x.columns % 2 == 0)) return 0;
-    return even(x.columns) * (read == Element::kFloat32 ? 4 : 2);
+    if (is_float && (!pairs || x.columns % 2 == 0)) return 0;
+    return even(x.columns) * 4;
 }
 
 // To int8, to the nearest. Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
@@ -87,7 +110,7 @@ void prepare_row(const MutableOperand& operand, const PackedWeight& weight, cons
     if (reads_bfloat16(weight)) {
         auto* out = reinterpret_cast<Bfloat16*>(to);
         for (int64_t i = 0; i < count; ++i) narrow(out[i], widen(x[i]));
-        if (padded > count) out[count] = Bfloat16{0};
+        for (int64_t i = count; i < filled(count); ++i) out[i] = Bfloat16{0};
     } else {
         auto* out = reinterpret_cast<float*>(to);
         for (int64_t i = 0; i < count; ++i) out[i] = widen(x[i]);

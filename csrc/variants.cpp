@@ -1,5 +1,13 @@
 #include "variants.h"
 
+#include <cstdint>
+
+#ifdef QUIRE_X86_VARIANTS
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #ifdef QUIRE_ARM_VARIANTS
 #ifdef __APPLE__
 #include <sys/sysctl.h>
@@ -13,6 +21,34 @@ namespace {
 
 #ifdef QUIRE_X86_VARIANTS
 
+#ifdef QUIRE_EMULATED_AMX
+
+bool may_use_amx() { return true; }
+
+#else
+
+// The parts of the processor's state that Linux saves and restores.
+uint64_t saved_states() {
+    uint32_t low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+}
+
+// Whether the CPU multiplies tiles of bfloat16 and of bytes, and Linux lets this process: who did not ask
+// for the tiles' state is killed at the first use of it. Threads that exist or come have it as well.
+bool may_use_amx() {
+    constexpr unsigned kSavesStates = 1u << 27, kFeatures = 1u << 22 | 1u << 24 | 1u << 25;
+    constexpr uint64_t kTileStates = 1u << 17 | 1u << 18;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of Linux 5.16; older headers lack them
+    unsigned a, b, c, d;
+    if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kSavesStates) == 0) return false;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kFeatures) != kFeatures) return false;
+    if ((saved_states() & kTileStates) != kTileStates) return false;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+#endif
+
 Variant best_of_cpu() {
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -20,7 +56,9 @@ Variant best_of_cpu() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) return Variant::kAvx512Bf16;
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+        return may_use_amx() ? Variant::kAmx : Variant::kAvx512Bf16;
+    }
     if (avx512) return Variant::kAvx512;
     return avx2 ? Variant::kAvx2 : Variant::kPortable;
 }
@@ -60,6 +98,9 @@ Variant best_of_cpu() { return Variant::kPortable; }
 
 }  // namespace
 
-Variant best_variant() { return best_of_cpu(); }
+Variant best_variant() {
+    static const Variant best = best_of_cpu();
+    return best;
+}
 
 }  // namespace quire

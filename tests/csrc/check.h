@@ -8,11 +8,12 @@ namespace quire {
 
 class Random {
    public:
-    // In [-1, 1).
-    float next() {
+    uint32_t bits() {
         state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<float>(static_cast<int32_t>(state_ >> 32)) * 0x1p-31f;
+        return static_cast<uint32_t>(state_ >> 32);
     }
+    // In [-1, 1].
+    float next() { return static_cast<float>(static_cast<int32_t>(bits())) * 0x1p-31f; }
 
    private:
     uint64_t state_ = 1;

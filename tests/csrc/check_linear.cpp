@@ -379,7 +379,7 @@ std::vector<Case> cases() {
                 }
             }
             const Element element = f.elements[0];
-            all.push_back({f.format, element, 17, 70, group_of(group, 70), 123, false});
+            all.push_back({f.format, element, 17, 70, group_of(group, 70), 133, false});
             all.push_back({f.format, element, 17, 1030, group_of(group, 1030), 3, true});
             const int64_t k = f.long_inputs;
             all.push_back({f.format, element, 17, k, group_of(group, k), 3, false});

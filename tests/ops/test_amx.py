@@ -1,0 +1,30 @@
+"""The tiles of AMX without a CPU that has them: the core's own source with emulated instructions.
+
+On a CPU with AMX the emulation is checked against the instructions, bit by bit.
+"""
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.ops.core_checks import build, checked_variants, tool
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or shutil.which("g++") is None, reason="needs g++ and x86-64"
+)
+
+
+def test_emulated_tiles(tmp_path: Path) -> None:
+    kinds = checked_variants([str(build("tiles", tool("g++", "g++"), tmp_path))])
+    assert kinds[0] == "emulated"
+
+
+@pytest.mark.slow
+def test_products_of_emulated_tiles(tmp_path: Path) -> None:
+    program = build("linear", tool("g++", "g++"), tmp_path, flags=("-DQUIRE_EMULATED_AMX",))
+    variants = checked_variants([str(program)])
+    if "avx512_bf16" not in variants:
+        pytest.skip("what is not done in tiles needs a CPU with avx512_bf16")
+    assert variants[-1] == "amx"
