@@ -65,6 +65,7 @@ void grouped_block(float* acc, const Operand& x, int64_t row, int64_t rows, cons
         add_group_sums<S::kWidth, kOffsets, kBias>(acc + lane, sums[g % 2], x, row, rows, groups, g,
                                                    lane);
     };
+    int64_t left = groups.block_groups;
     for (int64_t g = 0; g < groups.groups; ++g) {
         unrolled<kSumTiles>(QUIRE_EACH(t) { Tiles::zero<t>(); });
         for (int64_t done = 0; done < groups.inputs; done += part.step_inputs) {
@@ -73,7 +74,10 @@ void grouped_block(float* acc, const Operand& x, int64_t row, int64_t rows, cons
             values += part.step_inputs;
             w += part.step_inputs * kPanel;
         }
-        if ((g + 1) % groups.block_groups == 0) w += groups.gap;
+        if (--left == 0) {
+            w += groups.gap;
+            left = groups.block_groups;
+        }
         unrolled<kSumTiles>(QUIRE_EACH(t) {
             constexpr int r = t / S::kWidth, v = t % S::kWidth;
             Tiles::store<t>(sums[g % 2] + r * kTileHeight * S::kColumns + v * kTileHeight,
