@@ -1,9 +1,10 @@
 """Compiles kernels for sm_90 without a device: python -m tests.kernels.aot MODULE ...
 
 Prints JSON, one entry for each of the modules' CONFIGS: registers, spilled bytes, shared memory,
-whether its machine code has Hopper's matrix instructions, and how many products are fused with sums
-where the compiler may not choose to. A process of its own, since kernels that are interpreted
-cannot be compiled.
+whether its machine code has Hopper's matrix instructions, how many products are fused with sums
+where the compiler may not choose to, and how many times what is under a condition reads a buffer
+that a loop's next loads go to: Triton (3.6) lets these begin before it. A process of its own, since
+kernels that are interpreted cannot be compiled.
 """
 
 import importlib
@@ -51,8 +52,30 @@ def compile_config(config: Config) -> dict[str, Any]:
         "shared": binary.metadata.shared,
         "has_wgmma": _has_wgmma(binary.asm["cubin"]) if config.needs_wgmma else None,
         "needs_wgmma": config.needs_wgmma,
+        "late_reads": late_reads(binary.asm["ttgir"]),
         "fused": binary.asm["ptx"].count("fma") if is_ordered(config) else None,
     }
+
+
+def late_reads(ttgir: str) -> int:
+    """Count the uses, under a condition in a loop, of shared memory that is loaded ahead."""
+    regions, loaded, found = list[str](), set[str](), 0
+    for line in map(str.strip, ttgir.splitlines()):
+        if line.startswith("}"):
+            kind = regions.pop() if regions else ""
+            if line.endswith("{"):  # else
+                regions.append(kind)
+            continue
+        is_conditional = "if" in regions[regions.index("for") :] if "for" in regions else False
+        name, _, right = line.partition(" = ")
+        if is_conditional:
+            found += bool(set(re.findall(r"%[\w]+", right or line)) & loaded)
+        elif "!ttg.memdesc" in right and "mutable>" in right.rpartition("->")[2]:
+            loaded.add(name)
+        if line.endswith("{"):
+            opened = re.search(r"scf\.(for|if)\b", line)
+            regions.append(opened[1] if opened else "")
+    return found
 
 
 def is_ordered(config: Config) -> bool:

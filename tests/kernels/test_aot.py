@@ -41,4 +41,5 @@ def test_it_compiles_for_hopper(names: Sequence[str]) -> None:
         assert each["stack"] == 0, f"registers are spilled: {each}"
         assert each["shared"] <= MOST_SHARED, f"too much shared memory: {each}"
         assert each["has_wgmma"] or not each["needs_wgmma"], f"no Hopper products: {each}"
+        assert each["late_reads"] == 0, f"a buffer is loaded anew before it is read: {each}"
         assert each["fused"] in (None, FUSED.get(each["module"])), f"what is fused: {each}"

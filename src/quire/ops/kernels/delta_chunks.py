@@ -202,13 +202,15 @@ def _advance(memory, k, taken, sums, k_scale, i, behind):
 
 @triton.jit
 def _leave(
-    memory, k, taken, sums, k_scale, i, states_ptr, left_ptr, before, first, last, count,
-    state_size, memory_offset, head, d, e, D: tl.constexpr, E: tl.constexpr,
+    memory, keys_at, mask, taken, sums, k_scale, i, states_ptr, left_ptr, before, first, last,
+    count, state_size, memory_offset, head, d, e, D: tl.constexpr, E: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Write the memory behind each wanted block that ends within a chunk, or with the row.
 
-    The chunk has the row's tokens from `first` to before `last`; memory: before it.
+    The chunk has the row's tokens from `first` to before `last`; memory: before it. The keys are
+    loaded again: where the loop's own stand, Triton (3.6) lets the next chunk's arrive before what
+    is under a condition is done.
     """
     index = (before + first) // BLOCK_SIZE
     entry = index + tl.arange(0, ENTRIES)
@@ -216,6 +218,7 @@ def _leave(
     blocks = tl.load(left_ptr + entry, mask=entry * BLOCK_SIZE < before + last, other=-1)
     if tl.max(tl.where(end <= last, blocks, -1), axis=0) >= 0:
         inside = (d < D)[:, None] & (e < E)[None, :]
+        k = tl.load(keys_at, mask=mask, other=0.0)
         for n in range(ENTRIES):
             behind = tl.minimum((index + n + 1) * BLOCK_SIZE - before, count) - first
             block = tl.max(tl.where(entry == index + n, blocks, -1), axis=0).to(tl.int64)
@@ -300,8 +303,9 @@ def _scan_kernel(
 
         last = tl.minimum(first + C, count)
         _leave(
-            memory, k, taken, sums, k_scale, i, states_ptr, left_ptr, before, first, last, count,
-            state_size, memory_offset, head, d, e, D, E, BLOCK_SIZE, ENTRIES,
+            memory, line + KEYS * D + key_at, mask, taken, sums, k_scale, i, states_ptr, left_ptr,
+            before, first, last, count, state_size, memory_offset, head, d, e, D, E, BLOCK_SIZE,
+            ENTRIES,
         )  # fmt: skip
         memory = _advance(memory, k, taken, sums, k_scale, i, last - first)
 
