@@ -39,7 +39,7 @@ def config_of(shape: Shape) -> dict[str, Any]:
         "num_key_value_heads": shape.num_kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocab_size,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": 16384,
         "rms_norm_eps": 1e-6,
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},

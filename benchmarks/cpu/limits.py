@@ -142,6 +142,8 @@ def least(workload: Workload, form: Format, ceilings: Ceilings) -> dict[str, flo
     found = {
         "single": {"ttft_s": prefill_s, "decode_rate": 1 / step_s},
         "batch": {"batch_rate": tokens / all_s},
+        "rows": {"rows_rate": tokens / all_s},
+        "long": {"long_rate": own / prefill_s, "deep_rate": 1 / step_s},
         "prefill": {"prefill_rate": own / prefill_s},
         "tiny": {"tiny_ms": 1e3 * step_s},
     }

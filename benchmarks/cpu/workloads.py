@@ -73,6 +73,8 @@ WORKLOADS = [
     Workload("batch", QWEN, 16, 0, 128, 64),
     Workload("shared", QWEN, 16, 512, 32, 32),
     Workload("prefill", QWEN, 1, 0, 1024, 1, repeats=2),
+    Workload("rows", QWEN, 64, 0, 128, 64),
+    Workload("long", QWEN, 1, 0, 8192, 33),
     Workload("tiny", TINY, 1, 0, 128, 64, repeats=10),
 ]
 
@@ -105,6 +107,9 @@ METRICS = [
     ),
     Metric("cold_rate", "shared", "cold", "16 x (512 shared + 32) in, 32 out, prefix never seen"),
     Metric("warm_rate", "shared", "warm", "the same prefix again, with other endings"),
+    Metric("rows_rate", "rows", "64 rows", "64 x 128 in, 64 out at once: output tokens per second"),
+    Metric("long_rate", "long", "8,192 in", "one prompt of 8,192 tokens, per second", 0),
+    Metric("deep_rate", "long", "behind", "the same: its other 32 tokens, per second"),
     Metric("tiny_ms", "tiny", "tiny ms", "Llama of 8.3 M weights: time per output token", 3, False),
     Metric("start_s", "start", "start s", "from the command to the first token of 16", 2, False),
     Metric("above_mib", "batch", "RSS MiB", "peak memory above weights and KV (16 rows)", 0, False),

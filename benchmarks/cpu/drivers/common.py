@@ -82,7 +82,10 @@ def measure_alone(model: Model, workload: Workload, new: Prompter) -> dict[str, 
     times = token_times_s(model, prompt, workload.output_len)
     if workload.name == "prefill":
         return {"prefill_rate": workload.own / times[0]}
-    return {"ttft_s": times[0], "decode_rate": (len(times) - 1) / (times[-1] - times[0])}
+    decode_rate = (len(times) - 1) / (times[-1] - times[0])
+    if workload.name == "long":
+        return {"long_rate": workload.own / times[0], "deep_rate": decode_rate}
+    return {"ttft_s": times[0], "decode_rate": decode_rate}
 
 
 def measure_tiny(model: Model, workload: Workload, new: Prompter) -> dict[str, float]:
@@ -102,7 +105,8 @@ def rate_of(generate: Callable[[], int], workload: Workload) -> float:
 
 def measure_batch(model: Model, workload: Workload, new: Prompter) -> dict[str, float]:
     prompts = new.prompts(workload.num_requests, workload.own)
-    return {"batch_rate": rate_of(lambda: model.batch(prompts, workload.output_len), workload)}
+    rate = rate_of(lambda: model.batch(prompts, workload.output_len), workload)
+    return {f"{workload.name}_rate": rate}
 
 
 def measure_shared(model: Model, workload: Workload, prompts: list[Any]) -> float:
@@ -132,7 +136,7 @@ def run_workload(model: Model, workload: Workload, new: Prompter) -> None:
     if workload.name == "shared":
         run_shared(model, workload, new)
         return
-    measures = {"batch": measure_batch, "tiny": measure_tiny}
+    measures = {"batch": measure_batch, "rows": measure_batch, "tiny": measure_tiny}
     measure = measures.get(workload.name, measure_alone)
     for _ in range(1 if workload.name == "tiny" else workload.repeats):
         noise = Noise()
