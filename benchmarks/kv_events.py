@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.recording import BLOCK_SIZE, PROMPT_LEN, TURN, requests, share, times_of
+from benchmarks.recording import BLOCK_SIZE, PROMPT_LEN, requests, share, times_of
 from benchmarks.virtual.dry_run import RandomExecutor, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.kv_events import KVEventsConfig
@@ -31,6 +31,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 AIM = 0.01
+TURN = 16  # steps in a row: several times as long as the publisher gathers
 
 
 @dataclass

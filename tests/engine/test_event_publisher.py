@@ -27,6 +27,17 @@ def config(**changed: Any) -> KVEventsConfig:
 
 
 @pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each change is a message of its own."""
+    monkeypatch.setattr(event_publisher, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(event_publisher, "GATHER_S", 0.001)
+
+
+def joined(changes: list[bytes]) -> bytes:
+    return b"|".join(changes)
+
+
+@pytest.fixture
 def context() -> Iterator[zmq.Context]:
     context = zmq.Context()
     yield context
@@ -75,8 +86,9 @@ def replayed(context: zmq.Context, publisher: EventPublisher, first: int) -> lis
         found.append((int.from_bytes(number, "big"), payload))
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_messages_come_in_order_with_numbers_that_go_up(context: zmq.Context) -> None:
-    publisher = EventPublisher(config(), lambda message: b"<%s>" % message)
+    publisher = EventPublisher(config(), lambda changes: b"<%s>" % joined(changes))
     sub = subscribed(context, publisher)
     for i in range(100):
         assert publisher.publish(b"%d" % i)
@@ -87,9 +99,10 @@ def test_messages_come_in_order_with_numbers_that_go_up(context: zmq.Context) ->
     publisher.close()
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_was_missed_comes_again(context: zmq.Context) -> None:
     """Of one who came late, and as far as it is kept."""
-    publisher = EventPublisher(config(buffer_steps=10), bytes)
+    publisher = EventPublisher(config(buffer_steps=10), joined)
     for i in range(30):
         publisher.publish(b"%d" % i)
     sub = subscribed(context, publisher)
@@ -105,7 +118,7 @@ def test_what_was_missed_comes_again(context: zmq.Context) -> None:
 
 
 def test_a_request_that_is_none_is_passed_over(context: zmq.Context) -> None:
-    publisher = EventPublisher(config(), bytes)
+    publisher = EventPublisher(config(), joined)
     assert publisher.replay_endpoint
     asker = context.socket(zmq.DEALER)
     asker.connect(publisher.replay_endpoint)
@@ -118,8 +131,9 @@ def test_a_request_that_is_none_is_passed_over(context: zmq.Context) -> None:
     publisher.close()
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_a_slow_subscriber_loses_messages_and_holds_up_nobody(context: zmq.Context) -> None:
-    publisher = EventPublisher(config(hwm=4, buffer_steps=1000), bytes)
+    publisher = EventPublisher(config(hwm=4, buffer_steps=1000), joined)
     sub = subscribed(context, publisher, hwm=4)
     for i in range(600):  # of 64 KiB: more than any buffer on the way takes
         assert publisher.publish(b"%03d" % i + bytes(1 << 16))
@@ -138,9 +152,10 @@ def test_a_slow_subscriber_loses_messages_and_holds_up_nobody(context: zmq.Conte
     publisher.close()
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_waits_has_a_bound() -> None:
     goes_on = threading.Event()
-    publisher = EventPublisher(config(max_queue_size=5), lambda m: bytes(m * goes_on.wait(10)))
+    publisher = EventPublisher(config(max_queue_size=5), lambda m: joined(m * goes_on.wait(10)))
     taken = 0
     while publisher.publish(b"x"):
         taken += 1
@@ -150,22 +165,23 @@ def test_what_waits_has_a_bound() -> None:
     assert not publisher.publish(b"too late")
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_what_waits_is_sent_at_the_end(context: zmq.Context) -> None:
-    publisher = EventPublisher(config(), bytes)
+    publisher = EventPublisher(config(), joined)
     sub = subscribed(context, publisher)
     for i in range(50):
         publisher.publish(b"%d" % i)
     publisher.close()
     publisher.close()
     assert heard_until(sub, b"49")[-1][1] == b"49"
-    again = EventPublisher(config(endpoint=publisher.endpoint), bytes)  # nothing holds the port
+    again = EventPublisher(config(endpoint=publisher.endpoint), joined)  # nothing holds the port
     again.close()
 
 
 def test_a_message_that_cannot_be_made_ends_it_and_frees_the_port(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def encode(message: bytes) -> bytes:
+    def encode(changes: list[bytes]) -> bytes:
         raise ValueError("not this one")
 
     publisher = EventPublisher(config(), encode)
@@ -174,15 +190,62 @@ def test_a_message_that_cannot_be_made_ends_it_and_frees_the_port(
         pass
     assert "KV events end: ValueError: not this one" in caplog.text
     publisher.close()
-    EventPublisher(config(endpoint=publisher.endpoint), bytes).close()
+    EventPublisher(config(endpoint=publisher.endpoint), joined).close()
+
+
+def test_what_comes_while_one_is_sent_is_the_next_message(context: zmq.Context) -> None:
+    goes_on, encoded = threading.Event(), []
+
+    def encode(changes: list[bytes]) -> bytes:
+        encoded.append(list(changes))
+        assert goes_on.wait(10)
+        return joined(changes)
+
+    publisher = EventPublisher(config(), encode)
+    publisher.publish(b"first")
+    while not encoded:
+        pass  # its thread is to wake first
+    everything = [b"%d" % i for i in range(300)]
+    for change in everything:
+        assert publisher.publish(change)
+    goes_on.set()
+    publisher.close()
+    assert encoded == [[b"first"], everything[:256], everything[256:]]
+
+
+def test_a_publisher_at_rest_is_woken_by_each_first_change(context: zmq.Context) -> None:
+    """Many times in turn: what comes just when it goes to rest must not stay."""
+    publisher = EventPublisher(config(), joined)
+    sub = subscribed(context, publisher)
+    for i in range(20):
+        publisher.publish(b"%d" % i)
+        while heard(sub)[1].split(b"|")[-1] != b"%d" % i:
+            pass
+    publisher.close()
+
+
+def test_it_may_be_closed_by_a_thread_of_its_own(context: zmq.Context) -> None:
+    """The garbage collector closes in whatever thread it runs."""
+    publishers: list[EventPublisher] = []
+
+    def encode(changes: list[bytes]) -> bytes:
+        publishers[0].close()
+        return joined(changes)
+
+    publishers.append(EventPublisher(config(), encode))
+    publishers[0].publish(b"x")
+    publishers[0]._threads[0].join(10)
+    while not publishers[0]._context.closed:
+        pass  # by another thread, which waits for this one
+    assert not publishers[0].publish(b"y")
 
 
 def test_an_endpoint_that_cannot_be_had() -> None:
-    publisher = EventPublisher(config(), bytes)
+    publisher = EventPublisher(config(), joined)
     with pytest.raises(ConfigError, match=r"endpoint 'tcp://127.*cannot be used.*another port"):
-        EventPublisher(config(endpoint=publisher.endpoint), bytes)
+        EventPublisher(config(endpoint=publisher.endpoint), joined)
     with pytest.raises(ConfigError, match="replay_endpoint"):
-        EventPublisher(config(replay_endpoint=publisher.replay_endpoint), bytes)
+        EventPublisher(config(replay_endpoint=publisher.replay_endpoint), joined)
     publisher.close()
 
 

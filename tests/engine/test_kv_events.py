@@ -96,7 +96,7 @@ class Router:
     def publish(self, message: Any) -> bool:
         self.has_missed |= not self.has_room
         if self.has_room:
-            self.take(DECODER.decode(self.maker.encode(message)))
+            self.take(DECODER.decode(self.maker.encode([message])))
         return self.has_room
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ def test_a_message_word_by_word() -> None:
         )
     ]
     nothing = IndexDelta(False, [], [], BLOCK)
-    raw = msgspec.msgpack.decode(router.maker.encode((1.0, nothing)))
+    raw = msgspec.msgpack.decode(router.maker.encode([(1.0, nothing)]))
     assert raw == [1.0, [], 3], "the batch is an array, with the core's number"
 
 

@@ -6,9 +6,10 @@ sends again what somebody has missed.
              answers with: (empty) | number | payload      for each that is kept
                            (empty) | -1 | (empty)          at the end
 
-A thread encodes and sends, another one answers. Neither holds up who publishes: to wake the first
-one gives Python's lock away to nobody, its queue has a bound, and so has what waits for a slow
-subscriber; beyond that messages are lost. Numbers go up by one with
+A thread encodes and sends, another one answers. Neither holds up who publishes. The first one takes
+what has come every GATHER_S and makes one message of it; to wake it costs the core more than all
+else here, so that is done only when nothing came for so long. Its queue has a bound, and so has
+what waits for a slow subscriber; beyond that something is lost. Numbers go up by one with
 each message that is sent, so a subscriber sees what it has missed. What never got into the queue
 has no number: `publish` says so, and it is for its caller to tell subscribers.
 """
@@ -18,8 +19,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from itertools import count
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError, MissingDependency
@@ -32,16 +31,17 @@ logger = logging.getLogger("quire")
 
 END_SEQ = (-1).to_bytes(8, "big", signed=True)
 SEQ_BYTES = 8
-END = object()
+GATHER_S = 0.02
+MOST_AT_ONCE = 256  # of what was published, in one message
 END_S = 1.0  # for what waits when the engine ends
 LINGER_MS = 200
 REPLAY_HWM = 2  # more than the buffer holds: whoever asks once gets all of it
 
-Encode = Callable[[Any], bytes]
+Encode = Callable[[list[Any]], bytes]
 
 
 class EventPublisher:
-    """Sockets and the threads that use them. encode: makes a payload, in the one that sends.
+    """Sockets and the threads that use them. encode: makes a payload of what was published, in the one that sends.
 
     Raises MissingDependency without pyzmq, ConfigError if an endpoint cannot be had.
     """
@@ -51,7 +51,10 @@ class EventPublisher:
         self._encode = encode
         self._topic = config.topic.encode()
         self._most = config.max_queue_size
-        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._queue: deque[Any] = deque()
+        self._wake = threading.Event()
+        self._rests = False  # the thread that sends, until somebody wakes it
+        self._num_sent = 0
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._buffer_lock = threading.Lock()
         self._takes_more = True
@@ -72,11 +75,14 @@ class EventPublisher:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, message: Any) -> bool:
-        """Queue a message; False, and it is lost, if too many wait, or nobody sends any more."""
-        if not self._takes_more or self._queue.qsize() >= self._most:
+    def publish(self, change: Any) -> bool:
+        """Queue something to be sent; False, and it is lost, if too much waits, or nobody sends any
+        more."""
+        if not self._takes_more or len(self._queue) >= self._most:
             return False
-        self._queue.put(message)
+        self._queue.append(change)
+        if self._rests:
+            self._wake.set()
         return True
 
     def close(self) -> None:
@@ -84,7 +90,14 @@ class EventPublisher:
         if self._is_closed:
             return
         self._is_closed, self._takes_more = True, False
-        self._queue.put(END)
+        self._wake.set()
+        if threading.current_thread() in self._threads:  # where the garbage collector came by
+            threading.Thread(target=self._finish, daemon=True).start()
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait until the threads have ended, and free what they used."""
         self._threads[0].join(END_S)
         self._end.close()
         for thread in self._threads:
@@ -113,19 +126,32 @@ class EventPublisher:
     # ---- the threads -------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        """Send one message after the other."""
+        """Send what has come, in turns; when nothing has, wait for the next."""
         try:
-            for seq in count():
-                message = self._queue.get()
-                if message is END:
-                    return
-                number, payload = seq.to_bytes(SEQ_BYTES, "big"), self._encode(message)
-                with self._buffer_lock:
-                    self._buffer.append((number, payload))
-                self._pub.send_multipart((self._topic, number, payload))
+            while not self._is_closed:
+                if self._queue:
+                    self._send_waiting()
+                    self._wake.wait(GATHER_S)  # or until it is over
+                    continue
+                self._rests = True
+                if not self._queue and not self._is_closed:  # what comes now sees that it rests
+                    self._wake.wait()
+                self._rests = False
+                self._wake.clear()
+            self._send_waiting()
         except Exception as error:  # nobody else would say so
             logger.error("KV events end: %s: %s", type(error).__name__, error)
             self._takes_more = False
+
+    def _send_waiting(self) -> None:
+        while self._queue:
+            num = min(len(self._queue), MOST_AT_ONCE)
+            payload = self._encode([self._queue.popleft() for _ in range(num)])
+            number = self._num_sent.to_bytes(SEQ_BYTES, "big")
+            self._num_sent += 1
+            with self._buffer_lock:
+                self._buffer.append((number, payload))
+            self._pub.send_multipart((self._topic, number, payload))
 
     def _answer_all(self) -> None:
         """Answer who asks for what it has missed, until it is over."""

@@ -1,18 +1,10 @@
-"""Which blocks the prefix cache has, told to routers: vLLM's KV events.
-
-A message is `[time, [event, ...], number of the core]`, in msgpack; an event is a map with its
-`type`, as vLLM has sent it since its PR #42892 (June 2026; it was an array before). Names of blocks
-are whole numbers: the last eight bytes of a digest, as vLLM's are. A router that reads the tokens
-of blocks gets them only if `token_ids` is set, and with them adapters, salts and images.
-"""
+"""Which blocks the prefix cache has, told to routers: vLLM's KV events (`event_encoding.py`), by a
+publisher with threads of its own. The core's thread only passes on what the index has noted."""
 
 import logging
 import time
 import weakref
 
-import msgspec
-
-from quire.base.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
 from quire.base.clock import MonotonicClock
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
@@ -21,107 +13,12 @@ from quire.base.messages import Control, Request
 from quire.base.plan import StepResult
 from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.core import EngineCore
+from quire.engine.event_encoding import EventMaker
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.record import Doors
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.index_changes import (
-    Cleared,
-    IndexChange,
-    IndexDelta,
-    Removed,
-    changes_of,
-)
 
 logger = logging.getLogger("quire")
-
-DEVICE, HOST = "GPU", "CPU"  # vLLM's names of where blocks are, whatever the device
-KINDS = {  # and of what cache groups keep
-    FULL: "full_attention", LATENT: "mla_attention", WINDOW: "sliding_window",
-    CHUNKED: "chunked_local_attention", STATE: "mamba",
-}  # fmt: skip
-HASH_BYTES = 8
-
-
-class KVEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Any of them; the tag is the name of its class."""
-
-
-class BlockStored(KVEvent):
-    """Blocks, each behind the one before it, are there now. Of those in host memory there is no
-    parent and no token."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[list[str] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    kv_cache_spec_sliding_window: int | None = None
-
-
-class BlockRemoved(KVEvent):
-    """These blocks are not there any more."""
-
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(KVEvent):
-    """No block is there any more."""
-
-
-class Batch(msgspec.Struct, array_like=True, gc=False):
-    """What one call of the scheduler has changed."""
-
-    ts: float
-    events: list[KVEvent]
-    data_parallel_rank: int
-
-
-class EventMaker:
-    """Makes messages of changes of the index, each with the time at which it was told."""
-
-    def __init__(self, groups: tuple[CacheGroup, ...], block_size: int, core_id: int) -> None:
-        self._groups = groups
-        self._block_size = block_size
-        self._core_id = core_id
-        self._encoder = msgspec.msgpack.Encoder()
-
-    def encode(self, message: tuple[float, IndexDelta]) -> bytes:
-        """Return a message's payload."""
-        at_s, delta = message
-        events = [self._event(change) for change in changes_of(delta)]
-        return self._encoder.encode(Batch(at_s, events, self._core_id))
-
-    def _event(self, change: IndexChange) -> KVEvent:
-        if isinstance(change, Cleared):
-            return AllBlocksCleared()
-        medium, hashes = HOST if change.is_on_host else DEVICE, list(map(_hash, change.digests))
-        if isinstance(change, Removed):
-            return BlockRemoved(hashes, medium, change.group)
-        group = self._groups[change.group]
-        adapter, keys = None, None
-        if change.token_ids and change.request is not None:
-            adapter = change.request.adapter_id or None
-            keys = _extra_keys(change.request, change.parent is None, len(hashes))
-        return BlockStored(
-            hashes,
-            None if change.parent is None else _hash(change.parent),
-            change.token_ids,
-            self._block_size,
-            None,
-            medium,
-            adapter,
-            keys,
-            change.group,
-            KINDS[group.kind],
-            group.window if group.kind == WINDOW else None,
-        )
 
 
 class TellingDoors:
@@ -177,17 +74,3 @@ def publish_events(core: EngineCore, config: EngineConfig, core_id: int = 0) -> 
     core.scheduler.memory.watch_index(events.token_ids)
     core.watch(TellingDoors(core.doors, publisher))
     logger.info("KV events are published at %s", publisher.endpoint)
-
-
-def _hash(digest: bytes) -> int:
-    return int.from_bytes(digest[-HASH_BYTES:], "big")
-
-
-def _extra_keys(request: Request, is_first: bool, num_blocks: int) -> list[list[str] | None] | None:
-    """Return what else the names of blocks are made of, one entry for each: it enters with the
-    first block of a sequence, whose images count for all of it, and the adapter with each."""
-    adapter = [request.adapter_id] if request.adapter_id else []
-    salt = [request.cache_salt] if request.cache_salt else []
-    first = [*request.media_ids, *adapter, *salt] if is_first else adapter
-    keys = [first or None, *[adapter or None] * (num_blocks - 1)]
-    return keys if any(keys) else None

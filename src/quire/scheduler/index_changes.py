@@ -3,64 +3,33 @@
 Nobody keeps this unless it was asked for (`Memory.watch_index`). Then the pools note the names that
 they give and take away, in order. What a name stands for, tokens and the block before, is told by
 the sequences whose blocks are named, in the same call through a door. Both are handed out as they
-are (`IndexDelta`), which takes the core next to no time; who wants to know, in a thread of its own,
-puts them together (`changes_of`).
+are (`IndexDelta`), which takes the core next to no time; who wants to know puts them together, in a
+thread of its own (`engine/event_encoding.py`).
 
 A change is told when a plan is made, as the index itself changes then. If the step fails, the
 names are taken away again, which is a change like any other.
 """
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from quire.base.messages import Request
 from quire.kv.pool import BlockPool
 from quire.scheduler.sequence import Int32, Sequence
 
 
-@dataclass(slots=True)
-class Stored:
-    """Blocks of a cache group that the index has now, each behind the one before it. parent: the
-    name of the block before the first, None at the beginning of a sequence. token_ids: of all of
-    them, if they are kept. request: who named them; None where only the names are known, as in host
-    memory, and none follows another."""
-
-    group: int
-    is_on_host: bool
-    digests: list[bytes]
-    parent: bytes | None = None
-    token_ids: list[int] = field(default_factory=list)
-    request: Request | None = None
-
-
-@dataclass(slots=True)
-class Removed:
-    """Blocks that the index does not have any more."""
-
-    group: int
-    is_on_host: bool
-    digests: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Cleared:
-    """Nothing is in the index any more, on the device or in host memory."""
-
-
-IndexChange = Stored | Removed | Cleared
-
-
 class Named(NamedTuple):
     """Sequences whose blocks from `first` to `last` may have been named: their names (lists that
-    grow, and never change what they have), requests, and the tokens of these blocks, if kept."""
+    grow, and never change what they have), requests, and the tokens of all these blocks, one after
+    the other, if kept."""
 
     digests: list[list[bytes]]
     firsts: list[int]
     lasts: Seq[int]
     requests: list[Request]
-    tokens: list[Int32]
+    tokens: Int32 | None
 
 
 class IndexDelta(NamedTuple):
@@ -95,15 +64,22 @@ class IndexWatch:
 
     def explain(self, sequences: Seq[Sequence], firsts: list[int], lasts: Seq[int]) -> None:
         """Note what the names of these blocks stand for: they may be given now."""
-        tokens: list[Int32] = []
-        if self._keeps_tokens:
-            size = self._block_size
-            tokens = [
-                s.known_tokens[first * size : last * size].copy()
-                for s, first, last in zip(sequences, firsts, lasts, strict=True)
-            ]
+        tokens = self._tokens(sequences, firsts, lasts) if self._keeps_tokens else None
         digests, requests = [s.digests for s in sequences], [s.request for s in sequences]
         self._named.append(Named(digests, firsts, lasts, requests, tokens))
+
+    def _tokens(self, sequences: Seq[Sequence], firsts: list[int], lasts: Seq[int]) -> Int32:
+        """Copy the tokens of these blocks. (`known_tokens` of each would take twice as long.)"""
+        size = self._block_size
+        parts = [
+            (
+                s.table.tokens[s.row, i * size : j * size]
+                if s.row >= 0
+                else s.saved_tokens[i * size : j * size]
+            )
+            for s, i, j in zip(sequences, firsts, lasts, strict=True)
+        ]
+        return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
 
     def clear(self) -> None:
         """Note that all names were forgotten."""
@@ -122,68 +98,3 @@ class IndexWatch:
         if not changes and not was_cleared:
             return None
         return IndexDelta(was_cleared, changes, named, self._block_size)
-
-
-class _Origin(NamedTuple):
-    """Where a name comes from: a sequence's names, which of them it is, and its tokens."""
-
-    digests: list[bytes]
-    place: int
-    request: Request
-    tokens: Int32 | None
-
-
-def changes_of(delta: IndexDelta) -> list[IndexChange]:
-    """List what has changed, in order for each cache group on the device and on the host."""
-    found: list[IndexChange] = [Cleared()] if delta.was_cleared else []
-    origins = dict(_origins(delta))
-    for group, is_on_host, changes in delta.changes:
-        found += _runs(changes, {} if is_on_host else origins, group, is_on_host)
-    return found
-
-
-def _origins(delta: IndexDelta) -> Iterator[tuple[bytes, _Origin]]:
-    size = delta.block_size
-    for named in delta.named:
-        for n, (digests, first, last) in enumerate(
-            zip(named.digests, named.firsts, named.lasts, strict=True)
-        ):
-            for i in range(first, last):
-                tokens = named.tokens[n][(i - first) * size :][:size] if named.tokens else None
-                yield digests[i], _Origin(digests, i, named.requests[n], tokens)
-
-
-def _runs(
-    changes: Seq[tuple[bytes, bool]], origins: dict[bytes, _Origin], group: int, is_on_host: bool
-) -> list[IndexChange]:
-    """Put blocks together that follow each other."""
-    runs: list[IndexChange] = []
-    end: _Origin | None = None  # where the last block comes from
-    for digest, is_there in changes:
-        run = runs[-1] if runs else None
-        if not is_there:
-            if not isinstance(run, Removed):
-                run = Removed(group, is_on_host, [])
-                runs.append(run)
-            run.digests.append(digest)
-            continue
-        origin = origins.get(digest)  # none of those on the host
-        if not isinstance(run, Stored) or not _is_next(end, origin):
-            run = Stored(group, is_on_host, [])
-            if origin is not None:
-                run.parent = origin.digests[origin.place - 1] if origin.place else None
-                run.request = origin.request
-            runs.append(run)
-        run.digests.append(digest)
-        if origin is not None and origin.tokens is not None:
-            run.token_ids += origin.tokens.tolist()
-        end = origin
-    return runs
-
-
-def _is_next(last: _Origin | None, origin: _Origin | None) -> bool:
-    """Tell whether a block goes into the run that the last one is in: all those of which only the
-    names are known, or the one behind it in a sequence."""
-    if last is None or origin is None:
-        return last is origin
-    return origin.digests is last.digests and origin.place == last.place + 1
