@@ -9,9 +9,9 @@ has sent it since its PR #42892 (June 2026; it was an array before):
     BlockRemoved      block_hashes, medium, group_idx
     AllBlocksCleared
 
-Names of blocks are whole numbers: the last eight bytes of a digest, as vLLM's are. Of blocks in host
-memory there is no parent and no token. A router that reads tokens gets adapters, salts and images
-with them.
+Names of blocks are whole numbers: the last eight bytes of a digest, as vLLM's are. Of blocks in
+host memory there is no parent and no token. A router that reads tokens gets adapters, salts and
+images with them.
 
 Events are put together from ready pieces: the core waits while this thread has Python's lock, and
 to make an object of each block takes several times as long.

@@ -41,7 +41,8 @@ Encode = Callable[[list[Any]], bytes]
 
 
 class EventPublisher:
-    """Sockets and the threads that use them. encode: makes a payload of what was published, in the one that sends.
+    """Sockets and the threads that use them. encode: makes a payload of what was
+    published, in the one that sends.
 
     Raises MissingDependency without pyzmq, ConfigError if an endpoint cannot be had.
     """
