@@ -24,8 +24,9 @@ from benchmarks.virtual.dry_run import RandomExecutor, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.kv_events import KVEventsConfig
 from quire.base.messages import Request
+from quire.engine.event_encoding import EventMaker
 from quire.engine.event_publisher import EventPublisher
-from quire.engine.kv_events import EventMaker, TellingDoors
+from quire.engine.kv_events import TellingDoors
 from quire.engine.record import Doors
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head, write_report

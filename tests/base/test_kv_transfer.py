@@ -25,6 +25,27 @@ def test_what_an_answer_says_is_what_the_next_request_means() -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "port", "peer"),
+    [
+        ("prefill-0", 7400, "prefill-0:7400"),
+        ("prefill-0", "7400", "prefill-0:7400"),
+        ("", 7400, ""), (None, None, ""), ("h", None, ""), ("h", -1, ""), ("h", "x", ""),
+        (["h"], 1, ""), ("h" * 254, 1, ""), ("h", 10**6, ""),
+    ],
+)  # fmt: skip
+def test_a_peer_that_is_named(host: Any, port: Any, peer: str) -> None:
+    given = {"do_remote_prefill": True, "remote_host": host, "remote_port": port}
+    assert transfer_of(given) == KVTransfer(waits=True, peer=peer)
+
+
+def test_an_answer_names_where_its_blocks_are() -> None:
+    told = answer_params(HandedOver(7, DIGEST, "10.0.0.1:7400"))
+    assert (told["remote_host"], told["remote_port"]) == ("10.0.0.1", 7400)
+    found = transfer_of(told)
+    assert found is not None and found.peer == "10.0.0.1:7400"
+
+
+@pytest.mark.parametrize(
     ("params", "means"),
     [
         (None, None),

@@ -20,7 +20,8 @@ from quire.base.cache_group import CacheGroup
 from quire.base.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.base.errors import ConfigError
 from quire.base.messages import ResetPrefixCache
-from quire.engine.kv_events import EventMaker, TellingDoors, publish_events
+from quire.engine.event_encoding import EventMaker
+from quire.engine.kv_events import TellingDoors, publish_events
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
 from quire.scheduler.index_changes import IndexDelta

@@ -337,6 +337,30 @@ def test_a_peer_finds_what_host_memory_holds_and_what_is_lost_is_offered_again()
                 settled(second)
 
 
+def test_a_request_names_the_peer_that_is_asked() -> None:
+    """Of those in the settings; one that is not there is never asked, and stops nothing."""
+    served_at = "serve://127.0.0.1:0"
+    with (
+        open_llm("qwen3", kv_store=served_at, **SETTINGS) as one,
+        open_llm("qwen3", kv_store=served_at, **SETTINGS) as two,
+    ):
+        peers = [f"peer://127.0.0.1:{port_of(llm)}" for llm in (one, two)]
+        with open_llm("qwen3", kv_store=peers, **SETTINGS) as second:
+            orders = watched(second)
+            for number, (llm, prompt) in enumerate(zip((one, two), PROMPTS, strict=False)):
+                told = generate(llm, prompt, FIRST_LEG, max_tokens=1).kv_transfer_params
+                settled(llm)
+                orders.clear()
+                named = told | {"remote_host": "127.0.0.1", "remote_port": port_of(llm)}
+                assert generate(second, prompt, named).num_cached_tokens == FULL * BLOCK
+                assert {order.store for order in orders} == {number}
+            told = generate(one, PROMPTS[2], FIRST_LEG, max_tokens=1).kv_transfer_params
+            orders.clear()
+            named = told | {"remote_host": "198.51.100.1", "remote_port": 80}
+            assert generate(second, PROMPTS[2], named).num_cached_tokens == FULL * BLOCK
+            assert {order.store for order in orders} == {0, 1}
+
+
 def test_a_peer_that_has_gone_is_a_miss(wanted: dict[str, Any]) -> None:
     first, second = open_pair((["serve://127.0.0.1:0"], []))
     with second:

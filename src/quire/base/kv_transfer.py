@@ -20,6 +20,7 @@ from quire.base.errors import ConfigError, RequestError
 FIELD = "kv_transfer_params"
 SETTING = "kv_transfer_config"
 MOST_FIELDS = 64
+MOST_HOST = 253  # characters of a name
 DIGEST_BYTES = 32
 PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
@@ -47,20 +48,27 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 class KVTransfer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a request says. keeps: its blocks go to the stores as soon as they are computed.
     waits: they may still be on their way there. num_blocks, digest: of the full blocks that were
-    handed over, how many there are, and the name of the last, if that is known."""
+    handed over, how many there are, and the name of the last, if that is known. peer: HOST:PORT of
+    the engine that has them, as the request names it. What an engine adds of its own settings:
+    stores: those to look into, all if there are none here; address: HOST:PORT that the answer
+    names."""
 
     keeps: bool = False
     waits: bool = False
     num_blocks: int = 0
     digest: bytes = b""
+    peer: str = ""
+    stores: tuple[int, ...] = ()
+    address: str = ""
 
 
 class HandedOver(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What an answer says: the full blocks of a prompt that go to the stores, and the last one's
-    name."""
+    name. address: HOST:PORT where peers reach them, if there is one."""
 
     num_blocks: int
     digest: bytes
+    address: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,19 +95,21 @@ def transfer_of(params: Any) -> KVTransfer | None:
     num, digest = _handed_over(params) if waits else (0, b"")
     if params.get("remote_block_ids") and not num:
         waits = False  # they are another kind of engine's
-    return KVTransfer(keeps, waits, num, digest) if keeps or waits else None
+    peer = _peer(params) if waits else ""
+    return KVTransfer(keeps, waits, num, digest, peer) if keeps or waits else None
 
 
 def answer_params(told: HandedOver, engine_id: str = "") -> dict[str, Any]:
     """Make the `kv_transfer_params` of an answer, which the second leg's request is to bring."""
+    host, _, port = told.address.rpartition(":")
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "remote_engine_id": engine_id,
         "remote_block_ids": [told.digest.hex()] if told.num_blocks else [],
         "remote_num_blocks": told.num_blocks,
-        "remote_host": None,
-        "remote_port": None,
+        "remote_host": host or None,
+        "remote_port": int(port) if host else None,
     }
 
 
@@ -126,6 +136,14 @@ def _flag(params: Mapping[str, Any], name: str) -> bool:
     if value not in (None, True, False):
         raise RequestError(f"{FIELD}.{name} must be true or false, got {str(value)[:80]!r}.", FIELD)
     return bool(value)
+
+
+def _peer(params: Mapping[str, Any]) -> str:
+    """Return the place that is named, if it can be one; it is only ever compared."""
+    host, port = params.get("remote_host"), params.get("remote_port")
+    if not isinstance(host, str) or len(host) > MOST_HOST or not isinstance(port, int | str):
+        return ""
+    return f"{host}:{port}" if host and str(port).isdecimal() and len(str(port)) <= 5 else ""
 
 
 def _handed_over(params: Mapping[str, Any]) -> tuple[int, bytes]:

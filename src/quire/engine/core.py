@@ -10,7 +10,7 @@ with an error, all others get what they would have got.
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -44,6 +44,7 @@ from quire.engine.bisect import (
     with_leftover,
 )
 from quire.engine.connectors.connections import MOST_WAIT_S, OpenStores
+from quire.engine.connectors.named_peers import NamedPeers
 from quire.engine.drafting import Guesses
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
@@ -90,6 +91,7 @@ class EngineCore:
         self._carried_over: Plan | None = None  # of a plan that was not carried out: for the next
         self._death: str | None = None
         self._stores: OpenStores | None = None
+        self._peers = NamedPeers(())
         self._held_files: HeldFiles | None = None
         self._grammars: Grammars | None = None
         self._drafting: Guesses | None = None
@@ -146,9 +148,9 @@ class EngineCore:
         """Hear of nothing any more."""
         self._subscribers = [each for each in self._subscribers if each is not subscriber]
 
-    def connect(self, stores: OpenStores) -> None:
-        """Let these carry out what the scheduler orders of its stores."""
-        self._stores = stores
+    def connect(self, stores: OpenStores, names: Sequence[str] = ()) -> None:
+        """Let these carry out what the scheduler orders of its stores, whose settings these are."""
+        self._stores, self._peers = stores, NamedPeers(names)
 
     def keep_held(self, files: HeldFiles) -> None:
         """Hold again what these files tell, and let them follow what is held from now on."""
@@ -171,8 +173,7 @@ class EngineCore:
         self._watching.append(doors)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served, and EngineBusy if too
-        many wait already."""
+        """Queue a request. Raises RequestError for what can never be served, EngineBusy."""
         fork, num_known = request.fork, 0
         if fork is not None:
             num_known = check_fork(request, self.held(fork.request_id, fork.index))
@@ -180,6 +181,7 @@ class EngineCore:
         if request.grammar and self._grammars is None:
             raise RequestError("this engine takes no grammars; leave the form of the answer out.")
         self._check_queue()
+        request = self._peers.choose(request)
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:
             raise decisions.refusal

@@ -299,7 +299,7 @@ class Memory:
         if transfer is None or not transfer.keeps or self.offers is None:
             return None
         num = min(num, len(sequence.digests))
-        return HandedOver(num, sequence.digests[num - 1] if num else b"")
+        return HandedOver(num, sequence.digests[num - 1] if num else b"", transfer.address)
 
     def free(self, sequence: Sequence) -> None:
         """Free what a sequence holds on the device."""

@@ -144,9 +144,11 @@ class Stores:
         names = tuple(
             (g, digest) for g in order for digest in digests[:most] if not kv.is_cached(g, digest)
         )
+        transfer = sequence.request.kv_transfer
+        asked = () if transfer is None or not is_handed_over else transfer.stores
         stores = [
             store
-            for store in range(self.num_stores)
+            for store in asked or range(self.num_stores)
             if is_handed_over or self._is_worth_it(store, names, num_tokens)
         ]
         if not stores:

@@ -1,6 +1,7 @@
 """Both legs of a prompt that one server computes and another one answers, as vLLM's routers send
 them: completions and chat, in one piece and streamed."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,23 @@ def test_both_legs(pair: list[TestClient], path: str) -> None:
     assert "kv_transfer_params" not in answer
     streamed = second.post(path, json=body | leg | {"stream": True})
     assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_tells_at_its_end(pair: list[TestClient], path: str, more: Any) -> None:
+    """Beside the reason for which it ends, as an answer in one piece does."""
+    body = BODIES[path] | {"temperature": 0, "cache_salt": f"stream {path}", "max_tokens": 4}
+    leg = {"kv_transfer_params": FIRST_LEG}
+    told = pair[0].post(path, json=body | leg).json()["kv_transfer_params"]
+    streamed = pair[0].post(path, json=body | leg | {"stream": True} | more).text
+    lines = [line for line in streamed.splitlines() if line.startswith("data: {")]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    telling = [chunk for chunk in chunks if "kv_transfer_params" in chunk]
+    assert [chunk["kv_transfer_params"] for chunk in telling] == [told]
+    assert telling[0]["choices"][0]["finish_reason"] == "length"
+    plain = pair[0].post(path, json=body | {"stream": True}).text
+    assert "kv_transfer_params" not in plain
 
 
 def test_odd_params_are_refused_and_empty_ones_are_not(pair: list[TestClient]) -> None:

@@ -50,4 +50,4 @@ def connect_stores(
         else:
             store = make_store(setting, most_bytes)
             workers.append(StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring))
-    core.connect(Connections(workers, answers))
+    core.connect(Connections(workers, answers), settings)

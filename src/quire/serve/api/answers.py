@@ -106,9 +106,7 @@ class Answer:
                 choices += found["choices"]
         if (hooked := self._hooked()) is not None:
             choices = [await hooked.whole(choice) for choice in choices]
-        measured = await self._measured(outputs[0])
-        if len(outputs) == 1 and outputs[0].kv_transfer_params is not None:
-            measured = measured | {"kv_transfer_params": outputs[0].kv_transfer_params}
+        measured = await self._measured(outputs[0]) | self._transfer(outputs[0])
         return found | {"choices": choices, "usage": usage_json(self.choices)} | measured
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -137,6 +135,8 @@ class Answer:
                     chunks = await hooked.chunks(chunks)
                     if hooked.has_ended:
                         await outputs.aclose()  # before a slow client has read the end
+                if chunks and output.finished:
+                    chunks[-1] = chunks[-1] | self._transfer(output)
                 if running:
                     head["usage"] = usage_json(self.choices)
                 if chunks:
@@ -151,6 +151,12 @@ class Answer:
             return {}
         request = self.jobs[0].request
         return {"metrics": await metrics_json(self.client, request, output.metrics)}
+
+    def _transfer(self, output: RequestOutput) -> Json:
+        """Return what another engine is to be told of an answer's only prompt, if anything is."""
+        if len(self.jobs) > 1 or output.kv_transfer_params is None:
+            return {}
+        return {"kv_transfer_params": output.kv_transfer_params}
 
     def _hooked(self) -> HookedAnswer | None:
         if self.hooks is None or not any(self.hooks[0].see(name) for name in OUTPUT_METHODS):

@@ -1,0 +1,55 @@
+"""Peers that requests name: `remote_host` and `remote_port` of `kv_transfer_params`.
+
+A request chooses among the peers of the operator's settings (`--kv-store peer://HOST:PORT`), by the
+very same text; it never makes an engine connect to anything else. Who names another one is told of
+in the log, and its prompt is looked up as if it had named none: what is not found is computed.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.base.cache_config import SERVE
+from quire.base.clock import MonotonicClock
+from quire.base.messages import Request
+from quire.engine.connectors.log_throttle import ThrottledLog
+from quire.engine.connectors.make import VIA
+
+PEER = "peer:"
+ANYWHERE = ("0.0.0.0", "::", "[::]", "*", "")  # to listen on, but no place to reach
+
+
+class NamedPeers:
+    """stores: of the settings, each as NAME:ADDRESS."""
+
+    def __init__(self, stores: Sequence[str]) -> None:
+        places = {i: _place(s, PEER) for i, s in enumerate(stores) if s.startswith(PEER)}
+        self._others = tuple(i for i in range(len(stores)) if i not in places)
+        self._numbers = {place: i for i, place in places.items()}
+        served = [_place(s, SERVE) for s in stores if s.startswith(SERVE)]
+        host, _, port = (served or [""])[0].rpartition(":")
+        # Where this engine's blocks are, if its settings say so
+        self.address = "" if host in ANYWHERE or port == "0" else f"{host}:{port}"
+        self._log = ThrottledLog(MonotonicClock())
+
+    def choose(self, request: Request) -> Request:
+        """Return the request with what is to be asked for it, and what its answer may tell."""
+        transfer = request.kv_transfer
+        if transfer is None:
+            return request
+        number = self._numbers.get(transfer.peer.lower())
+        if transfer.peer and number is None and self._numbers:
+            self._log.warn(
+                "stranger",
+                f"a request names the peer {transfer.peer!r}, which is none of kv_store's, and it"
+                " is looked up in these; add it there if it is one of yours",
+            )
+        stores = () if number is None else tuple(sorted((*self._others, number)))
+        address = self.address if transfer.keeps else ""
+        chosen = msgspec.structs.replace(transfer, stores=stores, address=address)
+        return msgspec.structs.replace(request, kv_transfer=chosen)
+
+
+def _place(setting: str, kind: str) -> str:
+    """Return HOST:PORT of a setting."""
+    return setting.removeprefix(kind).removeprefix("//").partition(VIA)[0].lower()
