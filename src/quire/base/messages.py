@@ -266,6 +266,15 @@ class AskCancel(msgspec.Struct, frozen=True, tag=True):
     request_ids: list[str] | None = None
     tenant: str | None = None
 
+    def means(self, request: "Request") -> bool:
+        """Tell whether this request is to end; pins are no requests to who asks."""
+        if request.pin_s is not None or self.tenant not in (None, request.tenant):
+            return False
+        names, (head, _, number) = self.request_ids, request.request_id.rpartition("-")
+        return (
+            names is None or request.request_id in names or (number.isdecimal() and head in names)
+        )
+
 
 class AskLive(msgspec.Struct, frozen=True, tag=True):
     """Client to core: what is it doing? Answered by `Live`."""

@@ -254,7 +254,8 @@ class CoreServer:
             found = self.core.held(message.request_id, message.index, message.tenant)
             client.send(HeldList(message.ask_id, found))
         elif isinstance(message, AskCancel):
-            names = self._open_requests(message)
+            requests = [each.request for each in self.core.requests()]
+            names = [each.request_id for each in requests if message.means(each)]
             for name in names:
                 self.core.control(Cancel(name))
             client.send(Cancelled(message.ask_id, names))
@@ -270,17 +271,6 @@ class CoreServer:
                 self.core.control(message)
         else:
             self.core.control(message)
-
-    def _open_requests(self, asked: AskCancel) -> list[str]:
-        """List the requests that a client wants to end; pins are no requests to it."""
-        found = [each.request for each in self.core.requests()]
-        return [
-            request.request_id
-            for request in found
-            if request.pin_s is None
-            and asked.tenant in (None, request.tenant)
-            and (asked.request_ids is None or _is_named(request.request_id, asked.request_ids))
-        ]
 
     def _add(self, client: CoreConnection, request: Request) -> None:
         try:
@@ -302,9 +292,3 @@ class CoreServer:
         for request_id in mine:
             self._disown(request_id)
             self.core.control(Abort(request_id))
-
-
-def _is_named(request_id: str, names: list[str]) -> bool:
-    """Tell whether a request is one of these, or of the numbered requests of one of these."""
-    head, _, number = request_id.rpartition("-")
-    return request_id in names or (number.isdecimal() and head in names)

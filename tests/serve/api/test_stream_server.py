@@ -147,7 +147,9 @@ def test_handshakes_that_are_none(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_refused_before_the_connection_is_made(make_context: MakeContext) -> None:
+def test_refused_before_the_connection_is_made(
+    make_context: MakeContext, caplog: pytest.LogCaptureFixture
+) -> None:
     with serving(make_context(api_key=("one",))) as url:
         for headers, status in (
             ({}, 401),
@@ -161,6 +163,7 @@ def test_refused_before_the_connection_is_made(make_context: MakeContext) -> Non
         with opened(url, additional_headers={"Authorization": "Bearer one"}) as line:
             send(line, **START, prompt=STORY, last=True)
             text(line)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("is_last", [False, True])

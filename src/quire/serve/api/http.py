@@ -94,9 +94,15 @@ class TimedProtocol(H11Protocol):
 
 
 class TextProtocol(WebSocketsSansIOProtocol):
-    """Closes a WebSocket whose text is no UTF-8; uvicorn writes a traceback to the log for each."""
+    """Closes a WebSocket whose text is no UTF-8; uvicorn writes a traceback to the log for each.
+    For a refused handshake it writes an error, unless it is told that this was an answer, too."""
 
     _decoder: codecs.IncrementalDecoder | None = None  # of the text message that comes in
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            self.handshake_complete = True
 
     def handle_text(self, event: Any) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")()

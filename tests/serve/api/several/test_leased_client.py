@@ -56,6 +56,9 @@ class Core:
     async def metrics(self) -> str:
         return "some"
 
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None) -> list[str]:
+        return []
+
 
 Check = Callable[[LeasedClient, Core, FakeKeeper], Awaitable[None]]
 
@@ -163,6 +166,54 @@ def test_a_failed_load_is_the_answer(tmp_path: Path) -> None:
         keeper.tell(Deny("b", 1, "the file is gone."))
         with pytest.raises(EngineDead, match="the file is gone"):
             await answering
+
+    run(tmp_path, check)
+
+
+def test_who_waits_can_be_ended(tmp_path: Path) -> None:
+    """With what there is, which is nothing; the others wait on, and so does a pin."""
+
+    async def last(client: LeasedClient, asked: Request) -> RequestOutput:
+        return [output async for output in client.generate(asked)][-1]
+
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY
+        asked = [
+            request("cmpl-1-0", tenant="mine"),
+            request("cmpl-1-1", tenant="mine"),
+            request("cmpl-2", tenant="other"),
+            request("pin", pin_s=1.0),
+        ]
+        answers = [asyncio.create_task(last(client, each)) for each in asked]
+        await keeper.hear(1)
+        assert await client.cancel(["cmpl-1", "cmpl-2"], "mine") == ["cmpl-1-0", "cmpl-1-1"]
+        for ended in await asyncio.gather(*answers[:2]):
+            [output] = ended.outputs
+            assert ended.finished and output.finish_reason == "abort" and output.text == ""
+        assert await client.cancel(None, "mine") == []
+        assert await client.cancel(None) == ["cmpl-2"]
+        await answers[2]
+        assert keeper.heard == [Ask("b", 1)]  # the pin waits for it
+        keeper.tell(Grant("b", 1))
+        core.load()
+        await answers[3]
+        assert [each.request_id for each in core.sent] == ["pin"]
+        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
+
+    run(tmp_path, check)
+
+
+def test_one_that_is_ended_as_its_model_comes_is_not_sent(tmp_path: Path) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        core.known = READY
+        answering = asyncio.create_task(outputs(client, request()))
+        await keeper.hear(1)
+        wanted = client._link._wanted.pop("b")
+        core.load()
+        client._link._grant("b", wanted)  # the request has not heard of it yet
+        assert await client.cancel(None) == ["r"]
+        assert await answering == 1 and core.sent == []
+        assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
 
     run(tmp_path, check)
 

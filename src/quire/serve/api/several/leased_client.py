@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
@@ -10,13 +11,29 @@ import msgspec
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import EngineDead, RequestError
 from quire.base.live import LiveFrame
-from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
+from quire.base.messages import AskCancel, HeldRequest, PinnedPrefix, Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.engine.fleet import CoreClient
+from quire.engine.output import ABORTED, OpenRequest
 from quire.serve.api.several.link import ModelLink
 from quire.serve.several.messages import DEAD, FAILED
 
 READY_S = 60.0  # for a core that is loaded to answer this process, too
+
+
+@dataclass
+class _Waiting:
+    """A request that waits for its model. scope: what ends the wait."""
+
+    request: Request
+    scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+
+    @property
+    def is_ended(self) -> bool:
+        return self.scope.when() is not None
+
+    def end(self) -> None:
+        self.scope.reschedule(asyncio.get_running_loop().time())
 
 
 class LeasedClient:
@@ -30,7 +47,7 @@ class LeasedClient:
         self._link = link
         self._model = model
         self._clock = clock or MonotonicClock()
-        self._open: dict[str, Request] = {}  # requests that wait for the model
+        self._waiting: dict[str, _Waiting] = {}  # by request id
 
     @property
     def ready(self) -> Ready:
@@ -66,19 +83,35 @@ class LeasedClient:
         if not request.received_s:
             request = msgspec.structs.replace(request, received_s=self._clock.now())
         name = request.request_id
-        self._open[name] = request
-        try:
-            async with self._link.lease(self._model, request.timeout_s or None):
-                await self._wait_until_ready()
-                whole = self._open.pop(name)
-                outputs = cast(
-                    AsyncGenerator[RequestOutput, None], self._client.generate(whole, prompt_text)
-                )
-                async with contextlib.aclosing(outputs):
-                    async for output in outputs:
-                        yield output
-        finally:
-            self._open.pop(name, None)
+        waiting = self._waiting[name] = _Waiting(request)
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with waiting.scope:
+                    await held.enter_async_context(
+                        self._link.lease(self._model, request.timeout_s or None)
+                    )
+                    await self._wait_until_ready()
+            except TimeoutError:
+                if not waiting.is_ended:
+                    raise
+            finally:
+                del self._waiting[name]
+            if waiting.is_ended:
+                yield self._ended(waiting.request, prompt_text)
+                return
+            outputs = cast(
+                AsyncGenerator[RequestOutput, None],
+                self._client.generate(waiting.request, prompt_text),
+            )
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+    def _ended(self, request: Request, prompt_text: str | None) -> RequestOutput:
+        """Make the answer of a request that was ended before its model was there."""
+        ended = OpenRequest(request, prompt_text, None, request.received_s)
+        ended.finish(ABORTED, self._clock.now())
+        return ended.output()
 
     async def _wait_until_ready(self) -> None:
         """Wait until the core answers this process, too. Raise EngineDead if it does not."""
@@ -99,16 +132,17 @@ class LeasedClient:
             raise EngineDead(f"model {self._model} does not answer ({state.why or state.state}).")
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        waiting = self._open.get(request_id)
+        waiting = self._waiting.get(request_id)
         if waiting is None:
             self._client.append(request_id, token_ids, is_last)
             return
-        if not waiting.is_open:
+        request = waiting.request
+        if not request.is_open:
             raise RequestError("the prompt is complete; nothing can be added to it.")
-        tokens = [*waiting.prompt_token_ids, *token_ids]
-        longer = msgspec.structs.replace(waiting, prompt_token_ids=tokens, is_open=not is_last)
+        tokens = [*request.prompt_token_ids, *token_ids]
+        longer = msgspec.structs.replace(request, prompt_token_ids=tokens, is_open=not is_last)
         self.check(longer)
-        self._open[request_id] = longer
+        waiting.request = longer
 
     # ---- what does not load it -----------------------------------------------------------------
 
@@ -154,7 +188,13 @@ class LeasedClient:
             await self._client.reset_prefix_cache()
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        return await self._client.cancel(request_ids, tenant) if self.is_loaded else []
+        """End also what waits for the model in this process."""
+        asked = AskCancel(0, request_ids, tenant)
+        ended = [name for name, each in self._waiting.items() if asked.means(each.request)]
+        for name in ended:
+            self._waiting[name].end()
+        there = await self._client.cancel(request_ids, tenant) if self.is_loaded else []
+        return ended + there
 
     async def close(self) -> None:
         await self._client.close()
