@@ -1,16 +1,22 @@
-"""What holds for all tests: one thread per process, and signals that do what they do in a terminal.
+"""What holds for all tests: one thread per process, compiled modules, and signals that do what they
+do in a terminal.
 
 The models here are tiny, and threads that wait for each other on a busy machine make their tests
-ten times slower. A test run that is started in the background (`&`, nohup) ignores SIGINT or
-SIGHUP, and so would all processes that it starts.
+ten times slower. Tests start hundreds of processes, each of which would compile all that it imports
+where Python is told to write no bytecode. A test run that is started in the background (`&`, nohup)
+ignores SIGINT or SIGHUP, and so would all processes that it starts.
 """
 
+import gc
 import os
 import signal
+import sys
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 
@@ -26,6 +32,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard", metavar="K/N", help="only each Nth test, from the Kth (1 to N): for N processes"
     )
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection look through all tests again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

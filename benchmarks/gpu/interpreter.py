@@ -2,45 +2,33 @@
 
 Of triton 3.6 is changed what stops it or takes two thirds of its time. It makes loop bounds of
 arrays with one element, which numpy 2.4 refuses to take for numbers. It replaces what is in
-`triton.language` not only for a launch but again for every call of a function within the kernel. It
-describes in words the type of every tuple and block that is made, which only the compiler asks for,
-and makes a table of all dtypes whenever it looks one up. It computes whether sums and products
-overflow, which it would tell only with `debug`. It checks and wraps the shape of every block again.
+`triton.language` for every launch and again for every call of a function within the kernel; here it
+stays replaced, as a process that interprets kernels compiles none. It describes in words the type
+of every tuple and block that is made, which only the compiler asks for, and makes a table of all
+dtypes whenever it looks one up. It computes whether sums and products overflow, which it would tell
+only with `debug`. It checks and wraps the shape of every block again.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 
 @dataclass
 class LanguagePatches:
-    """Stands for the interpreter's `_patch_lang`: within a launch each of its modules is patched
-    once. patch: what the interpreter has; nothing: makes a scope in which nothing was patched."""
+    """Stands for `_patch_lang` of the interpreter: patches modules once, and leaves them so. patch:
+    what the interpreter has; nothing: what is to be restored."""
 
     patch: Any
     modules: tuple[Any, ...]
     nothing: Any
-    _launch: Any = None
-    _done: set[str] = field(default_factory=set)
+    _is_done: bool = False
 
     def __call__(self, function: Any) -> Any:
-        """What is to be restored after a launch; of a call within it nothing is."""
-        values = function.__globals__.values()
-        seen = {module.__name__ for module in self.modules if any(v is module for v in values)}
-        if self._launch is not None and seen <= self._done:
-            return self.nothing()
-        scope = self.patch(function)
-        self._done |= seen
-        if self._launch is None:
-            self._launch, restore = scope, scope.restore
-
-            def restore_and_forget() -> None:
-                self._launch = None
-                self._done.clear()
-                restore()
-
-            scope.restore = restore_and_forget
-        return scope
+        if not self._is_done:
+            self._is_done = True
+            self.patch(SimpleNamespace(__globals__=dict(enumerate(self.modules))))
+        return self.nothing
 
 
 def repair_interpreter() -> None:
@@ -58,13 +46,29 @@ def repair_interpreter() -> None:
 
     interpreter._patch_lang_tensor = with_index
     interpreter._patch_lang = LanguagePatches(
-        interpreter._patch_lang, (tl, tl.core), interpreter._LangPatchScope
+        interpreter._patch_lang, (tl, tl.core), interpreter._LangPatchScope()
     )
+    interpreter._patch_attr = with_semantic(interpreter.TritonSemantic)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
     describe_tuples_when_asked(tl.core)
     shape_blocks_once(tl.core)
+
+
+def with_semantic(make: Any) -> Any:
+    """make: what functions of the language need beside their arguments, of a builder."""
+
+    def patch(module: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, function = make(builder), getattr(member, "__wrapped__", member)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*arguments, **options)
+
+        scope.set_attr(module, name, call)
+
+    return patch
 
 
 def remembered(find: Any) -> Any:

@@ -31,7 +31,16 @@ RELATED = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def quick_or_slow() -> list[Any]:
+    """Of each type one, and each kind of rope; the other variants of types are slow."""
+    quick = {config["model_type"]: name for name, config in reversed(CONFIGS.items())}.values()
+    return [
+        pytest.param(n, marks=[] if n in quick or "rope" in n else pytest.mark.slow)
+        for n in CONFIGS
+    ]
+
+
+@pytest.mark.parametrize("name", quick_or_slow())
 def test_every_field_with_every_absurd_value(name: str) -> None:
     config = CONFIGS[name]
     refused = 0

@@ -1,10 +1,11 @@
-"""Compiles kernels for sm_90 without a device: python -m tests.kernels.aot MODULE ...
+"""Compiles kernels for sm_90 without a device: python -m tests.kernels.aot STEP MODULE ...
 
-Prints JSON, one entry for each of the modules' CONFIGS: registers, spilled bytes, shared memory,
-whether its machine code has Hopper's matrix instructions, how many products are fused with sums
-where the compiler may not choose to, and how many times what is under a condition reads a buffer
-that a loop's next loads go to: Triton (3.6) lets these begin before it. A process of its own, since
-kernels that are interpreted cannot be compiled.
+Prints JSON, one entry for each of the modules' CONFIGS (of a kernel with more than STEP of them for
+each STEPth, from the first): registers, spilled bytes, shared memory, whether its machine code has
+Hopper's matrix instructions, how many products are fused with sums where the compiler may not
+choose to, and how many times what is under a condition reads a buffer that a loop's next loads go
+to: Triton (3.6) lets these begin before it. A process of its own, since kernels that are
+interpreted cannot be compiled.
 """
 
 import importlib
@@ -108,10 +109,14 @@ def _run(tool: str, option: str, cubin: bytes) -> str:
 
 
 def main() -> None:
-    found = []
-    for name in sys.argv[1:]:
-        module = importlib.import_module(f"quire.ops.kernels.{name}")
-        found += [{"module": name} | compile_config(config) for config in module.CONFIGS]
+    found, step = [], int(sys.argv[1])
+    for name in sys.argv[2:]:
+        of_kernels: dict[Any, list[Config]] = {}
+        for config in importlib.import_module(f"quire.ops.kernels.{name}").CONFIGS:
+            of_kernels.setdefault(config.kernel, []).append(config)
+        for configs in of_kernels.values():
+            some = configs[::step] if len(configs) > step else configs
+            found += [{"module": name} | compile_config(config) for config in some]
     print(json.dumps(found))
 
 

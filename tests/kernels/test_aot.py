@@ -25,11 +25,13 @@ OTHERS = [name for name in NAMES if name not in FUSED and name not in QUANTISED]
 GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
 
 
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", GROUPS.values(), ids=GROUPS.keys())
-def test_it_compiles_for_hopper(names: Sequence[str]) -> None:
+def test_it_compiles_for_hopper(names: Sequence[str], step: int) -> None:
+    """Each kernel, and all ways to launch it where there is time."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.aot", *names],
+        [sys.executable, "-m", "tests.kernels.aot", str(step), *names],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]

@@ -304,9 +304,9 @@ STEPS = {
 @pytest.mark.parametrize(
     ("architecture", "half"),
     [
-        ("llama", True),
         ("qwen3_moe", False),
         ("qwen3_5", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
         pytest.param("llama", False, marks=pytest.mark.slow),
         pytest.param("mistral", False, marks=pytest.mark.slow),
     ],
@@ -393,7 +393,10 @@ def answers_alone() -> list[Any]:
     return answers(0, {"deterministic": True})
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    ["in a batch", "preempted", pytest.param("in chunks, without a cache", marks=pytest.mark.slow)],
+)
 def test_a_request_has_the_same_bits(
     engine: str,
     used: set[str],  # noqa: F811

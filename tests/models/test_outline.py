@@ -14,6 +14,7 @@ from quire.models.outline import HEAD, LINEAR, PLAIN, ROUTER, outline
 from quire.models.registry import MODELS, make_model
 from quire.models.source import resolve_model, shape_names
 from tests.models.checkpoints import VARIANTS, write_checkpoint
+from tests.models.quick import slow_if_large
 
 META = torch.device("meta")
 
@@ -47,7 +48,7 @@ def test_each_parameter_once(variant: str) -> None:
     assert [part.is_tied for part in parts if part.kind == HEAD] == [spec.tie_embeddings]
 
 
-@pytest.mark.parametrize("shape", shape_names())
+@pytest.mark.parametrize("shape", slow_if_large(shape_names()))
 def test_of_every_shape(shape: str) -> None:
     spec = load_spec(resolve_model(f"shape:{shape}").directory)
     assert sum(part.num_bytes for part in outline(spec).parts) > 10 * spec.hidden_size**2

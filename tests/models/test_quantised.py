@@ -18,8 +18,9 @@ from quire.ops.formats import Quantization
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
 from quire.runner.preview import preview_runner
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.models.paged import CPU, run_paged
+from tests.models.quick import variants_with
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -77,8 +78,7 @@ def test_the_bits_of_layers_do_not_depend_on_the_batch(
         assert torch.equal(torch.cat([layer(x[:3]), layer(x[3:])]), whole)
 
 
-@pytest.mark.parametrize("formats", [*FORMATS, None])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "formats"), variants_with([None, *FORMATS]))
 def test_bytes_are_planned(variant: str, formats: str | None, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     chosen = AS_THEY_ARE if formats is None else FORMATS[formats]

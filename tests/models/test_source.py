@@ -16,6 +16,7 @@ from quire.engine.text import build_text_side
 from quire.models.registry import model_class
 from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model, shape_names
 from quire.tools.bench.tokens import LocalTokens
+from tests.models.quick import slow_if_large
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_sizes_of_all_shapes_are_known() -> None:
     assert sorted(SIZES) == shape_names()
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", slow_if_large(SIZES))
 def test_shapes_have_the_published_size(name: str) -> None:
     import torch
 

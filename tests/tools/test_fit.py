@@ -32,6 +32,7 @@ from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_writer import Q4_0, Q8_0, convert
 from tests.models.paged import CPU
 from tests.models.quantised_writers import gptq, write
+from tests.models.quick import variants_with
 
 GIB = 1 << 30
 SOME_BYTES = 6 * MIB  # free memory of which tiny models leave a pool, too small for all rows
@@ -93,8 +94,7 @@ def check_same(found: Fit, runner: BuiltRunner) -> None:
 
 
 @needs_core
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "formats"), variants_with(list(FORMATS)))
 def test_the_plan_is_the_engines(
     variant: str, formats: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,8 +313,19 @@ def test_a_gpu() -> None:
     assert found.warnings == ()
 
 
-@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
-@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize(
+    ("shape", "quantization"),
+    [
+        *[
+            (shape, each)
+            for shape in ("qwen3-8b", "qwen3-0.6b")
+            for each in ("int4", "int8", "fp8")
+        ],
+        ("qwen3-30b-a3b", "int4"),
+        pytest.param("qwen3-30b-a3b", "int8", marks=pytest.mark.slow),
+        pytest.param("qwen3-30b-a3b", "fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_weights_quantised_on_a_gpu(
     shape: str, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

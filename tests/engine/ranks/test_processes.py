@@ -74,11 +74,11 @@ def test_while_loading(rank: int, number: int) -> None:
     ("is_idle", "rank", "number"),
     [
         (True, 1, signal.SIGKILL),
-        (True, 0, signal.SIGSTOP),
         (False, 0, signal.SIGKILL),
-        (False, 1, signal.SIGKILL),
-        (False, 0, signal.SIGSTOP),
         (False, 1, signal.SIGSTOP),
+        pytest.param(True, 0, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(False, 1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(False, 0, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
 def test_at_rest_and_in_a_step(is_idle: bool, rank: int, number: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
@@ -56,16 +57,24 @@ def make_context(engine: Engine) -> MakeContext:
     return make
 
 
-@pytest.fixture
-def api_context(make_context: MakeContext) -> ApiContext:
-    """Of the `api` fixture's app; tests may change it."""
-    return make_context()
+@pytest.fixture(scope="session")
+def shared_app(make_context: MakeContext) -> FastAPI:
+    """With its first request an app gets its routes ready, which takes longer than most tests."""
+    return create_app(make_context())
 
 
 @pytest.fixture
-def api(api_context: ApiContext) -> Iterator[TestClient]:
-    """An HTTP client (httpx) over an app in this process, with its own context."""
-    with TestClient(create_app(api_context), raise_server_exceptions=False) as client:
+def api_context(make_context: MakeContext, shared_app: FastAPI) -> ApiContext:
+    """Of the `api` fixture's app, and as new for each test, which may change it."""
+    context: ApiContext = shared_app.state.context
+    context.__dict__ = vars(make_context())
+    return context
+
+
+@pytest.fixture
+def api(api_context: ApiContext, shared_app: FastAPI) -> Iterator[TestClient]:
+    """An HTTP client (httpx) over an app in this process."""
+    with TestClient(shared_app, raise_server_exceptions=False) as client:
         yield client
 
 

@@ -6,15 +6,18 @@ from any thread.
 """
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 from quire.base.clock import MonotonicClock
 from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
+from quire.base.events import Event
 from quire.base.live import LiveFrame
 from quire.base.messages import Cancel, HeldRequest, Hold, Live, Ready, Request, Rewind
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.build import Engine
+from quire.engine.core import EngineCore
 from quire.engine.core_choice import check_core
 from quire.engine.live import LiveFrames
 from quire.engine.mailbox import Mailbox
@@ -42,7 +45,7 @@ class FakeClient:
         self.num_aborted = 0  # of those, whose reader left early
         core = engine.client.core
         self.timelines = Timelines.of(core.view(), core.requests())
-        core.subscribe(self.timelines)
+        listen(core, self.timelines)
         self.frames = LiveFrames(core, MonotonicClock())
         self._alive = True
         self._steps_left: int | None = None  # None: no end
@@ -207,6 +210,20 @@ class FakeClient:
         finish = Finish(reason, error=Failure(code or why, message))
         for request in self.engine.client.abort(list(self._boxes), finish):
             self._boxes[request.request_id].notify()
+
+
+def listen(core: EngineCore, subscriber: Timelines) -> None:
+    """Let it hear of events as long as somebody has it: hundreds of clients share an engine."""
+    known = weakref.ref(subscriber)
+
+    def hear(event: Event) -> None:
+        found = known()
+        if found is None:
+            core.unsubscribe(hear)
+        else:
+            found(event)
+
+    core.subscribe(hear)
 
 
 def over_the_wire(request: Request) -> Request:

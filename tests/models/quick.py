@@ -1,0 +1,31 @@
+"""Which cases of long lists `make test` tries; the others are slow."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.models.checkpoints import VARIANTS
+
+
+def slow_if_large(shapes: Iterable[str]) -> list[Any]:
+    """The names of shapes; tens of thousands of tensors take seconds, if only to be counted."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name == "qwen3-next-80b-a3b" else [])
+        for name in shapes
+    ]
+
+
+def first_of_each_type() -> set[str]:
+    """The variants that stand for their types."""
+    return set({kind: name for name, (kind, _) in reversed(VARIANTS.items())}.values())
+
+
+def variants_with(formats: Sequence[Any]) -> list[Any]:
+    """Pairs of variant and format: each variant with the first, one of each type with all."""
+    stand = first_of_each_type()
+    return [
+        pytest.param(name, each, marks=[] if name in stand or i == 0 else pytest.mark.slow)
+        for name in VARIANTS
+        for i, each in enumerate(formats)
+    ]
