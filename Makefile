@@ -51,10 +51,10 @@ run: $(VENV)/.installed ## generate text from PROMPT with the model that comes w
 	@$(BIN)/quire generate "$$PROMPT"
 
 test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
-	$(BIN)/python -m pytest -q -n auto
+	$(BIN)/python -m pytest -q -n auto --dist worksteal
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
-	$(BIN)/python -m pytest -q -n auto -m "not gpu"
+	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu"
 
 test-clients: $(VENV)/.installed ## openai, langchain and others against `quire serve`; first makes an environment for each
 	$(BIN)/python -m tests.clients $(ARGS)

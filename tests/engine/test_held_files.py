@@ -53,12 +53,13 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    kept(tmp_path, told(), told("cmpl-a", 1), told("../b", tenant="user 1"))
+    kept(tmp_path, told(), told("cmpl-a", 1), told("../b", tenant="user 1", adapter_id="x"))
     found = {(each.request_id, each.index): each for each in loaded(tmp_path)}
     assert sorted(found) == [("../b", 0), ("cmpl-a", 0), ("cmpl-a", 1)]
     one = found["../b", 0]
     assert one.token_ids == TOKENS.tolist() and one.num_prompt_tokens == 30
     assert (one.tenant, one.cache_salt, one.keep_s) == ("user 1", "salt", 60.0)
+    assert (one.adapter_id, one.media_ids) == ("x", ())
     assert 40 < one.left_s <= 50
     folders = {path.parent for path in files_in(tmp_path)}
     assert [folder.relative_to(tmp_path).parts for folder in folders] == [

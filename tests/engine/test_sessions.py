@@ -313,6 +313,23 @@ def test_metrics_tell_what_is_held(reference: Engine) -> None:
     assert [float(number) for number in told()] == [0, 0]
 
 
+@pytest.mark.parametrize("other", [{"cache_salt": "x"}, {"adapter_id": "x"}, {"media_ids": ("x",)}])
+@pytest.mark.parametrize("runs", [False, True])
+def test_blocks_of_another_name_are_not_gone_on_from(
+    reference: Engine, other: dict[str, Any], runs: bool
+) -> None:
+    """An adapter or an image makes other keys and values of the same tokens."""
+    source = reference.ask(reference.story, keep_s=60.0, max_tokens=3)
+    if not runs:
+        reference.finish(source)
+    fork, tokens = Fork(source.request_id, 0, 5), reference.story[:9]
+    asked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
+    with pytest.raises(RequestError, match=f"the {[*other][0]} of what it goes on from"):
+        reference.client.add(msgspec.structs.replace(asked, **other))
+    if runs:
+        reference.finish(source)
+
+
 def test_ids_behind_what_is_shared_are_checked(reference: Engine) -> None:
     """What a fork shares is known to be in the vocabulary; what is put behind it is not."""
     held = reference.kept()

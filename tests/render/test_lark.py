@@ -1,10 +1,11 @@
 """The grammar in the making: texts, tokens, texts up to an end, grammars of others."""
 
+import json
 import time
 
 import pytest
 
-from quire.render.lark import Lark, is_gbnf, regex
+from quire.render.lark import WHITESPACE, Lark, is_gbnf, regex
 from tests.render.matching import ADDED, takes, with_tokens
 
 
@@ -45,7 +46,30 @@ def test_a_regular_expression_ends_where_it_ends() -> None:
         regex("a\\\\\\")
 
 
-@pytest.mark.parametrize("text", ['\\"' * 99_999, "\\/" * 99_999, "::=" + "\n" * 199_999])
+BOUND = json.dumps({"whitespace_pattern": WHITESPACE})
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('start: %json {"type": "object"}', 'start: %json {"x-guidance": BOUND, "type": "object"}'),
+        ("start: a\na: %json{}", 'start: a\na: %json{"x-guidance": BOUND}'),
+        ('start: %json {"x-guidance": {}}', 'start: %json {"x-guidance": {}}'),
+        ('start: "%json {}" /%json {}/ // %json {}', 'start: "%json {}" /%json {}/ // %json {}'),
+        ('start: %json {"const": "%json {}"', 'start: %json {"const": "%json {}"'),
+        ("start: %json [1]", "start: %json [1]"),
+    ],
+)
+def test_white_space_in_somebodys_schemas_is_bounded(text: str, read: str) -> None:
+    """Unless they say themselves what it may be."""
+    lark = Lark()
+    found = json.loads(lark.text(lark.nested(text)))["grammars"][1]["lark_grammar"]
+    assert found == read.replace("BOUND", BOUND)
+
+
+@pytest.mark.parametrize(
+    "text", ['\\"' * 99_999, "\\/" * 99_999, "::=" + "\n" * 199_999, "%json {" * 39_999]
+)
 def test_a_grammar_is_read_in_linear_time(text: str) -> None:
     begun = time.monotonic()
     Lark({"<x>": 5}).nested(text)

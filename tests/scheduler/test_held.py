@@ -28,12 +28,19 @@ class HeldBench(Bench):
         self.assert_right(request)
         return self.held_of(name)
 
-    def fork(self, held: Held, at: int, added: tuple[int, ...] = (), **more: Any) -> Request:
+    def fork(
+        self,
+        held: Held,
+        at: int,
+        added: tuple[int, ...] = (),
+        keep_s: float = 0.0,
+        **more: Any,
+    ) -> Request:
         tokens = [*held.tokens[:at].tolist(), *added]
         name = f"fork {len(self.output)}"
         request = make_request(name, tokens, **({"max_tokens": 6} | more))
         fork = Fork(held.request.request_id, held.index, at, more.get("takes_over", False))
-        request = msgspec.structs.replace(request, fork=fork)
+        request = msgspec.structs.replace(request, fork=fork, keep_s=keep_s)
         self._send(request)
         return request
 
@@ -309,6 +316,26 @@ def test_who_fails_takes_the_blocks_along_that_it_went_on_from() -> None:
     request = bench.fork(held, 16)
     bench.step()
     assert bench.plans[-1].num_tokens.tolist() == [16], "nor is it found by name"
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()
+
+
+def test_who_fails_takes_the_blocks_of_all_generations_along() -> None:
+    """Also where the one in between shares all that it has with the first one."""
+    bench = HeldBench()
+    first = bench.keep()
+    between = bench.fork(first, 16, keep_s=60.0)
+    bench.finish()
+    other = bench.keep("b", PROMPT[::-1])
+    held = bench.held_of(between.request_id)
+    assert first.blocks is not None and held.blocks is not None
+    bench.device.curses[77] = Curse(len(held.tokens) - 1, raises=True)
+    bad = bench.fork(held, len(held.tokens), seed=77)
+    bench.finish()
+    assert bench.reason[bad.request_id] == "error"
+    assert first.blocks is None and held.blocks is None and other.blocks is not None
+    request = bench.fork(first, 16)
     bench.finish()
     bench.assert_right(request)
     bench.let_go()

@@ -151,6 +151,8 @@ class PutBack(msgspec.Struct, frozen=True, tag=True):
     left_s: float
     tenant: str
     cache_salt: str
+    adapter_id: str = ""
+    media_ids: tuple[str, ...] = ()
 
 
 class Rewind(msgspec.Struct, frozen=True, tag=True):
@@ -329,6 +331,8 @@ class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     expires_in_s: float | None = None
     tokens: bytes = b""
     core_id: int | None = None
+    adapter_id: str = ""
+    media_ids: tuple[str, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:

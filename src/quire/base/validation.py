@@ -238,8 +238,9 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
                 f" {fork.request_id!r}; it may have been rewound. Ask for its tokens again."
             )
-        if request.cache_salt != source.cache_salt:
-            raise RequestError("a fork has the cache_salt of what it goes on from.", "cache_salt")
+        for name in ("cache_salt", "adapter_id", "media_ids"):
+            if getattr(request, name) != getattr(source, name):
+                raise RequestError(f"a fork has the {name} of what it goes on from.", name)
     return fork.num_tokens if sources else 0
 
 

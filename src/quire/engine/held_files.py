@@ -58,6 +58,8 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     keep_s: float
     ends_unix_s: float
     tokens: bytes
+    adapter_id: str = ""
+    media_ids: tuple[str, ...] = ()
 
 
 class HeldFiles:
@@ -163,7 +165,7 @@ class HeldFiles:
         return Kept(
             VERSION, self._server, held.id, held.index, held.tenant, held.cache_salt,
             held.num_prompt_tokens, held.keep_s, at_unix_s + (held.expires_in_s or 0.0),
-            tokens.tobytes(),
+            tokens.tobytes(), held.adapter_id, held.media_ids,
         )  # fmt: skip
 
     def _write(self, path: Path, kept: Kept) -> None:
@@ -211,6 +213,8 @@ def _message(kept: Kept, left_s: float) -> PutBack:
         left_s=left_s,
         tenant=kept.tenant,
         cache_salt=kept.cache_salt,
+        adapter_id=kept.adapter_id,
+        media_ids=kept.media_ids,
     )
 
 

@@ -9,11 +9,10 @@ import json
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.render.lark import OPTIONS, WHITESPACE
 
 MAX_SCHEMA_CHARS = 1 << 18
 MAX_DEPTH = 64
-# One line break, and an indentation of 16 at most.
-WHITESPACE = r"(\r?\n)?[ \t]{0,16}"
 
 # Keywords whose value is a schema or a list of them, and those whose value has schemas by name.
 _SCHEMAS = (
@@ -47,7 +46,7 @@ def prepared(
     options: Schema = {"lenient": not strict, "whitespace_flexible": whitespace is not None}
     if whitespace is not None:
         options["whitespace_pattern"] = whitespace
-    return found | {"x-guidance": options}
+    return found | {OPTIONS: options}
 
 
 def check_size(value: object, field: str) -> None:

@@ -12,7 +12,8 @@ matches it, and where a text could only end so llguidance forces the token and t
 `literal` is the one place that does this.
 
 A grammar that somebody else wrote has names, a start and white space of its own: it becomes a
-grammar beside this one, and all of them together are JSON, which llguidance reads as well.
+grammar beside this one, and all of them together are JSON, which llguidance reads as well. Where it
+describes JSON without saying what white space may be, that is bounded as everywhere else.
 """
 
 import json
@@ -24,13 +25,19 @@ from quire.base.errors import RequestError
 MAX_CHARS = 1 << 20  # of a whole grammar
 _UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
 ANY_TEXT = "/(?s:.*)/"  # no added token is in it
+OPTIONS = "x-guidance"  # of a schema, for llguidance
+# Between tokens of JSON: one line break, and an indentation of 16 at most. A model that may write
+# white space for ever sometimes does.
+WHITESPACE = r"(\r?\n)?[ \t]{0,16}"
+_DECODER = json.JSONDecoder()
 GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_check.py`)
 
-# What may hold a name in angle brackets without naming a token, or is one that does.
+# What may hold a name in angle brackets without naming a token, or is one that does; and schemas.
 # What nothing ends goes on to the end of its line, so that every character is read once.
 _NAMES = re.compile(
     r"""
     "(?:\\.|[^"\\\n])*"? | //[^\n]* | /(?:\\.|[^/\\\n])+/? | \#[^\n]* | (?P<name><[^<>\s\[\]]+>)
+    | %json\s*(?P<schema>\{)
 """,
     re.VERBOSE,
 )
@@ -105,7 +112,7 @@ class Lark:
         if is_gbnf(text):
             self._nested.append({"name": name, GBNF: text})
         else:
-            self._nested.append({"name": name, "lark_grammar": self._with_ids(text)})
+            self._nested.append({"name": name, "lark_grammar": self._as_here(text)})
         return f"@{name}"
 
     def is_token(self, text: str) -> bool:
@@ -123,14 +130,22 @@ class Lark:
             return text
         return json.dumps({"grammars": [{"lark_grammar": text}, *self._nested]})
 
-    def _with_ids(self, text: str) -> str:
-        """Return a grammar with the names of added tokens, as in `<|im_end|>`, as their ids."""
+    def _as_here(self, text: str) -> str:
+        """Return a grammar with the names of added tokens, as in `<|im_end|>`, as their ids, and
+        with bounds of white space in its schemas. Behind a schema that is none nothing is looked
+        at: the grammar is wrong, and each try would look through all that is before it."""
+        is_right = True
 
-        def token(found: re.Match[str]) -> str:
+        def changed(found: re.Match[str]) -> str:
+            nonlocal is_right
+            if found["schema"]:
+                more = _whitespace_of(text, found.start("schema")) if is_right else None
+                is_right = more is not None
+                return found.group() + (more or "")
             token_id = self._ids.get(found["name"] or "")
             return found.group() if token_id is None else f"<[{token_id}]>"
 
-        return _NAMES.sub(token, text)
+        return _NAMES.sub(changed, text)
 
     def _add(self, kind: str, body: str, attributes: str) -> str:
         self._num_rules += 1
@@ -162,6 +177,19 @@ def regex(pattern: str) -> str:
                 return escape
 
     return f"/{re.sub(_UNSAFE, safe, pattern)}/" if pattern else '""'
+
+
+def _whitespace_of(text: str, begin: int) -> str | None:
+    """Return what is to be put behind the brace that begins a schema, to bound its white space;
+    None if it is no JSON."""
+    try:
+        schema, _ = _DECODER.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None
+    if OPTIONS in schema:
+        return ""
+    own = json.dumps({OPTIONS: {"whitespace_pattern": WHITESPACE}})[1:-1]
+    return f"{own}, " if schema else own
 
 
 def is_gbnf(text: str) -> bool:

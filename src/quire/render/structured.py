@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
-from quire.render.json_schema import WHITESPACE, prepared
-from quire.render.lark import Lark, regex
+from quire.render.json_schema import prepared
+from quire.render.lark import WHITESPACE, Lark, regex
 from quire.render.structural_tags import tags_rule
 
 MAX_CHARS = 1 << 18

@@ -148,7 +148,14 @@ class Holds:
             return
         held = Held(
             request=Request(
-                name, [], SamplingParams(), 0, tenant=message.tenant, cache_salt=message.cache_salt
+                name,
+                [],
+                SamplingParams(),
+                0,
+                tenant=message.tenant,
+                cache_salt=message.cache_salt,
+                adapter_id=message.adapter_id,
+                media_ids=message.media_ids,
             ),
             index=message.index,
             tokens=tokens,
@@ -347,16 +354,27 @@ class Holds:
                 self.kept_copied.append((g, block_id))
 
     def distrust(self, failed: Seq[Sequence]) -> None:
-        """Keep no blocks of what requests that have failed went on from, and begin no fork with
-        theirs: the error may have come with any of their tokens."""
+        """Keep no blocks of what requests that have failed went on from, nor of what that went on
+        from, whose blocks it shares; and begin no fork with theirs: the error may have come with
+        any of their tokens."""
         ids = {sequence.request.request_id for sequence in failed}
         for name in [name for name, each in self.branches.items() if each.source_id in ids]:
             self._kv.free(self.branches.pop(name).blocks)
         for sequence in failed:
-            fork = sequence.request.fork
-            held = None if fork is None else self.by_id.get(fork.request_id, {}).get(fork.index)
-            if held is not None and held.blocks is not None:
-                self._give_up(held)
+            for held in self._lineage(sequence.request):
+                if held.blocks is not None:
+                    self._give_up(held)
+
+    def _lineage(self, request: Request) -> list[Held]:
+        """List what is held of what a request went on from, and of what that went on from."""
+        found: list[Held] = []
+        while (fork := request.fork) is not None:
+            held = self.by_id.get(fork.request_id, {}).get(fork.index)
+            if held is None or held in found:  # names may come again
+                break
+            found.append(held)
+            request = held.request
+        return found
 
     def start_over(self) -> None:
         """Use nothing any more that was computed before: the tokens are left."""
@@ -414,6 +432,8 @@ class Holds:
             tenant=found.request.tenant,
             cache_salt=found.request.cache_salt,
             tokens=found.known_tokens.tobytes(),
+            adapter_id=found.request.adapter_id,
+            media_ids=found.request.media_ids,
         )
 
     # ------------------------------------------------------------------------------------------
@@ -495,4 +515,6 @@ def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None
         cache_salt=held.request.cache_salt,
         expires_in_s=max(0.0, held.ends_s - now),
         tokens=b"" if tokens is None else tokens.tobytes(),
+        adapter_id=held.request.adapter_id,
+        media_ids=held.request.media_ids,
     )
