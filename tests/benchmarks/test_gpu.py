@@ -426,15 +426,17 @@ def run_driver(out: Path, part: str, pieces: str, *more: str) -> tuple[int, dict
     return done.returncode, {piece["piece"]: piece for piece in whole["pieces"]}
 
 
-def test_bench_runs_piece_by_piece(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", ["paged kernels", pytest.param("qwen3-0.6b paged kernels", marks=pytest.mark.slow)]
+)
+def test_bench_runs_piece_by_piece(names: str, tmp_path: Path) -> None:
     """Limits come first by themselves; nothing fails, and all have their limits beside them."""
     pytest.importorskip("triton")
-    names = "qwen3-0.6b paged kernels"
     status, found = run_driver(tmp_path, "bench", names)
     errors = [error["traceback"] for piece in found.values() for error in piece["errors"]]
     assert not errors, errors[0]
-    assert status == 0 and list(found) == ["limits", "qwen3-0.6b", "paged", "kernels"]
-    for name in ("qwen3-0.6b", "paged", "kernels"):
+    assert status == 0 and list(found) == ["limits", *names.split()]
+    for name in names.split():
         assert found[name]["rows"]
         assert all(row["floor_s"] and row["measured_floor_s"] for row in found[name]["rows"])
     assert len(found["kernels"]["rows"]) == len(list(kernels.cases(is_tiny=True)))

@@ -30,7 +30,7 @@ def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> N
     assert found.num_masked > 5
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_who_gives_way_comes_back(mode: str) -> None:
     settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
     found = compare(MP, "llama", 30, **settings)

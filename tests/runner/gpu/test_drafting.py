@@ -7,7 +7,7 @@ from tests.runner.test_drafting import PARAMS, PROMPTS, Counts, answers, engine
 from tests.serve.checkpoints import checkpoint
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["mistral", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_model_itself_is_right(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     """Its sums are the same wherever a row stands."""
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)

@@ -142,6 +142,10 @@ KINDS: dict[str, list[SamplingParams]] = {
 }  # fmt: skip
 
 
+# Two of them at once, where each by itself takes long.
+KINDS["penalties and edits"] = [*KINDS["penalties"][:2], *KINDS["edits"][:3]]
+
+
 @functools.cache
 def wanted(kind: str) -> list[Any]:
     """What a round on the host tells."""
@@ -195,8 +199,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     slow_but(
         [kind for kind in KINDS if kind != "extras"],
         "greedy",
-        "penalties",
-        "edits",
+        "penalties and edits",
         "n",
         "all logprobs",
         "prompt logprobs",
