@@ -4,13 +4,16 @@ In each run one request is all that its rows say, and gets the tokens that a pla
 Two things need another one beside it: a whole prompt in one step, where the request's is cut; and a
 prompt in pieces, where the request is handed over, as nobody has computed what has not come. What
 each row is told by is seen in counters and events of the run, so that no pair passes without both.
-The hand-over is between two engines that share a directory of blocks.
+The hand-over is between two engines over shared memory: the first one keeps the prompt's blocks as
+soon as they are computed, and its answer's params go to the second.
 """
 
+import os
+import shutil
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,8 +21,10 @@ import pytest
 
 from quire.base.config import config_from_flat
 from quire.base.events import Admitted, Appended, Event, Preempted, Stepped
+from quire.base.kv_transfer import KVTransfer, transfer_of
 from quire.base.sampling_params import SamplingParams
 from quire.engine.build import Engine, build_engine
+from quire.engine.connectors import shared_memory
 from quire.engine.guess_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
 from tests.serve.checkpoints import pool_bytes, text_checkpoint
@@ -49,6 +54,7 @@ class Run:
     events: list[Event] = field(default_factory=list)
     moves: dict[str, list[int]] = field(default_factory=dict)
     output: dict[str, list[int]] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.engine.client.core.subscribe(self.events.append)
@@ -71,6 +77,7 @@ class Run:
         for output in self.engine.client.step():
             if output.finished:
                 self.output[output.request_id] = list(output.outputs[0].token_ids)
+                self.told[output.request_id] = output.kv_transfer_params
         for name, num in before.items():
             self.moves[name].append(self.computed(name) - num)
 
@@ -82,13 +89,13 @@ class Run:
         return [e for e in self.events if isinstance(e, kind) and e.request_id == name]  # type: ignore[attr-defined]
 
 
-def engine(rows: tuple[str, ...], directory: Path) -> Engine:
+def engine(rows: tuple[str, ...], store: str) -> Engine:
     pool = SMALL_POOL if PREEMPTION in rows else 64
     more: dict[str, Any] = {"speculative_config": {"method": "none"}}
     if GUESSING in rows:
         more["speculative_config"] = {"method": "ngram", "prompt_lookup_max": 1}
     if HANDED_OVER in rows:
-        more |= {"kv_disk_dir": str(directory), "kv_host_gb": 0.001}
+        more |= {"kv_store": (store,), "kv_host_gb": 0.001}
     return build_engine(
         config_from_flat(
             model=str(text_checkpoint()),
@@ -107,26 +114,35 @@ def engine(rows: tuple[str, ...], directory: Path) -> Engine:
     )
 
 
-def handed_over(directory: Path) -> int:
-    """Let another engine compute the prompt, and return the token that it sampled."""
-    other = Run(engine((HANDED_OVER,), directory))
-    name = other.add(PROMPT, 1)
+def handed_over(store: str) -> tuple[int, Any]:
+    """Let another engine compute the prompt; the token that it sampled, and its answer's params."""
+    other = Run(engine((HANDED_OVER,), store))
+    core = other.engine.client.core
+    name = other.add(PROMPT, 1, kv_transfer=KVTransfer(keeps=True))
     other.finish(name)
-    other.engine.client.close()  # what it had goes to the directory
-    return other.output[name][0]
+    core.settle()
+    while core._stores is not None and core._stores.num_open:
+        core._wait_for_answer()
+    stores = core.view().stores
+    assert stores is not None and stores.num_kept == len(PROMPT) // BLOCK, "before it ends"
+    other.engine.client.close()
+    return other.output[name][0], other.told[name]
 
 
-def run(rows: tuple[str, ...], directory: Path) -> tuple[list[list[int]], dict[str, str], Run]:
+def run(rows: tuple[str, ...], store: str) -> tuple[list[list[int]], dict[str, str], Run]:
     """Run requests that are all of these; their tokens, which of them each row is about, and what
     was seen."""
-    found, hands_over = Run(engine(rows, directory)), HANDED_OVER in rows
+    found, hands_over = Run(engine(rows, store)), HANDED_OVER in rows
     if CACHING in rows:
         found.finish(found.add(PROMPT[:NUM_SHARED], 1))
-    first = [handed_over(directory)] if hands_over else []
+    first, transfer = list[int](), None
+    if hands_over:
+        token, told = handed_over(store)
+        first, transfer = [token], transfer_of(told)
     neighbour = found.add(NEIGHBOUR, 4)
     name = stream = ""
     if hands_over or STREAMING not in rows:
-        name = found.add(PROMPT + first, NUM_TOKENS - len(first), priority=1)
+        name = found.add(PROMPT + first, NUM_TOKENS - len(first), priority=1, kv_transfer=transfer)
     if STREAMING in rows:
         while name and not found.of(Admitted, name):
             found.step()
@@ -148,13 +164,21 @@ def run(rows: tuple[str, ...], directory: Path) -> tuple[list[list[int]], dict[s
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def alone() -> list[int]:
     """What a plain engine answers."""
-    plain = Run(engine((), tmp_path_factory.mktemp("none")))
+    plain = Run(engine((), ""))
     name = plain.add(PROMPT, NUM_TOKENS)
     plain.finish(name)
     plain.engine.client.close()
     return plain.output[name]
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield f"shm:{name}"
+    directory = shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}"
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
@@ -197,8 +221,8 @@ def check(row: str, rows: tuple[str, ...], name: str, seen: Run) -> None:
     [*((row,) for row in ROWS), *combinations(ROWS, 2), ROWS],
     ids=lambda rows: "all" if rows == ROWS else " and ".join(rows),
 )
-def test_rows_together(rows: tuple[str, ...], alone: list[int], tmp_path: Path) -> None:
-    found, about, seen = run(rows, tmp_path)
+def test_rows_together(rows: tuple[str, ...], alone: list[int], store: str) -> None:
+    found, about, seen = run(rows, store)
     assert all(tokens == alone for tokens in found)
     for row in rows:
         check(row, rows, about[row], seen)
