@@ -17,7 +17,7 @@ from quire.base.kv_orders import Answer, Fetched, Keep, Kept, LookedUp, Order, R
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer import PeerStore
-from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, request
+from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, greet, request
 from quire.engine.connectors.served import MOST_CONNECTIONS, ServedBlocks
 from quire.engine.connectors.store import StoreError
 from quire.kv.pool import BlockPool
@@ -272,3 +272,24 @@ def test_addresses_are_checked() -> None:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="cannot be listened on"):
             Engine(place)
+
+
+def test_a_greeting_in_small_pieces_ends_in_time() -> None:
+    """Each piece comes in time, and all of them would not: the connection is somebody else's."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        num_sent, has_ended = 0, threading.Event()
+
+        def send() -> None:
+            nonlocal num_sent
+            while num_sent < 64 and not has_ended.wait(0.05):
+                theirs.sendall(b"x")
+                num_sent += 1
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        with pytest.raises(TimeoutError):
+            greet(ours, b"", 0.3)
+        has_ended.set()
+        sender.join()
+        assert 0 < num_sent < 64

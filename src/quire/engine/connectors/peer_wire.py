@@ -23,6 +23,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 from quire.base.errors import ConfigError
@@ -69,11 +70,19 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def receive(sock: socket.socket, num: int, into: bytearray | None = None) -> memoryview:
-    """Return so many bytes. Raises OSError, also if the other side has closed."""
+def receive(
+    sock: socket.socket, num: int, into: bytearray | None = None, until_s: float | None = None
+) -> memoryview:
+    """Return so many bytes. until_s: when all of them must have come, by the monotonic clock; the
+    socket's own limit is for each piece. Raises OSError, also if the other side has closed."""
     buffer = bytearray(num) if into is None else into
     view, done = memoryview(buffer)[:num], 0
     while done < num:
+        if until_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the other side takes too long")
+            sock.settimeout(left_s)
         got = sock.recv_into(view[done:])
         if not got:
             raise ConnectionError("the other side has closed the connection")
@@ -81,11 +90,13 @@ def receive(sock: socket.socket, num: int, into: bytearray | None = None) -> mem
     return view
 
 
-def greet(sock: socket.socket, secret: bytes) -> None:
-    """Begin a connection as its server. Raises OSError for who does not know the secret."""
-    mine = secrets.token_bytes(NONCE_BYTES)
+def greet(sock: socket.socket, secret: bytes, timeout_s: float) -> None:
+    """Begin a connection as its server. Raises OSError for who does not know the secret, or has not
+    said so in time, however many pieces it sends."""
+    mine, until_s = secrets.token_bytes(NONCE_BYTES), time.monotonic() + timeout_s
+    sock.settimeout(timeout_s)
     sock.sendall(MAGIC + mine)
-    answer = bytes(receive(sock, NONCE_BYTES + PROOF_BYTES))
+    answer = bytes(receive(sock, NONCE_BYTES + PROOF_BYTES, until_s=until_s))
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"client", mine, theirs)):
         raise ConnectionError("a peer does not know the secret")

@@ -144,8 +144,7 @@ class ServedBlocks:
         """Answer one peer until it leaves, or does not keep to the protocol."""
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(GREETING_S)
-            greet(sock, self._secret)
+            greet(sock, self._secret, GREETING_S)
             while True:
                 sock.settimeout(REST_S)
                 kind, keys = receive_request(sock)
