@@ -334,3 +334,13 @@ def test_an_engine_tells_over_a_socket(tmp_path: Any) -> None:
     llm.close()
     context.destroy(linger=0)
     assert json.loads(msgspec.json.encode(events))  # a dictionary is as good as a text
+
+
+def test_what_an_engine_does_at_its_end_is_no_loss(caplog: pytest.LogCaptureFixture) -> None:
+    """It moves what it has cached to its stores then."""
+    doors, router = watch(scheduler_of())
+    finish(doors, "a", [*range(2 * BLOCK), 9])
+    router.has_room = False
+    doors.close()
+    finish(doors, "b", [*range(50, 50 + 2 * BLOCK), 9])
+    assert len(router.batches) == 1 and "are lost" not in caplog.text

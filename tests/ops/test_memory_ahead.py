@@ -1,6 +1,8 @@
 """Memory of blocks is handed out before it is used, and stays as it is."""
 
 import resource
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -59,6 +61,23 @@ def test_so_many_blocks_are_ready_ahead_of_the_last_one(
         wait_for_threads()
         assert blocks_in(spans, kv, dim) == ready(num_ready)
     assert sum(num for _, num in spans) == kv.nbytes  # none of it twice
+
+
+ENDLESS = """
+import torch
+from quire.ops.attention import memory_ahead
+memory_ahead.PIECE_BYTES, memory_ahead.populate = 1, lambda *_: True
+memory_ahead.MemoryAhead(torch.zeros(1 << 26, 1), 0, 1 << 40).use(-1)
+print("ends")
+"""
+
+
+def test_a_process_ends_while_memory_is_handed_out() -> None:
+    """Which would take minutes here."""
+    found = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "ends\n", "")
 
 
 def test_who_has_ended_asks_for_nothing_more(spans: list[Span]) -> None:

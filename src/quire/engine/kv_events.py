@@ -28,7 +28,7 @@ class TellingDoors:
         self._doors = doors
         self._publisher = publisher
         self._log = ThrottledLog(MonotonicClock())
-        self._has_lost = False
+        self._has_lost = self._is_closed = False
         self._end = weakref.finalize(self, publisher.close)  # also of a core that nobody closes
 
     def add(self, request: Request, now: float) -> Decisions:
@@ -44,13 +44,15 @@ class TellingDoors:
         return self._tell(self._doors.update(result, now))
 
     def close(self) -> None:
+        """Tell nobody any more: whoever listens hears that this engine has gone."""
+        self._is_closed = True
         self._end()
 
     def _tell(self, decisions: Decisions) -> Decisions:
         """Pass changes on. Once some were lost, whoever listens is to forget all that it knows:
         then it knows too little, never what is not so."""
         delta = decisions.index_delta
-        if delta is not None:
+        if delta is not None and not self._is_closed:
             if self._has_lost:
                 delta = delta._replace(was_cleared=True)
             self._has_lost = not self._publisher.publish((time.time(), delta))

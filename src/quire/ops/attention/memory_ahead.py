@@ -6,7 +6,8 @@ back to its host that was 2.3 ms per MB, where reading, checking and copying a b
 pages of the next ones handed out meanwhile, on a thread that takes a quarter of a core at most.
 
 The system fills new pages with zeros and leaves those alone that are there (MADV_POPULATE_WRITE,
-Linux 5.14), so nobody need wait for it. Without it nothing is done.
+Linux 5.14), so nobody need wait for it. Without it nothing is done. The thread ends with the main
+one, which waits for that: a daemon would hold on to modules that are to be taken down.
 """
 
 import math
@@ -42,10 +43,8 @@ class MemoryAhead:
             self._asked = max(first, min(self._num_blocks, block + 1 + self._num_ahead))
             last = self._asked
         if first < last:
-            job = threading.Thread(
-                target=self._hand_out, args=(first, last), name="quire-memory", daemon=True
-            )
-            job.start()
+            name = "quire-memory"
+            threading.Thread(target=self._hand_out, args=(first, last), name=name).start()
 
     def end(self) -> None:
         self._has_ended = True
@@ -59,6 +58,8 @@ class MemoryAhead:
             end = begin + (last - first) * block_bytes
             for start in range(begin, end, PIECE_BYTES):
                 began = time.perf_counter()
-                if self._has_ended or not populate(start, min(PIECE_BYTES, end - start)):
+                if self._has_ended or not threading.main_thread().is_alive():
+                    return
+                if not populate(start, min(PIECE_BYTES, end - start)):
                     return
                 time.sleep(REST * (time.perf_counter() - began))
