@@ -25,6 +25,7 @@ import numpy as np
 
 from quire.base.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
 from quire.base.messages import Request
+from quire.kv.pool import TAKEN
 from quire.scheduler.index_changes import IndexDelta
 from quire.scheduler.sequence import Int32
 
@@ -110,7 +111,7 @@ def _origins(delta: IndexDelta) -> dict[bytes, Origin]:
 def _add_events(
     events: list[bytes],
     parts: _StoredParts,
-    changes: list[tuple[bytes, bool]],
+    changes: list[bytes],
     origins: dict[bytes, Origin],
 ) -> None:
     """Add the events of one pool, one for blocks that follow each other."""
@@ -118,7 +119,10 @@ def _add_events(
     is_stored = False  # what that event says
     origin: Origin | None = None
     come_from: list[Origin] = []
-    for digest, is_there in changes:
+    names = iter(changes)
+    for name in names:
+        is_there = name != TAKEN
+        digest = name if is_there else next(names)
         before, origin = origin, origins.get(digest)
         if run and (is_there != is_stored or (is_there and not _is_next(before, origin))):
             events.append(_event(parts, run, come_from, is_stored))

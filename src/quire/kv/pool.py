@@ -16,6 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 MOST_LOST = 1 << 14
+TAKEN = b""  # no name
 
 
 class BlockPool:
@@ -23,11 +24,12 @@ class BlockPool:
 
     evicted: blocks that lost their place in the index to make room, with their digests, for those
     who copy them; None if nobody does. lost: the last such digests, for those who remember them.
-    changes: names that were given (True) and taken away, in order, for those who tell others; None
-    if nobody does.
+    changes: names that were given, and those that were taken away, each behind TAKEN, in order, for
+    those who tell others; None if nobody does. (One list, since the garbage collector would look
+    through a tuple for each.)
     """
 
-    changes: list[tuple[bytes, bool]] | None = None
+    changes: list[bytes] | None = None
 
     def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
         order = range(num_blocks) if free_order is None else free_order
@@ -163,7 +165,7 @@ class BlockPool:
             self._digests[block_id] = digest
             self.num_index_changes += 1
             if self.changes is not None:
-                self.changes.append((digest, True))
+                self.changes.append(digest)
 
     def unindex(self, block_id: int) -> None:
         """Take a block's name away, if it has one. An unreferenced block becomes plainly free."""
@@ -175,7 +177,7 @@ class BlockPool:
         self._digests[block_id] = None
         self.num_index_changes += 1
         if self.changes is not None:
-            self.changes.append((digest, False))
+            self.changes += (TAKEN, digest)
         if block_id in self._unused:
             del self._unused[block_id]
             self._free.append(block_id)

@@ -34,10 +34,10 @@ class Named(NamedTuple):
 
 class IndexDelta(NamedTuple):
     """What has changed since the last one. changes: by pool: cache group, whether it is the host's,
-    names with whether they are there now, in order. was_cleared: before all that."""
+    what it noted (`BlockPool.changes`). was_cleared: before all that."""
 
     was_cleared: bool
-    changes: list[tuple[int, bool, list[tuple[bytes, bool]]]]
+    changes: list[tuple[int, bool, list[bytes]]]
     named: list[Named]
     block_size: int
 
