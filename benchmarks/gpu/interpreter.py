@@ -6,12 +6,15 @@ arrays with one element, which numpy 2.4 refuses to take for numbers. It replace
 stays replaced, as a process that interprets kernels compiles none. It describes in words the type
 of every tuple and block that is made, which only the compiler asks for, and makes a table of all
 dtypes whenever it looks one up. It computes whether sums and products overflow, which it would tell
-only with `debug`. It checks and wraps the shape of every block again.
+only with `debug`. It checks and wraps the shape of every block again. It takes the exclusive or of a
+block, by which Triton sorts, number by number.
 """
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 
 @dataclass
@@ -52,6 +55,9 @@ def repair_interpreter() -> None:
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter.ReduceOps.apply_impl = exclusive_or_at_once(
+        interpreter.ReduceOps.apply_impl, tl.standard._xor_combine
+    )
     describe_tuples_when_asked(tl.core)
     shape_blocks_once(tl.core)
 
@@ -82,6 +88,19 @@ def remembered(find: Any) -> Any:
         return known[name]
 
     return look_up
+
+
+def exclusive_or_at_once(apply: Any, combine: Any) -> Any:
+    """apply: how blocks are reduced, of which this is for one way to combine numbers."""
+
+    def reduce(self: Any, blocks: Any) -> Any:
+        if self.combine_fn is not combine:
+            return apply(self, blocks)
+        [block] = blocks
+        found = np.bitwise_xor.reduce(block.handle.data, self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(found, block.dtype)
+
+    return reduce
 
 
 def describe_tuples_when_asked(core: Any) -> None:

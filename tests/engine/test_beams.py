@@ -101,7 +101,7 @@ def test_other_architectures_and_a_window(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("budget", [3, 7, 64])
 def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     """Chunked prompts, beams spread over several plans, others beside them."""
@@ -362,7 +362,7 @@ def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
     """Each of the steps in turn raises once: nobody fails, and the beams are the same."""
     for fails_at in range(1, 9, 2 if depth > 1 else 1):

@@ -102,7 +102,7 @@ def test_alone(folder: Path, depth: int) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("guilty", [{0}, {2}, {4}, {1, 3}, {0, 1, 2, 3, 4}])
 def test_in_a_batch(folder: Path, guilty: set[int], depth: int, caching: bool, when: str) -> None:
     bench, model = poisoned_bench(
@@ -115,7 +115,7 @@ def test_in_a_batch(folder: Path, guilty: set[int], depth: int, caching: bool, w
     assert model.num_raised <= 1 + len(guilty) * 4
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_beside_those_that_have_begun(folder: Path, depth: int) -> None:
     """A successor of the step that fails is in flight, and the others are amid their output."""
     bench, _ = poisoned_bench(folder, pipeline_depth=depth)
@@ -130,7 +130,7 @@ def test_beside_those_that_have_begun(folder: Path, depth: int) -> None:
     finish_and_go_on(bench, {"guilty"})
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_token_that_the_model_writes(folder: Path, depth: int, caching: bool) -> None:
     """The model raises when the token is its input; until then its request gets its tokens."""
@@ -149,7 +149,7 @@ def test_a_token_that_the_model_writes(folder: Path, depth: int, caching: bool) 
     assert bench.tokens["guilty"] == wanted[: at + 1]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
     """The row that fails does not sample in that step."""
     bench, _ = poisoned_bench(folder, max_num_batched_tokens=10, pipeline_depth=depth)
@@ -162,7 +162,7 @@ def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_prefix_computed_in_the_same_step(
     folders: dict[str, Path], depth: int, when: str, architecture: str
 ) -> None:
@@ -197,7 +197,7 @@ def test_blocks_from_before_the_step_are_no_reason_to_go_back(folder: Path) -> N
     bench.assert_exact("first", "sharing")
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_tight_pool(folder: Path, depth: int) -> None:
     """Rows are taken away and given to others while steps fail."""
     memory = pool_bytes(folder, 18, 4)

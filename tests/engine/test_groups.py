@@ -80,7 +80,7 @@ def test_the_first_sequence_is_that_of_a_request_for_one(expected: list[list[int
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("budget", [3, 16, 64])
 def test_sequences_are_what_they_are_alone(
     caching: bool, depth: int, budget: int, expected: list[list[int]]
@@ -105,7 +105,7 @@ def test_sequences_are_what_they_are_alone(
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_group_is_preempted_and_comes_back_as_one(
     mode: str, caching: bool, depth: int, expected: list[list[int]]
 ) -> None:

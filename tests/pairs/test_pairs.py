@@ -162,7 +162,7 @@ def test_guesses_change_nothing(guessing: LLM, alone: dict[str, Any], one: str) 
     assert found[::2] == [alone[one]] * 2
 
 
-@pytest.mark.parametrize("form", ["regex", "json"])
+@pytest.mark.parametrize("form", ["json", pytest.param("regex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("one", FEATURES)
 def test_guesses_at_an_answer_with_a_form_change_nothing(
     roomy: LLM, guessing: LLM, one: str, form: str

@@ -59,7 +59,7 @@ def running(scheduler: Scheduler) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2))])
 def test_nobody_is_preempted_more_than_three_times(
     monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
 ) -> None:

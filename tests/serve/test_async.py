@@ -131,7 +131,7 @@ def assert_idle(llm: LLM) -> None:
     assert all(pool.num_used == 0 for pool in core.scheduler.memory.kv.pools), "blocks leak"
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_way_of_decoding(settings: str, depth: int) -> None:
     wanted = at_depth_1()
