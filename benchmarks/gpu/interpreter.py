@@ -6,8 +6,8 @@ arrays with one element, which numpy 2.4 refuses to take for numbers. It replace
 stays replaced, as a process that interprets kernels compiles none. It describes in words the type
 of every tuple and block that is made, which only the compiler asks for, and makes a table of all
 dtypes whenever it looks one up. It computes whether sums and products overflow, which it would tell
-only with `debug`. It checks and wraps the shape of every block again. It takes the exclusive or of a
-block, by which Triton sorts, number by number.
+only with `debug`. It checks and wraps the shape of every block again. It takes the exclusive or,
+by which Triton sorts, number by number.
 """
 
 from dataclasses import dataclass, replace

@@ -21,6 +21,12 @@ def first_of_each_type() -> set[str]:
     return set({kind: name for name, (kind, _) in reversed(VARIANTS.items())}.values())
 
 
+def one_of_each_type() -> list[Any]:
+    """The variants, of which the second and further ones of a type are slow."""
+    stand = first_of_each_type()
+    return [pytest.param(n, marks=[] if n in stand else pytest.mark.slow) for n in VARIANTS]
+
+
 def variants_with(formats: Sequence[Any]) -> list[Any]:
     """Pairs of variant and format: each variant with the first, one of each type with all."""
     stand = first_of_each_type()

@@ -12,14 +12,15 @@ from quire.models.transformers_model import TransformersModel
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel
 from quire.tools.verify.precision import WholePrecision
-from tests.models.checkpoints import EAGER, VARIANTS, random_tokens, write_checkpoint
+from tests.models.checkpoints import EAGER, random_tokens, write_checkpoint
 from tests.models.paged import CPU, RowPart, make_layout, make_step
+from tests.models.quick import one_of_each_type
 
 TOKENS = random_tokens(13)[0]
 TOLERANCE = {"reference": 1e-10, "torch": 1e-4, "cpu": 1e-4}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", one_of_each_type())
 def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> None:
     """In float64, in float32, and by the core's program; the last one after all layers."""
     spec = write_checkpoint(tmp_path, variant).spec

@@ -18,9 +18,10 @@ from quire.models.model import Model
 from quire.models.rank_place import RankPlace
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel, native_or_same
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.models.gguf_writer import convert
 from tests.models.paged import CPU, RowPart, make_layout, make_step
+from tests.models.quick import one_of_each_type
 
 FLOAT = torch.float32
 BLOCK, CUTS = 4, (0, 13, 14, 23)  # tokens of a block, and where the steps of a sequence begin
@@ -61,7 +62,7 @@ def logits_by(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", one_of_each_type())
 def test_stages_compute_what_the_whole_computes(variant: str, tmp_path: Path) -> None:
     """To the bit, in float64 and by the core's programs; with as many stages as there are layers
     some of the cache groups are empty."""

@@ -185,9 +185,9 @@ def test_the_time_is_linear_in_each_format(golden: Golden) -> None:
     start = time.perf_counter()
     for opener in content_marks(golden.calls, golden.reasoning):
         for unit in (opener, f'{opener}{{"name"', f"{opener}now", golden.text[: 2 * len(opener)]):
-            parsed(asked, [unit * 2000])
-            parsed(asked, [unit] * 2000)
-    assert time.perf_counter() - start < 20
+            parsed(asked, [unit * 1000])
+            parsed(asked, [unit] * 1000)
+    assert time.perf_counter() - start < 10
 
 
 def test_reasoning_ends_where_its_budget_does() -> None:
