@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
 from quire.ops import gpu, native
+from quire.ops.attention import host_blocks
 from quire.runner import assemble
 from quire.runner.device import HostDevice
 
@@ -99,15 +100,18 @@ READING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "
 @contextmanager
 def no_reading() -> Iterator[None]:
     """Raise where work asks for a value, which would make the host wait for a GPU; but within the
-    interpreter, which plays the GPU."""
-    execute, is_kernel, here = interpreter.GridExecutor.__call__, [False], threading.get_ident()
+    interpreter, which plays the GPU, and where blocks move, as a GPU does by itself."""
+    is_kernel, here = [False], threading.get_ident()
 
-    def launch(executor, *args, **kwargs):
-        is_kernel[0] = True
-        try:
-            execute(executor, *args, **kwargs)
-        finally:
-            is_kernel[0] = False
+    def freely(execute):
+        def launch(*args, **kwargs):
+            is_kernel[0] = True
+            try:
+                return execute(*args, **kwargs)
+            finally:
+                is_kernel[0] = False
+
+        return launch
 
     def guarded(name):
         read = getattr(torch.Tensor, name)
@@ -120,7 +124,9 @@ def no_reading() -> Iterator[None]:
         return mock.patch.object(torch.Tensor, name, checked)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", launch))
+        for place, name in ((interpreter.GridExecutor, "__call__"), (host_blocks, "_blocks_of")):
+            free = freely(getattr(place, name))
+            stack.enter_context(mock.patch.object(place, name, free))
         for name in READING:
             stack.enter_context(guarded(name))
         yield
