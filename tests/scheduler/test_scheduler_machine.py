@@ -536,3 +536,27 @@ class HybridStoresMachine(StoresMachine):
 )
 def test_random_programs_give_each_request_its_own_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
+
+
+def test_host_blocks_are_written_before_others_get_them() -> None:
+    """A plan that has lost its only row copies out all the same, and before its result is there:
+    then its blocks of host memory may be filled by a store."""
+    machine = StoresMachine()
+    machine.start(
+        depth=2, budget=21, rows=4, spare=2, lazy=False, mode="swap", tier=60, stores=2,
+        kept=COMPUTED,
+    )  # fmt: skip
+    machine.share(has_others=True)
+    machine.open(length=10, max_tokens=9, tenant="")
+    machine.open(length=4, max_tokens=6, tenant="")
+    machine.pin(seed=0, length=12, salt="other", pin_s=0.0, cursed_at=3)
+    machine.reset()
+    machine.run(steps=10)
+    machine.pin(seed=3, length=11, salt="other", pin_s=0.0, cursed_at=12)
+    machine.add(
+        seed=3, length=15, max_tokens=None, stops=[], min_tokens=0, salt="", n=1, priority=0,
+        tenant="a", timeout_s=0.0, forks=True, grammar="", transfer=KVTransfer(keeps=True),
+        curse=None,
+    )  # fmt: skip
+    machine.run(steps=11)
+    machine.teardown()

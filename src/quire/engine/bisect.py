@@ -203,11 +203,8 @@ def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
 
 
 def _leftover(plan: Plan, released: Set[int]) -> Plan:
-    """Return what a plan without rows does, for the next one to do. released: rows that changed
-    hands since.
-
-    Copies are left out: they were for rows that the plan has lost.
-    """
+    """Return what a plan without rows and moves does, for the next one to do. released: rows that
+    changed hands since."""
     started = tuple(start for start in plan.started if start.row not in released)
     forked = tuple(f for f in plan.forked if not {f.parent, f.child} & released)
     return dataclasses.replace(
@@ -218,7 +215,6 @@ def _leftover(plan: Plan, released: Set[int]) -> Plan:
         block_writes=_writes_of(
             plan.block_writes, {item.row for item in started} | {fork.child for fork in forked}
         ),
-        moves=tuple(move for move in plan.moves if move.kind != "copy"),
     )
 
 
@@ -232,7 +228,6 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
         started=left.started + plan.started,
         forked=left.forked + plan.forked,
         host_tokens=left.host_tokens + plan.host_tokens,
-        moves=left.moves + plan.moves,
         block_writes=BlockWrites(
             np.concatenate([first.group, then.group]),
             np.concatenate([first.row, then.row]),
@@ -240,6 +235,13 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
             np.concatenate([first.block_id, then.block_id]),
         ),
     )
+
+
+def without_copies(plan: Plan) -> Plan:
+    """Leave a plan that has lost its rows without the copies, which were for these. The other moves
+    are done in their turn: once a plan's result is there, its blocks of host memory go to stores,
+    or to whoever wants some."""
+    return dataclasses.replace(plan, moves=tuple(m for m in plan.moves if m.kind != "copy"))
 
 
 def leave_out(plan: Plan, rows: Set[int]) -> Plan:

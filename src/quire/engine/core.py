@@ -42,6 +42,7 @@ from quire.engine.bisect import (
     give_rows_up,
     leave_out,
     with_leftover,
+    without_copies,
 )
 from quire.engine.connectors.connections import MOST_WAIT_S, OpenStores
 from quire.engine.connectors.named_peers import NamedPeers
@@ -500,29 +501,24 @@ class EngineCore:
     def _submit(
         self, plan: Plan, sampling: Sampling, left_out: frozenset[int] = frozenset()
     ) -> None:
-        """Hand over a plan without some of its rows. One that has lost all rows is not carried out;
-        what else it does is left to the next one."""
+        """Hand over a plan without some of its rows. Of one that has lost all rows only the moves
+        must not wait; without any it is not carried out, and the next one does what else it did."""
         carried_out = leave_out(plan, left_out)
+        if len(plan.rows) and not len(carried_out.rows):
+            carried_out = without_copies(carried_out)
         if self._carried_over is not None:
             carried_out = with_leftover(carried_out, self._carried_over)
         if not self._submitted:
             self._pacing.begin(self._clock.now())
         masks = MaskPromise() if len(carried_out.masked_rows) else None
-        self._submitted.append(
-            Submitted(
-                plan, sampling, carried_out, carried_out.num_scheduled_tokens, masks, left_out
-            )
-        )
+        num_tokens = carried_out.num_scheduled_tokens
+        step = Submitted(plan, sampling, carried_out, num_tokens, masks, left_out)
+        self._submitted.append(step)
         if len(self._submitted) == 1:  # before the executor, which may carry it out at once
             self._fill_masks(self._submitted[0])
-        if len(carried_out.rows):
-            self._carried_over = None
+        self._carried_over = None if step.has_run else carried_out
+        if step.has_run:
             self.executor.submit(carried_out, masks)
-        elif not len(plan.rows):  # it only moves blocks
-            self._carried_over = None
-            self.executor.submit(carried_out)
-        else:
-            self._carried_over = carried_out
 
     def _fill_masks(self, step: Submitted) -> None:
         """Have the masks of the oldest plan in flight made: all results before it are in."""

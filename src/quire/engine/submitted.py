@@ -27,5 +27,6 @@ class Submitted:
 
     @property
     def has_run(self) -> bool:
-        """Whether the executor got it: it has rows, or was made to move blocks alone."""
-        return len(self.carried_out.rows) > 0 or len(self.plan.rows) == 0
+        """Whether the executor got it: it has rows, or moves blocks, or was made to."""
+        has_work = len(self.carried_out.rows) > 0 or len(self.carried_out.moves) > 0
+        return has_work or len(self.plan.rows) == 0
