@@ -9,6 +9,7 @@ import gzip
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,12 @@ def page(browser: Any, server_url: str) -> Iterator[Any]:
 
 @pytest.fixture
 def client(server_context: ApiContext) -> Iterator[FakeClient]:
-    """The server's client; its engine runs again after."""
+    """The server's client, once the pages before have left it; its engine runs again after."""
     found = server_context.client
     assert isinstance(found, FakeClient)
+    deadline = time.monotonic() + MOST_MS / 1000
+    while found.num_unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)
     yield found
     found.revive()
     found.release()
