@@ -72,6 +72,20 @@ def test_frames_that_take_long_are_made_less_often(monkeypatch: Any) -> None:
     assert frames.frame() is not first
 
 
+def test_a_frame_that_was_held_up_does_not_keep_the_others_away(monkeypatch: Any) -> None:
+    """As by the garbage collector, for half a second."""
+    bench = Bench()
+    frames = watch(bench)
+    state = bench.scheduler.live_state
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.scheduler, "live_state", lambda: bench.clock.advance(0.5) or state())
+        first = frames.frame()
+    bench.clock.advance(live.MOST_S - 1.0)
+    assert frames.frame() is first
+    bench.clock.advance(1.0)
+    assert frames.frame().number == first.number + 1
+
+
 def test_a_hit_and_a_copy_are_told_with_their_blocks() -> None:
     bench = Bench()
     frames = watch(bench)

@@ -1,8 +1,9 @@
 """Frames of what a core is doing, made on its thread between two steps, while somebody asks.
 
 Nobody asks: nothing is made, and no event is heard. Somebody does: a frame at most every FRAME_S,
-and less often if it takes long, so that watching costs ONE_IN of the time at most; who asks before
-that gets the last one again. The next steps never wait for a reader.
+and less often if it takes long, so that watching costs one in ONE_IN of the time; but each MOST_S
+at least, since a pause that comes by chance looks like that, too. Who asks before gets the last one
+again. The next steps never wait for a reader.
 """
 
 from collections import Counter, deque
@@ -18,6 +19,7 @@ from quire.engine.core import EngineCore
 
 FRAME_S = 0.2
 ONE_IN = 200
+MOST_S = 10.0
 IDLE_S = 5.0  # after the last question nobody watches any more
 MOST_STEPS = 256  # that a frame tells
 MOST_EVENTS = 512
@@ -118,7 +120,8 @@ class LiveFrames:
         self._core.publish()
         self._number += 1
         self._last = self._tally.frame(self._number, now, self._core.scheduler.live_state())
-        self._next_s = now + max(FRAME_S, ONE_IN * (self._clock.now() - now))
+        rest_s = max(FRAME_S, ONE_IN * (self._clock.now() - now))
+        self._next_s = now + min(rest_s, MOST_S)
         return self._last
 
     def __call__(self, event: Event) -> None:
