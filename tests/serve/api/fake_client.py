@@ -159,6 +159,12 @@ class FakeClient:
         self._steps_left = None
         self._call(lambda: self._go.set())
 
+    def let_go(self) -> None:
+        """Nothing is held any more; no step may be under way."""
+        core = self.engine.client.core
+        for held in core.held():
+            core.control(Hold(held.id, 0.0))
+
     def kill(self) -> None:
         """The engine is gone: open requests end with EngineDead, new ones are refused."""
         self._alive = False

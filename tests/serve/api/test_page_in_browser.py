@@ -67,12 +67,14 @@ def page(browser: Any, server_url: str) -> Iterator[Any]:
 
 @pytest.fixture
 def client(server_context: ApiContext) -> Iterator[FakeClient]:
-    """The server's client, once the pages before have left it; its engine runs again after."""
+    """The server's client, once the pages before have left it; nothing is held, of other tests that
+    share its engine, and it runs again after."""
     found = server_context.client
     assert isinstance(found, FakeClient)
     deadline = time.monotonic() + MOST_MS / 1000
     while found.num_unfinished and time.monotonic() < deadline:
         time.sleep(0.01)
+    found.let_go()
     yield found
     found.revive()
     found.release()
