@@ -8,9 +8,6 @@ The hand-over is between two engines over shared memory: the first one keeps the
 soon as they are computed, and its answer's params go to the second.
 """
 
-import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -24,9 +21,9 @@ from quire.base.events import Admitted, Appended, Event, Preempted, Stepped
 from quire.base.kv_transfer import KVTransfer, transfer_of
 from quire.base.sampling_params import SamplingParams
 from quire.engine.build import Engine, build_engine
-from quire.engine.connectors import shared_memory
 from quire.engine.guess_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
+from tests.engine.connectors.shared_store import shared_store
 from tests.serve.checkpoints import pool_bytes, text_checkpoint
 
 PREFILL, DECODE, PREEMPTION, CHUNKED, STREAMING, CACHING, HANDED_OVER, GUESSING = ROWS = (
@@ -175,10 +172,8 @@ def alone() -> list[int]:
 
 @pytest.fixture
 def store() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield f"shm:{name}"
-    directory = shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}"
-    shutil.rmtree(directory, ignore_errors=True)
+    with shared_store() as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,7 @@ Covers `base/cache_config.py`, `base/kv_orders.py`, `base/kv_transfer.py` and
 `scheduler/offers.py`.
 """
 
-import os
-import shutil
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,13 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.kv_orders import Fetch, LookUp
-from quire.engine.connectors import served, shared_memory
+from quire.engine.connectors import served
 from quire.engine.connectors import worker as worker_file
 from quire.ops.native import core
 from quire.scheduler import stores as stores_file
 from quire.scheduler.decisions import StoresView
 from quire.scheduler.scheduler import Scheduler
+from tests.engine.connectors.shared_store import shared_store
 from tests.engine.connectors.store_servers import redis_server, s3_server
 from tests.models.checkpoints import random_tokens
 from tests.serve import test_hybrid
@@ -79,10 +77,8 @@ def settled(llm: LLM) -> None:
 
 @pytest.fixture
 def shm() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield f"shm:{name}"
-    directory = shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}"
-    shutil.rmtree(directory, ignore_errors=True)
+    with shared_store() as url:
+        yield url
 
 
 @pytest.fixture

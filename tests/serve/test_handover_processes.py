@@ -5,17 +5,15 @@ import http.client
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from quire.engine.connectors import shared_memory
+from tests.engine.connectors.shared_store import shared_store
 from tests.serve.processes import WAIT_S, Server
 
 FIRST_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -24,10 +22,9 @@ OPTIONS = ("--dtype", "float32", "--max-num-batched-tokens", "64")
 
 
 @pytest.fixture
-def name() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield name
-    shutil.rmtree(shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}", ignore_errors=True)
+def store() -> Iterator[str]:
+    with shared_store() as url:
+        yield url
 
 
 def ask(server: Server, prompt: str, max_tokens: int, transfer: Any) -> dict[str, Any] | None:
@@ -53,12 +50,12 @@ def prompts(num: int, seed: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_while_it_computes_prompts(name: str) -> None:
+def test_a_server_that_is_killed_while_it_computes_prompts(store: str) -> None:
     """At any moment: both legs are sent at once, and the first server dies at a random time."""
-    second = Server("--kv-store", f"shm:{name}", *OPTIONS)
+    second = Server("--kv-store", store, *OPTIONS)
     numbers = random.Random(1)
     for number in range(4):
-        first = Server("--kv-store", f"shm:{name}", "--kv-eager", *OPTIONS)
+        first = Server("--kv-store", store, "--kv-eager", *OPTIONS)
         asked = prompts(4, number)
         legs = [threading.Thread(target=ask, args=(first, p, 1, FIRST_LEG)) for p in asked]
         for leg in legs:
@@ -117,8 +114,8 @@ def test_the_other_side_is_killed_and_nothing_is_held_for_it() -> None:
 
 
 @pytest.mark.slow
-def test_cores_of_one_server_find_each_others_prefixes(name: str) -> None:
-    server = Server("-dp", "2", "--kv-store", f"shm:{name}", "--kv-eager", *OPTIONS)
+def test_cores_of_one_server_find_each_others_prefixes(store: str) -> None:
+    server = Server("-dp", "2", "--kv-store", store, "--kv-eager", *OPTIONS)
     [prompt] = prompts(1, 5)
     found = []
     for core in ("0", "1"):

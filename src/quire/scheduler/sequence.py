@@ -191,6 +191,13 @@ class Sequence:
             return self.table.tokens[self.row, : self.table.known[self.row]]
         return self.saved_tokens
 
+    def tokens_between(self, first: int, last: int) -> Int32:
+        """Return some of the known tokens; a view while it holds a row, for less than all of them
+        cost."""
+        if self.row >= 0:
+            return self.table.tokens[self.row, first:last]
+        return self.saved_tokens[first:last]
+
     @property
     def num_output_tokens(self) -> int:
         return self.num_known_tokens - self.num_prompt_tokens
