@@ -88,27 +88,6 @@ void grouped_block(float* acc, const Operand& x, int64_t row, int64_t rows, cons
     add(groups.groups - 1);
 }
 
-// The values of some groups as those of int8 stand, without their bias.
-template <class Weight>
-void unpack_signed(uint8_t* to, const PanelLayout& layout, const uint8_t* block, int64_t groups,
-                   int64_t steps, int32_t bias) {
-    const __m512i less = _mm512_set1_epi8(static_cast<char>(bias));
-    for (int64_t g = 0; g < groups; ++g) {
-        const uint8_t* w = block + layout.values(g);
-        for (int64_t s = 0; s < steps; ++s, w += Weight::kWords * kPanel * 4) {
-            unrolled<Isa::kVectors>(QUIRE_EACH(v) {
-                const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
-                unrolled<Weight::kOperands>(QUIRE_EACH(i) {
-                    const __m512i codes = Isa::raw(Weight::template operand<i>(loaded));
-                    Isa::store_words(to + i * kPanel * 4 + v * Int8Weight::kVectorBytes,
-                                     Isa::words_of(_mm512_sub_epi8(codes, less)));
-                });
-            });
-            to += Weight::kOperands * kPanel * 4;
-        }
-    }
-}
-
 // Groups that are done together: whole blocks that fit into the first cache, at least one.
 int64_t groups_together(const PanelLayout& layout, int64_t group) {
     const int64_t block_bytes = layout.block_groups * group * kPanel;  // unpacked
@@ -153,8 +132,10 @@ void grouped_matrices(float* acc, const Product& product, int64_t row, int64_t r
         const int64_t next_bytes = count / layout.block_groups * layout.block_bytes;
         decode_factors<kFormat>(factors, layout, block, count, next_bytes);
         if constexpr (kUnpacks) {
-            unpack_signed<Weight>(bytes, layout, block, count, group / Weight::kDepth,
-                                  stored_bias(product.weight));
+            const __m512i bias = _mm512_set1_epi8(static_cast<char>(stored_bias(product.weight)));
+            unpack_bytes<Weight>(bytes, layout, block, count, group / Weight::kDepth, [&](auto codes) {
+                return Isa::words_of(_mm512_sub_epi8(Isa::raw(codes), bias));
+            });
             values = bytes;
         }
         const int64_t gap = kUnpacks ? 0 : layout.factor_bytes;

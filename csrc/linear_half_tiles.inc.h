@@ -159,10 +159,10 @@ using HalfWeight = std::conditional_t<kTakesTurns<Weight>, Int8Weight, Weight>;
 
 constexpr int64_t kUnpackedBytes = 32 * 1024;
 
-// The values of some groups as those of int8 stand.
-template <class Weight>
+// The values of some groups as those of int8 stand. changed: what becomes of each operand's bytes.
+template <class Weight, class Changed>
 void unpack_bytes(uint8_t* to, const PanelLayout& layout, const uint8_t* block, int64_t groups,
-                  int64_t steps) {
+                  int64_t steps, const Changed& changed) {
     for (int64_t g = 0; g < groups; ++g) {
         const uint8_t* w = block + layout.values(g);
         for (int64_t s = 0; s < steps; ++s, w += Weight::kWords * kPanel * 4) {
@@ -170,7 +170,7 @@ void unpack_bytes(uint8_t* to, const PanelLayout& layout, const uint8_t* block, 
                 const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
                 unrolled<Weight::kOperands>(QUIRE_EACH(i) {
                     Isa::store_words(to + i * kPanel * 4 + v * Int8Weight::kVectorBytes,
-                                     Weight::template operand<i>(loaded));
+                                     changed(Weight::template operand<i>(loaded)));
                 });
             });
             to += Weight::kOperands * kPanel * 4;
@@ -220,7 +220,8 @@ void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layou
                         factors.scales,       factors.offsets,
                         stored_bias(weight)};
         if constexpr (kUnpacks) {
-            unpack_bytes<Stored>(bytes, layout, block, count, weight.group / Stored::kDepth);
+            unpack_bytes<Stored>(bytes, layout, block, count, weight.group / Stored::kDepth,
+                                 [](auto codes) { return codes; });
             values = bytes;
             part.gap = 0;
         }
