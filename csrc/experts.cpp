@@ -7,6 +7,7 @@
 
 #include "parallel.h"
 #include "row_ops.h"
+#include "stretches.h"
 
 namespace quire {
 namespace {
@@ -148,8 +149,7 @@ void multiply_places(float* out, int64_t stride, const Experts& experts,
                      PackedWeight Expert::* weight, const float* Expert::* bias,
                      const Operands& operands, const Order& order, int num_threads) {
     const std::vector<Piece> pieces = pieces_of(experts, weight, order, num_threads);
-    parallel_parts(static_cast<int64_t>(pieces.size()), num_threads, [&](int64_t i) {
-        const Piece& piece = pieces[i];
+    const auto multiply_piece = [&](const Piece& piece) {
         const Expert& expert = experts.experts[piece.expert];
         const PackedWeight& own = expert.*weight;
         const int64_t first = order.begins[piece.expert];
@@ -159,6 +159,10 @@ void multiply_places(float* out, int64_t stride, const Experts& experts,
         linear_kernels(own.variant)
             .multiply(results, expert.*bias, own, operands.of(own, first, 0, rows), piece.begin,
                       piece.end);
+    };
+    const auto count = static_cast<int64_t>(pieces.size());
+    parallel_stretches(count, num_threads, [&](int64_t begin, int64_t end) {
+        std::for_each(pieces.begin() + begin, pieces.begin() + end, multiply_piece);
     });
 }
 

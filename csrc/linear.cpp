@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "parallel.h"
+#include "stretches.h"
 #include "variants.h"
 
 namespace quire {
@@ -65,7 +66,7 @@ void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operan
     const auto multiply_part = [&](int64_t begin, int64_t end) {
         kernels.multiply(out, bias, weight, operand, begin, end);
     };
-    parallel_for(panels, num_threads, multiply_part, kPartsOfWeight);
+    parallel_stretches(panels, num_threads, multiply_part);
 }
 
 void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,

@@ -1,15 +1,20 @@
 // Checks the thread pool, without Python: many short phases with different numbers of parts, on more
-// threads than there are cores, so that threads come late to phases that are over.
+// threads than there are cores, so that threads come late to phases that are over. Every other phase
+// is one of stretches, whose threads take from each other. At last one of them is held up, and the
+// others do what is left of its stretch.
 //
 // Prints a line. The exit status is 1 if a part was not done exactly once, or with another phase's
-// work. Argument: the number of phases.
+// work, or if nobody did the held up thread's. Argument: the number of phases.
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <thread>
 #include <vector>
 
 #include "parallel.h"
+#include "stretches.h"
 
 namespace {
 
@@ -20,6 +25,22 @@ struct Phase {
     std::vector<std::atomic<int64_t>>* counts;  // of all phases, for each part
     std::atomic<int64_t>* wrong;
 };
+
+// Who takes the first part of all holds it until all others are done. Returns whether they were, in a
+// minute.
+bool others_do_what_is_left() {
+    std::atomic<int64_t> done{0};
+    std::atomic<bool> in_time{true};
+    quire::parallel_stretches(kMaxParts, 2, [&](int64_t begin, int64_t end) {
+        const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+        while (begin == 0 && done.load() < kMaxParts - end && in_time.load()) {
+            std::this_thread::yield();
+            if (std::chrono::steady_clock::now() > until) in_time.store(false);
+        }
+        done.fetch_add(end - begin);
+    });
+    return in_time.load() && done.load() == kMaxParts;
+}
 
 }  // namespace
 
@@ -35,17 +56,25 @@ int main(int argc, char** argv) {
         const int num_threads = 2 + static_cast<int>(state >> 60) % 7;
         Phase phase{number, num_parts, &counts, &wrong};
         current.store(number);
-        quire::parallel_parts(num_parts, num_threads, [&phase, &current](int64_t part) {
+        const auto work = [&phase, &current](int64_t part) {
             const bool is_right = phase.number == current.load() && part < phase.num_parts;
             if (!is_right) phase.wrong->fetch_add(1);
             (*phase.counts)[static_cast<size_t>(part % kMaxParts)].fetch_add(1);
-        });
+        };
+        if (number % 2 == 0) {
+            quire::parallel_parts(num_parts, num_threads, work);
+        } else {
+            quire::parallel_stretches(num_parts, num_threads, [&work](int64_t begin, int64_t end) {
+                for (int64_t part = begin; part < end; ++part) work(part);
+            });
+        }
         for (int64_t part = 0; part < num_parts; ++part) expected[static_cast<size_t>(part)] += 1;
         for (size_t part = 0; part < kMaxParts; ++part) {
             if (counts[part].load() != expected[part]) wrong.fetch_add(1);
         }
         if (wrong.load() > 0) break;
     }
+    if (!others_do_what_is_left()) wrong.fetch_add(1);
     std::printf("parallel: %lld phases, %lld wrong\n", static_cast<long long>(num_phases),
                 static_cast<long long>(wrong.load()));
     return wrong.load() > 0;

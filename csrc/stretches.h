@@ -1,0 +1,87 @@
+// Work on indices that goes fastest in their order, such as panels of a weight, of which each asks memory
+// for the next one: every thread has a stretch of its own.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "parallel.h"
+
+namespace quire {
+
+// [0, count) in stretches of nearly equal length. Who has done its own takes the last half of the
+// longest that is left, so that threads end together however fast each of them is.
+class Stretches {
+   public:
+    Stretches(int64_t count, int64_t num_stretches) : left_(static_cast<size_t>(num_stretches)) {
+        for (int64_t i = 0; i < num_stretches; ++i) {
+            left_[static_cast<size_t>(i)].range =
+                packed(i * count / num_stretches, (i + 1) * count / num_stretches);
+        }
+    }
+
+    // Calls work(begin, end) for parts of stretch `own`, then of others, until nobody has any left that
+    // could be shared.
+    template <class Work>
+    void run(int64_t own, Work work) {
+        Left& left = left_[static_cast<size_t>(own)];
+        std::atomic<uint64_t>& range = left.range;
+        left.is_begun.store(true, std::memory_order_relaxed);
+        do {
+            for (uint64_t seen = range.load(); length(seen) > 0;) {
+                const int64_t end = first(seen) + std::max<int64_t>(1, length(seen) / kPieces);
+                if (!range.compare_exchange_weak(seen, packed(end, last(seen)))) continue;
+                work(first(seen), end);
+                seen = range.load();
+            }
+        } while (take_half(range));
+    }
+
+   private:
+    struct alignas(64) Left {
+        std::atomic<uint64_t> range;
+        std::atomic<bool> is_begun{false};
+    };
+    static constexpr int64_t kPieces = 8;  // a thread takes an eighth of its own at a time
+
+    static uint64_t packed(int64_t begin, int64_t end) {
+        return static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end);
+    }
+    static int64_t first(uint64_t range) { return static_cast<int64_t>(range >> 32); }
+    static int64_t last(uint64_t range) { return static_cast<int64_t>(range & 0xFFFFFFFFu); }
+    static int64_t length(uint64_t range) { return last(range) - first(range); }
+
+    // Moves the last half of the longest stretch to `own`, which is empty: nobody else writes there. All
+    // of it where no thread has come for it yet. No range comes twice, so one that is still the same has
+    // not been touched.
+    bool take_half(std::atomic<uint64_t>& own) {
+        while (true) {
+            Left* longest = nullptr;
+            uint64_t seen = 0;
+            for (Left& each : left_) {
+                const uint64_t range = each.range.load();
+                if (length(range) > length(seen)) longest = &each, seen = range;
+            }
+            if (longest == nullptr) return false;
+            const bool is_begun = longest->is_begun.load(std::memory_order_relaxed);
+            const int64_t middle = first(seen) + (is_begun ? length(seen) / 2 : 0);
+            if (!longest->range.compare_exchange_strong(seen, packed(first(seen), middle))) continue;
+            own.store(packed(middle, last(seen)));
+            return true;
+        }
+    }
+
+    std::vector<Left> left_;
+};
+
+// Calls work(begin, end) for parts of [0, count) on at most num_threads threads, of which this is one.
+template <class Work>
+void parallel_stretches(int64_t count, int num_threads, Work work) {
+    const int64_t num_stretches = std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
+    Stretches stretches(count, num_stretches);
+    parallel_parts(num_stretches, num_threads, [&](int64_t own) { stretches.run(own, work); });
+}
+
+}  // namespace quire
