@@ -61,10 +61,16 @@ QUIRE_INLINE void add_step(Sum (&sums)[kRows][kVectors], const uint8_t* w, const
     });
 }
 
+// Where sums of a panel wait: `stride` between rows.
+struct Sums {
+    float* at;
+    int64_t stride;
+};
+
 // The products of `steps` steps, of kRows rows and kVectors vectors of outputs, are added to acc, or
-// replace what it holds. acc: [rows, kPanel], where sums wait.
+// replace what it holds.
 template <class Weight, bool kFetches, int kRows, int kVectors>
-void dense_tile(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w, int64_t steps,
+void dense_tile(const Sums& acc, const uint8_t* x, int64_t stride, const uint8_t* w, int64_t steps,
                 const Ahead& ahead, bool is_first) {
     using X = typename Weight::X;
     typename Isa::F sums[kRows][kVectors];
@@ -72,7 +78,8 @@ void dense_tile(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w, 
     unrolled<kRows>(QUIRE_EACH(r) {
         rows[r] = reinterpret_cast<const X*>(x + r * stride);
         unrolled<kVectors>(QUIRE_EACH(v) {
-            sums[r][v] = is_first ? Isa::zero() : Isa::load(acc + r * kPanel + v * Isa::kLanes);
+            const float* place = acc.at + r * acc.stride + v * Isa::kLanes;
+            sums[r][v] = is_first ? Isa::zero() : Isa::load(place);
         });
     });
     for (int64_t s = 0; s < steps; ++s, w += kPanel * 4) {
@@ -81,7 +88,7 @@ void dense_tile(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w, 
     }
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kVectors>(
-            QUIRE_EACH(v) { Isa::store(acc + r * kPanel + v * Isa::kLanes, sums[r][v]); });
+            QUIRE_EACH(v) { Isa::store(acc.at + r * acc.stride + v * Isa::kLanes, sums[r][v]); });
     });
 }
 
@@ -248,7 +255,7 @@ template <class Weight, bool kFetches>
 struct DenseTile {
     static constexpr int kFewestRows = kFetches ? Isa::kTileRows / 2 : 1;
     static constexpr int kWideRows = Isa::kWideRows;
-    float* acc;
+    Sums acc;
     const uint8_t* x;
     int64_t stride;
     const uint8_t* w;
@@ -258,9 +265,9 @@ struct DenseTile {
 
     template <int kRows, int kVectors>
     void run(int vector) const {
-        dense_tile<Weight, kFetches, kRows, kVectors>(acc + vector * Isa::kLanes, x, stride,
-                                                      w + vector * Weight::kVectorBytes, steps,
-                                                      ahead, is_first);
+        dense_tile<Weight, kFetches, kRows, kVectors>(
+            {acc.at + vector * Isa::kLanes, acc.stride}, x, stride,
+            w + vector * Weight::kVectorBytes, steps, ahead, is_first);
     }
 };
 
@@ -314,18 +321,25 @@ void run_tile_of(int64_t rows, const Ahead& ahead, const Fields&... fields) {
 }
 
 template <class Weight>
-void dense_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
-                 int64_t row, int64_t rows, const uint8_t* w) {
+void dense_sums(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
+                const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     const int64_t steps = (weight.inputs + Weight::kDepth - 1) / Weight::kDepth;
     constexpr int64_t kChunk = kChunkBytes / (kPanel * 4);
     constexpr int64_t kStepBytes = Weight::kDepth * sizeof(typename Weight::X);
     const auto tile = [&](int64_t first, int64_t count, const Ahead& ahead, int64_t s) {
         const uint8_t* values = x.values + (row + first) * x.stride + s * kStepBytes;
         const int64_t some = steps - s < kChunk ? steps - s : kChunk;
-        run_tile_of<DenseTile, Weight>(count, ahead, acc + first * kPanel, values, x.stride,
-                                       w + s * kPanel * 4, some, s == 0);
+        const Sums own{acc.at + first * acc.stride, acc.stride};
+        run_tile_of<DenseTile, Weight>(count, ahead, own, values, x.stride, w + s * kPanel * 4,
+                                       some, s == 0);
     };
     for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, 0, tile, s);
+}
+
+template <class Weight>
+void dense_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
+                 int64_t row, int64_t rows, const uint8_t* w) {
+    dense_sums<Weight>({acc, kPanel}, weight, layout, x, row, rows, w);
 }
 
 // Groups whose factors are decoded together: whole blocks, and few where rows are few, so that memory
@@ -424,6 +438,18 @@ PanelFunction panel_function(const PackedWeight& weight) {
     return panel_function(weight.format, std::make_integer_sequence<int, kCount>{});
 }
 
+// Panels whose sums wait in the results themselves: float32, as wide as a panel. Stores of one tile wait
+// for memory while the next one computes.
+template <class Weight>
+bool results_of(const MutableMatrix& out, const PackedWeight& weight, const PanelLayout& layout,
+                const Operand& x, int64_t row, int64_t rows, int64_t p) {
+    if (out.element != Element::kFloat32 || (p + 1) * kPanel > out.columns) return false;
+    float* to = static_cast<float*>(out.data) + row * out.stride + p * kPanel;
+    const uint8_t* w = weight.data + p * layout.bytes;
+    dense_sums<Weight>({to, out.stride}, weight, layout, x, row, rows, w);
+    return true;
+}
+
 void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
               const Operand& x, int64_t begin, int64_t end) {
     alignas(64) float acc[kBlockRows * kPanel];
@@ -432,6 +458,10 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
     for (int64_t p = begin; p < end; ++p) {
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
+            if (weight.format == WeightFormat::kBfloat16 && bias == nullptr &&
+                results_of<Bfloat16Weight>(out, weight, layout, x, row, rows, p)) {
+                continue;
+            }
             panel_of(acc, weight, layout, x, row, rows, weight.data + p * layout.bytes);
             switch (out.element) {
                 case Element::kFloat32:

@@ -75,6 +75,19 @@ def test_floats(shape: tuple[int, int], variant: str, dtype: torch.dtype) -> Non
             torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(70, 131), (128, 96), (130, 4100)])
+def test_sums_have_the_same_bits_wherever_they_wait(shape: tuple[int, int], variant: str) -> None:
+    """Results of float32 hold the sums of whole panels between chunks of K; others, and the panel
+    that is cut, have them in memory of their own."""
+    opaque = pack(random(*shape, dtype=torch.bfloat16, seed=1), None, variant)
+    for tokens in (1, 16, 130):
+        x = random(tokens, shape[1], dtype=torch.bfloat16)
+        whole = linear(x.float(), opaque)
+        assert torch.equal(whole.bfloat16(), linear(x, opaque))
+        assert torch.equal(whole, linear(x.float(), opaque, torch.zeros(shape[0])))
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
