@@ -101,11 +101,20 @@ def tokenizer_of(shape: Shape) -> dict[str, Any]:
     return state
 
 
+def is_written(shape: Shape, directory: Path) -> bool:
+    """Return whether the directory is complete, and of the configuration that is written now."""
+    if not (directory / "complete").exists():
+        return False
+    found: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    return found == config_of(shape)
+
+
 def write_checkpoint(shape: Shape, directory: Path) -> Path:
-    """Seeded normal weights in bfloat16; nothing is done if the directory is complete."""
-    done = directory / "complete"
-    if done.exists():
+    """Seeded normal weights in bfloat16; nothing is done if the directory is written already."""
+    if is_written(shape, directory):
         return directory
+    done = directory / "complete"
+    done.unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     made = torch.Generator().manual_seed(0)
     tensors = {}

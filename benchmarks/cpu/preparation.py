@@ -11,9 +11,13 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 
-from benchmarks.cpu.checkpoints import write_checkpoint, write_gguf_file
+from packaging.requirements import Requirement
+
+from benchmarks.cpu.checkpoints import is_written, write_checkpoint, write_gguf_file
+from benchmarks.cpu.compressed import write_compressed
 from benchmarks.cpu.engines import (
     CTRANSLATE2_EXPORT,
     K_QUANT,
@@ -62,8 +66,19 @@ class Scratch:
 
     def model(self, source: str, shape: Shape) -> Path:
         """Where an engine's form of a model of random weights is. Raises Unavailable."""
-        checkpoint = write_checkpoint(shape, self.directory / "models" / shape.name)
+        checkpoint = self.directory / "models" / shape.name
+        if not is_written(shape, checkpoint):
+            self._forget_forms(shape.name)
+        write_checkpoint(shape, checkpoint)
         return self.form(source, checkpoint, shape.name, shape.hidden)
+
+    def _forget_forms(self, name: str) -> None:
+        """Engines' forms of a checkpoint that is written anew."""
+        for form in (self.directory / "models").glob(f"{name}-*"):
+            if form.is_dir():
+                shutil.rmtree(form)
+            else:
+                form.unlink()
 
     def form(self, source: str, checkpoint: Path, name: str, hidden: int) -> Path:
         """Where an engine's form of a checkpoint is. Raises Unavailable."""
@@ -84,6 +99,8 @@ class Scratch:
         if peer == "gguf":
             return write_gguf_file(checkpoint, kind, models / f"{name}-{kind}.gguf")
         target = models / f"{name}-{source}"
+        if peer == "compressed":
+            return write_compressed(checkpoint, int(kind.removeprefix("int")), target)
         if not (target / "complete").exists():
             shutil.rmtree(target, ignore_errors=True)
             exporter = OPENVINO_EXPORT if peer == "openvino" else CTRANSLATE2_EXPORT
@@ -97,7 +114,11 @@ class Scratch:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         name = f"install-{environment.name}"
         self._run(name, [sys.executable, "-m", "venv", str(directory)])
-        self._run(name, [*pip, "install", *environment.packages])
+        packages = list(environment.packages)
+        if environment.alone:
+            self._run(name, [*pip, "install", "--no-deps", environment.alone])
+            packages += requirements_of(environment, directory)
+        self._run(name, [*pip, "install", *packages])
         if environment.unwanted:
             self._run(name, [*pip, "uninstall", "-y", *environment.unwanted])
 
@@ -121,6 +142,24 @@ class Scratch:
                 )  # fmt: skip
             except (OSError, subprocess.SubprocessError) as error:
                 raise Unavailable(f"{name} failed: {type(error).__name__}, see {log}") from error
+
+
+def requirements_of(environment: Environment, directory: Path) -> list[str]:
+    """Return what the package that was installed alone wants, but for what is left out."""
+    name = Requirement(environment.alone).name
+    (site,) = directory.glob("lib/python*/site-packages")
+    (found,) = distributions(name=name, path=[str(site)])
+    wanted = [Requirement(line) for line in found.requires or []]
+    return [
+        f"{each.name}{_extras(each)}{each.specifier}"
+        for each in wanted
+        if each.name not in environment.left_out
+        and (each.marker is None or each.marker.evaluate({"extra": ""}))
+    ]
+
+
+def _extras(requirement: Requirement) -> str:
+    return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
 def prepare(scratch: Scratch, engine: Engine, shapes: set[Shape]) -> None:

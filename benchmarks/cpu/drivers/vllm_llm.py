@@ -1,50 +1,79 @@
-"""vLLM's CPU build, through `LLM`. options: dtype.
+"""vLLM's CPU build, step by step in this process. options: those of `LLM`.
 
-Times of single tokens are taken between two calls, of one token and of all, with other prompts.
+It wants Intel's OpenMP and TCMalloc loaded first, and its threads bound, which it does itself only
+for worker processes; on few cores these cost it more than they give. So this process starts itself
+again with what its workers would get. TCMalloc is left out where the system has none.
 """
 
+import ctypes.util
 import importlib
 import os
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.cpu.drivers.common import Job, Prompts, drive
 
-KV_GIB = "2"
+KV_GIB = 2
+PRELOAD = "LD_PRELOAD"
+
+
+def variables(threads: int) -> dict[str, str]:
+    """Of the process that runs the model."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    preloaded = [ctypes.util.find_library("tcmalloc_minimal"), str(openmp)]
+    return {
+        PRELOAD: ":".join(name for name in preloaded if name),
+        "OMP_NUM_THREADS": str(threads),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 class VLLMModel:
     def __init__(self, job: Job) -> None:
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = KV_GIB
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM, SamplingParams
 
         self._params = SamplingParams
-        self.kv_bytes = int(KV_GIB) << 30
-        self._llm = LLM(
+        self.kv_bytes = KV_GIB << 30
+        model = LLM(
             str(job.model),
             max_model_len=max(128, job.workload.max_len + 1),
             max_num_seqs=job.workload.num_requests,
             enable_prefix_caching=True,
-            enforce_eager=True,
             **job.options,
         )
+        self._engine = model.llm_engine
+        self._num_requests = 0
+
+    def _steps(self, prompts: Prompts, count: int) -> Iterator[int]:
+        """How many tokens there are after each step."""
+        params = self._params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
+        for prompt in prompts:
+            self._num_requests += 1
+            given = {"prompt_token_ids": prompt}
+            self._engine.add_request(str(self._num_requests), given, params)
+        lengths: dict[str, int] = {}
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+            yield sum(lengths.values())
 
     def times_s(self, prompt: list[int], count: int) -> list[float]:
-        """As if the call that is asked for had followed the caller's clock."""
-        began = time.perf_counter()
-        self.batch([[token ^ 1 for token in prompt]], 1)
-        first = time.perf_counter()
-        if count == 1:
-            return [first]
-        self.batch([prompt], count)
-        step_s = (time.perf_counter() - first - (first - began)) / (count - 1)
-        return [first + i * step_s for i in range(count)]
+        times: list[float] = []
+        for length in self._steps([prompt], count):
+            times += [time.perf_counter()] * (length - len(times))
+        return times
 
     def batch(self, prompts: Prompts, count: int) -> int:
-        params = self._params(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self._llm.generate(given, params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        return list(self._steps(prompts, count))[-1]
 
     def shared(self, prefix: list[int], own: Prompts, count: int) -> int:
         return self.batch([prefix + each for each in own], count)
@@ -55,4 +84,7 @@ def import_engine() -> object:
 
 
 if __name__ == "__main__":
+    if PRELOAD not in os.environ:
+        again = [sys.executable, "-m", "benchmarks.cpu.drivers.vllm_llm", *sys.argv[1:]]
+        os.execve(sys.executable, again, os.environ | variables(Job.of(sys.argv[1]).threads))
     drive(import_engine, VLLMModel)
