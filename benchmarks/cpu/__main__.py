@@ -5,8 +5,8 @@
 Qwen3-0.6B's shape with random weights, random prompts, greedy, no end of sequence; every engine in
 an environment of its own, which is made on demand in the scratch directory (compiling llama.cpp
 takes minutes). Each round runs each workload by each engine in turn, one process each. Runs during
-which other processes took more than 0.15 cores do not count. An engine that cannot be installed or
-fails is listed with the reason.
+which other processes took more than 0.15 cores do not count. An engine that cannot be installed,
+fails or takes longer than --timeout-s is listed with the reason, and not tried again.
 """
 
 import argparse
@@ -194,7 +194,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--settings", nargs="+", default=[], metavar="NAME=WORD", help="of quire, all its engines"
     )
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="of one process")
+    parser.add_argument(
+        "--timeout-s", type=float, default=300.0, help="of one process; slower ones are left out"
+    )
     parser.add_argument("--small", action="store_true", help="the small model in all workloads")
     return parser.parse_args()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-GROUP = 128
+GROUPS = (128, 32)  # the first that divides the hidden size
 IN_A_WORD = 8  # numbers of 4 bits
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -27,10 +27,10 @@ def in_8_bits(weight_nk: torch.Tensor) -> Tensors:
     return {"weight": rounded_nk.to(torch.int8), "weight_scale": scale_n1.to(torch.bfloat16)}
 
 
-def in_4_bits(weight_nk: torch.Tensor) -> Tensors:
+def in_4_bits(weight_nk: torch.Tensor, group: int) -> Tensors:
     """Numbers from 0 to 15, whose middle is 8; the first of a word stands in its lowest bits."""
     outputs, inputs = weight_nk.shape
-    values_ngk = weight_nk.float().unflatten(1, (-1, GROUP))
+    values_ngk = weight_nk.float().unflatten(1, (-1, group))
     scale_ng = values_ngk.abs().amax(2) / 7
     numbers_ngk = (values_ngk / scale_ng[..., None]).round().clamp(-8, 7) + 8
     words = numbers_ngk.to(torch.int64).view(outputs, -1, IN_A_WORD)
@@ -42,14 +42,14 @@ def in_4_bits(weight_nk: torch.Tensor) -> Tensors:
     }
 
 
-def quantization_config(bits: int) -> dict[str, Any]:
+def quantization_config(bits: int, group: int) -> dict[str, Any]:
     """As it stands in config.json."""
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False}
-    weights |= {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": GROUP}
+    weights |= {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": group}
     each_token = {
         "num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token",
     }  # fmt: skip
-    group = {
+    layers = {
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": each_token if bits == 8 else None,
@@ -58,7 +58,7 @@ def quantization_config(bits: int) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": "int-quantized" if bits == 8 else "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": layers},
         "ignore": ["lm_head"],
     }
 
@@ -69,17 +69,18 @@ def write_compressed(checkpoint: Path, bits: int, directory: Path) -> Path:
     if done.exists():
         return directory
     directory.mkdir(parents=True, exist_ok=True)
+    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
+    group = next(size for size in GROUPS if config["hidden_size"] % size == 0)
     tensors: Tensors = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if tensor.dim() == 2 and "embed_tokens" not in name:
-            parts = in_8_bits(tensor) if bits == 8 else in_4_bits(tensor)
+            parts = in_8_bits(tensor) if bits == 8 else in_4_bits(tensor, group)
             module = name.removesuffix(".weight")
             tensors |= {f"{module}.{end}": part for end, part in parts.items()}
         else:
             tensors[name] = tensor
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((checkpoint / "config.json").read_text("utf-8"))
-    config["quantization_config"] = quantization_config(bits)
+    config["quantization_config"] = quantization_config(bits, group)
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
     for name in COPIED:
         (directory / name).write_bytes((checkpoint / name).read_bytes())

