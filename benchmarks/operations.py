@@ -61,9 +61,10 @@ class Step:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """What is computed one after the other: tokens known before, and new ones."""
+        """What is computed one after the other: tokens known before, and new ones. Rows that decode
+        have decoded once before, in a step that does not count: their start is no part of it."""
         if not self.chunk:
-            return [(self.context - 1, 1)]
+            return [(known, 1) for known in range(max(0, self.context - 2), self.context)]
         starts = range(0, self.context, self.chunk)
         return [(start, min(self.chunk, self.context - start)) for start in starts]
 
@@ -151,7 +152,12 @@ class Machine:
     def run(self, step: Step) -> dict[str, Cost]:
         """Carry out a step on fresh rows; returns the cost of each operation."""
         found: dict[str, Cost] = defaultdict(Cost)
-        for plan in self._plans(step):
+        plans = self._plans(step)
+        if not step.chunk:
+            for plan in plans[:-1]:
+                self.built.run(plan)
+            plans = plans[-1:]
+        for plan in plans:
             self.head.seconds = 0.0
             self.model.compiled.time_phases()
             began = time.perf_counter()

@@ -19,7 +19,8 @@ def test_the_longer_of_reading_and_arithmetic_is_the_limit() -> None:
 
 
 def test_steps_are_read_and_prompts_are_cut() -> None:
-    assert Step.parsed("16x128", 256).parts == [(127, 1)]
+    assert Step.parsed("16x128", 256).parts == [(126, 1), (127, 1)]
+    assert Step.parsed("2x1", 256).parts == [(0, 1)]
     assert Step.parsed("16x128", 256).num_rows == 16
     assert Step.parsed("prompt:600", 256).parts == [(0, 256), (256, 256), (512, 88)]
 
