@@ -1,8 +1,9 @@
 """vLLM's CPU build, step by step in this process. options: those of `LLM`.
 
 It wants Intel's OpenMP and TCMalloc loaded first, and its threads bound, which it does itself only
-for worker processes; on few cores these cost it more than they give. So this process starts itself
-again with what its workers would get. TCMalloc is left out where the system has none.
+for worker processes, beside which it keeps a core free for its scheduler: half of two cores. So
+this process starts itself again with what a worker would get, on all cores that are asked for.
+TCMalloc is left out where the system has none.
 """
 
 import ctypes.util
