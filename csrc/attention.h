@@ -4,9 +4,9 @@
 //
 // A query's keys are reduced in spans of 256 positions, which begin at multiples of 256:
 //
-//   score[t] = sum over h = 0, 1, ... of (q[h] * scale) * K[t][h]       one lane per token
-//   weight[t] = exp(score[t] - peak), sum over t in 16 lanes, then a fixed tree
-//   part[h] = sum over t = 0, 1, ... of weight[t] * V[t][h]             one lane per element
+//   score[t] = sum over h = 0, 1, ... of (q[h] * scale / ln 2) * K[t][h]   one lane per token
+//   weight[t] = 2^(score[t] - peak), sum over t in 16 lanes, then a fixed tree
+//   part[h] = sum over t = 0, 1, ... of weight[t] * V[t][h]                one lane per element
 //
 // and the spans' (peak, sum, part) are folded in the order of their positions. A soft cap is applied to
 // a score as soon as it is there; a sink joins the sum when the last span is folded. Where the variant

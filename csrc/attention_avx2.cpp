@@ -28,6 +28,16 @@ struct Isa {
     }
     static inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+    static inline float largest(F x) {
+        const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+    }
+    static inline float total(F x) {
+        const __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
+        const __m128 two = four + _mm_movehl_ps(four, four);
+        return _mm_cvtss_f32(two + _mm_movehdup_ps(two));
+    }
     static inline I where_at_least(F x, F limit, I value) {
         return reinterpret_cast<I>(_mm256_cmp_ps(x, limit, _CMP_GE_OQ)) & value;
     }

@@ -10,6 +10,14 @@ namespace {
 
 struct Bfloat16Dots : Bfloat16Kv {
     static constexpr bool kDots = true;
+    static QUIRE_INLINE void store_weights(float* row, int64_t t, F weights) {
+        Isa::store_bfloat16(reinterpret_cast<uint8_t*>(row) + 2 * t, weights);
+    }
+    static QUIRE_INLINE void clear_weights(float* row, int64_t begin, int64_t end) {
+        if (begin >= end) return;
+        const auto bytes = static_cast<size_t>(2 * (end - begin));
+        std::memset(reinterpret_cast<uint8_t*>(row) + 2 * begin, 0, bytes);
+    }
 };
 
 // `count` numbers, a multiple of kLanes, become bfloat16 in the first half of their memory.
@@ -18,13 +26,15 @@ inline void narrow_row(float* row, int64_t count) {
     for (int64_t i = 0; i < count; i += kLanes) Isa::store_bfloat16(to + 2 * i, Isa::load(row + i));
 }
 
-// Words of keys where they stand, and words that were brought together.
+// Words of keys where they stand, and words that were brought together. kFetches: whether they are read
+// for the first time, so that those ahead are to be fetched.
+template <bool kFetches>
 struct StoredWords {
     KeyBlocks blocks;
     const int64_t* columns;
     QUIRE_INLINE I load(int64_t vector, int64_t word) const {
         const uint8_t* from = blocks.data + word * blocks.stride;
-        fetch_line(from + columns[vector * kLanes + kAhead]);
+        if constexpr (kFetches) fetch_line(from + columns[vector * kLanes + kAhead]);
         return Isa::load_words(from + columns[vector * kLanes]);
     }
 };
@@ -60,8 +70,9 @@ struct DotScores {
     Words keys;
     int64_t words;
 
+    int64_t vectors(int64_t seen) const { return vectors_of(seen); }
     template <int kRows, int kVectors>
-    void run(int64_t row, int64_t vector) const {
+    void run(int64_t row, int64_t vector, int64_t) const {
         F sums[kRows][kVectors] = {};
         const float* from = q + row * q_stride;
         for (int64_t w = 0; w < words; ++w) {
@@ -110,9 +121,11 @@ inline void pair_values(float* tile, int64_t stride, const uint8_t* values, cons
             fetch_line(values + offsets[t + kAhead] + b);
             fetch_line(values + offsets[t + kAhead + 1] + b);
         }
-        for (int64_t h = 0; h < whole; h += kLanes) {
-            Isa::store_words(tile + h, Isa::pairs(first + 2 * h, second + 2 * h));
+        int64_t h = 0;
+        for (; h + 2 * kLanes <= whole; h += 2 * kLanes) {
+            Isa::store_pairs(tile + h, first + 2 * h, second + 2 * h);
         }
+        if (h < whole) Isa::store_words(tile + h, Isa::pairs(first + 2 * h, second + 2 * h));
         if (whole == dim) continue;
         uint8_t padded[2][kLanes * 2] = {};
         const auto rest = static_cast<size_t>((dim - whole) * 2);
@@ -122,25 +135,22 @@ inline void pair_values(float* tile, int64_t stride, const uint8_t* values, cons
     }
 }
 
-// acc[r][h ...] += sum over pairs of tokens of their weights times their values.
+// acc[r][h ...] = sum over pairs of tokens of their weights times their values.
 template <class Pairs>
 struct DotValues {
     float* acc;
     int64_t stride;
     const uint8_t* weights;  // bfloat16, rows kSpan * 4 bytes apart
     Pairs values;
-    int64_t tokens;
+    int64_t dim;  // a multiple of kLanes
 
+    int64_t vectors(int64_t) const { return dim / kLanes; }
     template <int kRows, int kVectors>
-    void run(int64_t row, int64_t vector) const {
-        F sums[kRows][kVectors];
+    void run(int64_t row, int64_t vector, int64_t seen) const {
+        F sums[kRows][kVectors] = {};
         float* to = acc + row * stride + vector * kLanes;
         const uint8_t* from = weights + row * kSpan * 4;
-        unrolled<kRows>(QUIRE_EACH(r) {
-            unrolled<kVectors>(
-                QUIRE_EACH(v) { sums[r][v] = Isa::load(to + r * stride + v * kLanes); });
-        });
-        for (int64_t t = 0; t < tokens; t += 2) {
+        for (int64_t t = 0; t < seen; t += 2) {
             I loaded[kVectors];
             unrolled<kVectors>(
                 QUIRE_EACH(v) { loaded[v] = values.load(t, (vector + v) * kLanes); });

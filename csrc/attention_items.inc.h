@@ -31,6 +31,16 @@ void read_query(float* to, const HeadRows& q, int64_t token, int64_t head, float
     }
 }
 
+constexpr int64_t kTokensAhead = 4;  // of queries and results, whose rows stand far apart
+
+inline void fetch_heads(const HeadRows& rows, int64_t token, int64_t first, int64_t count,
+                        int64_t dim) {
+    const int64_t size = rows.element == Element::kFloat32 ? 4 : 2;
+    const int64_t at = (token * rows.stride + first * dim) * size;
+    const uint8_t* from = static_cast<const uint8_t*>(rows.data) + at;
+    for (int64_t b = 0; b < count * dim * size; b += 64) fetch_line(from + b);
+}
+
 template <class Element>
 void write_result(Element* to, State state, int64_t dim) {
     const float scale = 1.0f / *state.sum;
@@ -51,7 +61,7 @@ void write_result(const HeadRows& out, int64_t token, int64_t head, State state,
 QUIRE_INLINE void keep_sums(const AttentionCall& call, int64_t token, int64_t head, State state) {
     if (call.sums == nullptr) return;
     float* to = call.sums + (token * call.kv.heads * call.step.group + head) * 2;
-    to[0] = *state.peak;
+    to[0] = static_cast<float>(*state.peak * kLn2);
     to[1] = *state.sum;
 }
 
@@ -75,7 +85,7 @@ class ItemRun {
                  step_.block_size * row_bytes_, row_bytes_, step_.block_size % kLanes == 0};
         values_ = call.kv.values + head * head_bytes;
         const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
-        const int64_t tile_size = kTile * padded_;
+        const int64_t tile_size = (Kv::kDots ? kSpan / 2 : kTile) * padded_;
         float* memory = attention_scratch(queries_ * (2 * call.state_size() + padded_ + kSpan) +
                                           tile_size + tokens_size + kSpan);
         tile_ = memory;
@@ -110,7 +120,7 @@ class ItemRun {
 
     void read_queries() {
         const float cap = call_.weighing.soft_cap, scale = call_.weighing.scale;
-        const float factor = cap == 0 ? scale : scale / cap;
+        const float factor = cap == 0 ? static_cast<float>(scale * kLog2E) : scale / cap;
         int64_t m = 0;
         for (int32_t p = 0; p < item_.num_pieces; ++p) {
             const QueryPiece& piece = pieces_[p];
@@ -118,6 +128,8 @@ class ItemRun {
                 const int64_t position = piece.position + i;
                 const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
                 const int64_t last = minimum(position + step_.ahead, piece.context - 1);
+                const int64_t ahead = minimum(i + kTokensAhead, piece.count - 1);
+                fetch_heads(call_.q, piece.token + ahead, head_ * step_.group, step_.group, dim_);
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
                     all_[m] = {piece.token + i, last, maximum(hidden, 0), 0, 0};
                     seen_ = maximum(seen_, last + 1);
@@ -177,22 +189,34 @@ class ItemRun {
         }
     }
 
-    // The queries [first, last) that see something of the tile of tokens from `tile` on.
-    void rows_of(int64_t tile, int64_t& first, int64_t& last) const {
+    // The queries [first, last) that see something of span positions [from, to).
+    void rows_of(int64_t from, int64_t to, int64_t& first, int64_t& last) const {
         const auto sees = [&](int64_t m) {
-            return all_[m].low < all_[m].high && all_[m].low < tile + kTile && all_[m].high > tile;
+            return all_[m].low < all_[m].high && all_[m].low < to && all_[m].high > from;
         };
         for (first = 0; first < queries_ && !sees(first);) ++first;
         for (last = queries_; last > first && !sees(last - 1);) --last;
     }
 
+    // How much some queries see of the span positions from `from` on, of `tokens`.
+    auto reach(int64_t from, int64_t tokens) const {
+        return [=](int64_t first, int64_t last) {
+            int64_t high = from;
+            for (int64_t m = first; m < last; ++m) high = maximum(high, all_[m].high);
+            return minimum(high - from, tokens);
+        };
+    }
+
     void score() {
-        const bool copies = queries_ > Isa::kTileRows || !keys_.together || keys_.rest() != 0;
+        const bool in_place = keys_.together && keys_.rest() == 0;
+        // Words for dots are read as they are, others are widened once for many queries.
+        const bool copies = !in_place || (!Kv::kDots && queries_ > Isa::kTileRows);
         for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
             int64_t first, last;
-            rows_of(tile, first, last);
+            rows_of(tile, tile + kTile, first, last);
             const int64_t left = minimum(kTile, end_ - tile);
             const int64_t tokens = (left + kSumLanes - 1) / kSumLanes * kSumLanes;
+            const auto seen = reach(tile, left);
 #ifdef QUIRE_BFLOAT16_DOTS
             if constexpr (Kv::kDots) {
                 dot_scores(tile, first, last, tokens, copies);
@@ -202,11 +226,11 @@ class ItemRun {
             if (copies) {
                 load_keys<Kv>(tile_, keys_, columns_ + tile, tokens);
                 const ScoreTile<WidenedKeys> products{weights_ + tile, q_, padded_, {tile_}, dim_};
-                run_rows(products, first, last, tokens / kLanes);
+                run_rows(products, first, last, seen);
             } else {
                 const StoredKeys<Kv> stored{keys_, columns_ + tile};
                 const ScoreTile<StoredKeys<Kv>> products{weights_ + tile, q_, padded_, stored, dim_};
-                run_rows(products, first, last, tokens / kLanes);
+                run_rows(products, first, last, seen);
             }
         }
         for (int64_t t = begin_; t < minimum(begin_ + kAhead, end_); ++t) {
@@ -219,10 +243,17 @@ class ItemRun {
 #ifdef QUIRE_BFLOAT16_DOTS
     void dot_scores(int64_t tile, int64_t first, int64_t last, int64_t tokens, bool copies) {
         const int64_t words = (dim_ + 1) / 2;
+        const auto seen = reach(tile, tokens);
         if (!copies) {
-            const StoredWords stored{keys_, columns_ + tile};
-            const DotScores<StoredWords> products{weights_ + tile, q_, padded_, stored, words};
-            return run_rows(products, first, last, tokens / kLanes);
+            const int64_t others = minimum(first + Isa::kTileRows, last);
+            const auto run = [&](auto fetches, int64_t begin, int64_t end) {
+                using Words = StoredWords<decltype(fetches)::value>;
+                const Words stored{keys_, columns_ + tile};
+                const DotScores<Words> products{weights_ + tile, q_, padded_, stored, words};
+                run_rows(products, begin, end, seen);
+            };
+            run(std::true_type{}, first, others);
+            return run(std::false_type{}, others, last);
         }
         if (keys_.together) {
             gather_words<true>(tile_, keys_, columns_ + tile, tokens);
@@ -230,22 +261,24 @@ class ItemRun {
             gather_words<false>(tile_, keys_, columns_ + tile, tokens);
         }
         const DotScores<TileWords> products{weights_ + tile, q_, padded_, {tile_}, words};
-        run_rows(products, first, last, tokens / kLanes);
+        run_rows(products, first, last, seen);
     }
 
-    // The same as add_tile. from: even; the token behind the last counts, if their number is odd.
+    // The sums of weighted values of span positions [from, from + tokens) for queries [first, last).
+    // from: even; the token behind the last counts, if their number is odd.
     void dot_values(int64_t first, int64_t last, int64_t from, int64_t tokens, bool pairs) {
         const int64_t stride = call_.state_size();
         float* acc = parts_ + kStateHead;
         const uint8_t* weights = reinterpret_cast<const uint8_t*>(weights_) + 2 * from;
+        const auto seen = reach(from, tokens);
         if (!pairs) {
             const StoredPairs stored{values_, offsets_ + from};
-            const DotValues<StoredPairs> products{acc, stride, weights, stored, tokens};
-            return run_rows(products, first, last, dim_ / kLanes);
+            const DotValues<StoredPairs> products{acc, stride, weights, stored, dim_};
+            return run_rows(products, first, last, seen);
         }
         pair_values(tile_, padded_, values_, offsets_ + from, tokens, dim_);
-        const DotValues<TilePairs> products{acc, stride, weights, {tile_, padded_}, tokens};
-        run_rows(products, first, last, padded_ / kLanes);
+        const DotValues<TilePairs> products{acc, stride, weights, {tile_, padded_}, padded_};
+        run_rows(products, first, last, seen);
     }
 #endif
 
@@ -264,21 +297,22 @@ class ItemRun {
     // to whole pairs of tokens.
     void weigh() {
         const int64_t begin = begin_ / 2 * 2, end = (end_ + 1) / 2 * 2;
+        const auto cap = static_cast<float>(call_.weighing.soft_cap * kLog2E);
         for (int64_t m = 0; m < queries_; ++m) {
             const Query& query = all_[m];
             float* row = weights_ + m * kSpan;
             if (query.low >= query.high) {
-                fill(row + begin, row + end, 0.0f);
+                Kv::clear_weights(row, begin, end);
                 continue;
             }
             if constexpr (Kv::kScaled) scale_row(row, query.low, query.high);
-            if (call_.weighing.soft_cap != 0) {
-                cap_scores(row, query.low, query.high, call_.weighing.soft_cap);
+            if (cap != 0) {
+                cap_scores(row, query.low, query.high, cap);
             }
             const State mine = part(m);
-            weigh_scores(row, query.low, query.high, *mine.peak, *mine.sum);
-            fill(row + begin, row + query.low, 0.0f);
-            fill(row + query.high, row + end, 0.0f);
+            weigh_scores<Kv>(row, query.low, query.high, *mine.peak, *mine.sum);
+            Kv::clear_weights(row, begin, query.low);
+            Kv::clear_weights(row, query.high, end);
         }
         if constexpr (Kv::kScaled) {
             read_scales(values_ + dim_, offsets_);
@@ -291,41 +325,41 @@ class ItemRun {
     }
 
     void add_values() {
+        const bool widens = queries_ > Isa::kTileRows || dim_ % kLanes != 0;
+        int64_t first, last;
 #ifdef QUIRE_BFLOAT16_DOTS
         if constexpr (Kv::kDots) {
-            for (int64_t m = 0; m < queries_; ++m) narrow_row(weights_ + m * kSpan, kSpan);
+            rows_of(begin_, end_, first, last);
+            const int64_t from = begin_ / 2 * 2;
+            return dot_values(first, last, from, end_ - from, widens);
         }
 #endif
-        for (int64_t m = 0; m < queries_; ++m) {
-            std::memset(part(m).acc, 0, static_cast<size_t>(padded_) * sizeof(float));
-        }
-        const bool widens = queries_ > Isa::kTileRows || dim_ % kLanes != 0;
+        for (int64_t m = 0; m < queries_; ++m) clear_sums(m);
         for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
-            int64_t first, last;
-            rows_of(tile, first, last);
-            const int64_t from = maximum(tile, Kv::kDots ? begin_ / 2 * 2 : begin_);
-            const int64_t tokens = minimum(tile + kTile, end_) - from;
-            add_tile(first, last, from, tokens, widens);
+            rows_of(tile, tile + kTile, first, last);
+            const int64_t from = maximum(tile, begin_);
+            add_tile(first, last, from, minimum(tile + kTile, end_) - from, widens);
         }
+    }
+
+    void clear_sums(int64_t m) {
+        std::memset(part(m).acc, 0, static_cast<size_t>(padded_) * sizeof(float));
     }
 
     // Adds the values of span positions [from, from + tokens) to queries [first, last).
     void add_tile(int64_t first, int64_t last, int64_t from, int64_t tokens, bool widens) {
-        const int64_t stride = call_.state_size(), vectors = padded_ / kLanes;
+        const int64_t stride = call_.state_size();
         float* acc = parts_ + kStateHead;
-#ifdef QUIRE_BFLOAT16_DOTS
-        if constexpr (Kv::kDots) return dot_values(first, last, from, tokens, widens);
-#endif
+        const auto seen = reach(from, tokens);
         if (widens) {
             widen_values<Kv>(tile_, padded_, values_, offsets_ + from, tokens, dim_);
             const WidenedValues widened{tile_, padded_};
-            const ValueTile<WidenedValues> products{acc, stride, weights_ + from, widened, tokens};
-            run_rows(products, first, last, vectors);
+            const ValueTile<WidenedValues> products{acc, stride, weights_ + from, widened, padded_};
+            run_rows(products, first, last, seen);
         } else {
             const StoredValues<Kv> stored{values_, offsets_ + from};
-            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored,
-                                                       tokens};
-            run_rows(products, first, last, dim_ / kLanes);
+            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored, dim_};
+            run_rows(products, first, last, seen);
         }
     }
 
@@ -344,22 +378,28 @@ class ItemRun {
             int32_t any = 0;
             for (int64_t i = 0; i < kLanes; ++i) any |= wrong[i];
             if (any == 0) continue;
-            std::memset(acc, 0, static_cast<size_t>(padded_) * sizeof(float));
             add_again(m, query);
         }
     }
 
     // Where tokens are paired, one that the query sees stands in for one that it does not see.
     void add_again(int64_t m, const Query& query) {
-        const int64_t low = Kv::kDots ? query.low / 2 * 2 : query.low, high = query.high;
-        const int64_t before = offsets_[low], behind = offsets_[high];
-        if (low < query.low) offsets_[low] = offsets_[query.low];
-        if (Kv::kDots && high % 2 != 0) offsets_[high] = offsets_[high - 1];
-        for (int64_t t = low; t < high; t += kTile) {
-            add_tile(m, m + 1, t, minimum(kTile, high - t), true);
+#ifdef QUIRE_BFLOAT16_DOTS
+        if constexpr (Kv::kDots) {
+            const int64_t low = query.low / 2 * 2, high = query.high;
+            const int64_t before = offsets_[low], behind = offsets_[high];
+            if (low < query.low) offsets_[low] = offsets_[query.low];
+            if (high % 2 != 0) offsets_[high] = offsets_[high - 1];
+            dot_values(m, m + 1, low, high - low, true);
+            offsets_[low] = before;
+            offsets_[high] = behind;
+            return;
         }
-        offsets_[low] = before;
-        offsets_[high] = behind;
+#endif
+        clear_sums(m);
+        for (int64_t t = query.low; t < query.high; t += kTile) {
+            add_tile(m, m + 1, t, minimum(kTile, query.high - t), true);
+        }
     }
 
     void finish_span(int64_t span) {
@@ -385,6 +425,8 @@ class ItemRun {
                 const int64_t head = head_ * step_.group + m % step_.group;
                 if (sinks != nullptr) add_sink(state(m), sinks[head]);
                 keep_sums(call_, all_[m].token, head, state(m));
+                const int64_t ahead = minimum(m + kTokensAhead * step_.group, queries_ - 1);
+                fetch_heads(call_.out, all_[ahead].token, head, 1, dim_);
                 write_result(call_.out, all_[m].token, head, state(m), dim_);
             }
         }

@@ -26,6 +26,11 @@ struct Isa {
     }
     static inline F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static inline F max(F a, F b) { return vmaxnmq_f32(a, b); }
+    static inline float largest(F x) { return vmaxnmvq_f32(x); }
+    static inline float total(F x) {
+        const float32x2_t two = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+        return vget_lane_f32(vadd_f32(two, vdup_lane_f32(two, 1)), 0);
+    }
     static inline I where_at_least(F x, F limit, I value) {
         return vandq_s32(vreinterpretq_s32_u32(vcgeq_f32(x, limit)), value);
     }

@@ -28,6 +28,11 @@ struct Isa {
     }
     static inline F fma(F a, F b, F c) { return a * b + c; }
     static inline F max(F a, F b) { return reinterpret_cast<F>(pick(a > b, bits(a), bits(b))); }
+    static inline float largest(F x) {
+        const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
+        return even > odd ? even : odd;
+    }
+    static inline float total(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
     static inline I where_at_least(F x, F limit, I value) { return (x >= limit) & value; }
     static inline F float16_of(I words) {
         return F{half(words[0]), half(words[1]), half(words[2]), half(words[3])};

@@ -35,24 +35,39 @@ inline void fill(T* begin, T* end, T value) {
 }
 
 
-// exp(x) for x <= 0, relative error below 2e-7; 0 below -87 and for NaN. It is 2^n * p(r) with
-// r = x - n ln 2: adding 1.5 * 2^23 rounds to n and leaves it in the lowest bits.
-QUIRE_INLINE F exp_of(F x) {
+// Scores are multiplied by this, so that weights are powers of 2.
+constexpr double kLog2E = 1.4426950408889634, kLn2 = 0.6931471805599453;
+
+// p(r), nearly 2^r for |r| <= 1/2, and 1 for 0. Relative error below 2e-7; kShort: below 3e-6, which is
+// nothing beside rounding to bfloat16.
+template <bool kShort>
+QUIRE_INLINE F power_of(F r) {
+    if constexpr (kShort) {
+        F p = Isa::fma(Isa::all(9.58285e-3f), r, Isa::all(5.590643e-2f));
+        p = Isa::fma(p, r, Isa::all(2.4024099e-1f));
+        p = Isa::fma(p, r, Isa::all(6.9312419e-1f));
+        return Isa::fma(p, r, Isa::all(1.0f));
+    }
+    F p = Isa::fma(Isa::all(1.32647e-3f), r, Isa::all(9.67151e-3f));
+    p = Isa::fma(p, r, Isa::all(5.550734e-2f));
+    p = Isa::fma(p, r, Isa::all(2.4022242e-1f));
+    p = Isa::fma(p, r, Isa::all(6.9314698e-1f));
+    return Isa::fma(p, r, Isa::all(1.0f));
+}
+
+// 2^x for x <= 0; 0 below -126 and for NaN. It is 2^n * p(r) with r = x - n: adding 1.5 * 2^23 rounds
+// to n and leaves it in the lowest bits.
+template <bool kShort = false>
+QUIRE_INLINE F exp2_of(F x) {
     const F round = Isa::all(12582912.0f);
-    const F shifted = Isa::fma(x, Isa::all(1.44269504f), round);
-    const F r = Isa::fma(shifted - round, Isa::all(-0.693147181f), x);
-    F p = Isa::all(8.2903103e-3f);
-    p = Isa::fma(p, r, Isa::all(4.1897930e-2f));
-    p = Isa::fma(p, r, Isa::all(1.6667636e-1f));
-    p = Isa::fma(p, r, Isa::all(4.9999151e-1f));
-    p = Isa::fma(p, r, Isa::all(9.9999970e-1f));
-    p = Isa::fma(p, r, Isa::all(1.0f));
+    const F shifted = x + round;
+    const F p = power_of<kShort>(x - (shifted - round));
     const I bits = reinterpret_cast<I>(p) + (reinterpret_cast<I>(shifted) << 23);
-    return reinterpret_cast<F>(Isa::where_at_least(x, Isa::all(-87.0f), bits));
+    return reinterpret_cast<F>(Isa::where_at_least(x, Isa::all(-126.0f), bits));
 }
 
 // tanh(x), relative error below 2e-7 also where x is small; NaN for NaN. With u = -2 |x| it is
-// -m / (m + 2) of m = e^u - 1 = (2^n - 1) + 2^n (e^r - 1), n and r as above.
+// -m / (m + 2) of m = e^u - 1 = (2^n - 1) + 2^n (e^r - 1), u = n ln 2 + r.
 QUIRE_INLINE F tanh_of(F x) {
     const I sign = reinterpret_cast<I>(x) & INT32_MIN, size = reinterpret_cast<I>(x) & INT32_MAX;
     const F u = reinterpret_cast<F>(size) * Isa::all(-2.0f);
@@ -83,21 +98,25 @@ __attribute__((noinline)) inline void cap_scores(float* scores, int64_t low, int
     }
 }
 
-inline float exp_of_one(float x) {
-    float lanes[kLanes];
-    Isa::store(lanes, exp_of(Isa::all(x)));
-    return lanes[0];
+// Sixteen numbers become one, always by the same tree: i and i + 8, i and i + 4, ...
+QUIRE_INLINE float largest(const F (&vectors)[kSumVectors]) {
+    if constexpr (kSumVectors == 4) {
+        return Isa::largest(Isa::max(Isa::max(vectors[0], vectors[2]), Isa::max(vectors[1], vectors[3])));
+    } else if constexpr (kSumVectors == 2) {
+        return Isa::largest(Isa::max(vectors[0], vectors[1]));
+    } else {
+        return Isa::largest(vectors[0]);
+    }
 }
 
-// Sixteen numbers become one, always by the same tree.
-template <class Join>
-QUIRE_INLINE float join_lanes(const F (&vectors)[kSumVectors], const Join& join) {
-    float lanes[kSumLanes];
-    unrolled<kSumVectors>(QUIRE_EACH(v) { Isa::store(lanes + v * kLanes, vectors[v]); });
-    for (int64_t half = kSumLanes / 2; half > 0; half /= 2) {
-        for (int64_t i = 0; i < half; ++i) lanes[i] = join(lanes[i], lanes[i + half]);
+QUIRE_INLINE float total(const F (&vectors)[kSumVectors]) {
+    if constexpr (kSumVectors == 4) {
+        return Isa::total((vectors[0] + vectors[2]) + (vectors[1] + vectors[3]));
+    } else if constexpr (kSumVectors == 2) {
+        return Isa::total(vectors[0] + vectors[1]);
+    } else {
+        return Isa::total(vectors[0]);
     }
-    return lanes[0];
 }
 
 // A query's softmax over some spans; acc: the weighted values.
@@ -109,44 +128,36 @@ struct State {
 
 // Scores [low, high) become weights; those in the vectors around become 0.
 // NaN or an infinity among the scores makes the sum NaN, and so it stays.
-inline void weigh_scores(float* scores, int64_t low, int64_t high, float& peak, float& sum) {
+template <class Kv>
+void weigh_scores(float* scores, int64_t low, int64_t high, float& peak, float& sum) {
     const int64_t begin = low / kSumLanes * kSumLanes;
     const int64_t end = (high + kSumLanes - 1) / kSumLanes * kSumLanes;
     fill(scores + begin, scores + low, kLowest);
     fill(scores + high, scores + end, kLowest);
     F peaks[kSumVectors], sums[kSumVectors];
-    I wrong[kSumVectors];
     unrolled<kSumVectors>(QUIRE_EACH(v) {
         peaks[v] = Isa::all(kLowest);
         sums[v] = F{};
-        wrong[v] = I{};
     });
     for (int64_t t = begin; t < end; t += kSumLanes) {
         unrolled<kSumVectors>(QUIRE_EACH(v) {
             const F score = Isa::load(scores + t + v * kLanes);
             peaks[v] = Isa::max(score, peaks[v]);
-            wrong[v] |= reinterpret_cast<I>(score - score);
+            sums[v] = sums[v] + (score - score);
         });
     }
-    peak = join_lanes(peaks, [](float a, float b) { return a > b ? a : b; });
-    const F all_peaks = Isa::all(peak);
+    const float top = largest(peaks);
+    const F all_peaks = Isa::all(top);
     for (int64_t t = begin; t < end; t += kSumLanes) {
         unrolled<kSumVectors>(QUIRE_EACH(v) {
-            float* place = scores + t + v * kLanes;
-            const F weight = exp_of(Isa::load(place) - all_peaks);
-            Isa::store(place, weight);
+            const F score = Isa::load(scores + t + v * kLanes);
+            const F weight = exp2_of<Kv::kDots>(score - all_peaks);
+            Kv::store_weights(scores, t + v * kLanes, weight);
             sums[v] = sums[v] + weight;
         });
     }
-    sum = join_lanes(sums, [](float a, float b) { return a + b; });
-    int32_t any = 0;
-    unrolled<kSumVectors>(QUIRE_EACH(v) {
-        for (int64_t i = 0; i < kLanes; ++i) any |= wrong[v][i];
-    });
-    if (any != 0) {
-        peak = 0;
-        sum = __builtin_nanf("");
-    }
+    sum = total(sums);
+    peak = sum == sum ? top : 0;
 }
 
 QUIRE_INLINE void clear(State state) {
@@ -165,20 +176,21 @@ inline void fold(State state, State next, int64_t size) {
     if (*next.peak == kEmptyPeak) return;
     if (*state.peak == kEmptyPeak) return copy_state(state, next, size);
     const float peak = *state.peak > *next.peak ? *state.peak : *next.peak;
-    const float before = exp_of_one(*state.peak - peak), after = exp_of_one(*next.peak - peak);
-    const F all_before = Isa::all(before), all_after = Isa::all(after);
+    const F before = exp2_of(Isa::all(*state.peak - peak));
+    const F after = exp2_of(Isa::all(*next.peak - peak));
     for (int64_t h = 0; h < size; h += kLanes) {
-        const F scaled = Isa::load(next.acc + h) * all_after;
-        Isa::store(state.acc + h, Isa::fma(Isa::load(state.acc + h), all_before, scaled));
+        const F scaled = Isa::load(next.acc + h) * after;
+        Isa::store(state.acc + h, Isa::fma(Isa::load(state.acc + h), before, scaled));
     }
-    const float sum = *next.sum * after;
-    *state.sum = *state.sum * before + sum;
+    const float sum = *next.sum * after[0];
+    *state.sum = *state.sum * before[0] + sum;
     *state.peak = peak;
 }
 
 // A logit without a value joins the sum of a state that has seen everything.
 __attribute__((noinline)) inline void add_sink(State state, float sink) {
-    const float above = sink - *state.peak, weight = exp_of_one(above > 0 ? -above : above);
+    const float above = static_cast<float>(sink * kLog2E) - *state.peak;
+    const float weight = exp2_of(Isa::all(above > 0 ? -above : above))[0];
     *state.sum += above > 0 ? 1.0f / weight : above <= 0 ? weight : above;  // NaN stays
 }
 

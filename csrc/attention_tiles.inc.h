@@ -6,11 +6,13 @@
 //   kLanes           4, 8 or 16
 //   kTileRows        queries of a register tile; of up to kWideRows it has four vectors, else two
 //   all, load, store, load_words, fma(a, b, c) = a * b + c, max
+//   largest, total                    of a vector's lanes i and i + half, then of half as many, ...
 //   where_at_least(x, limit, value)   value where x >= limit, else 0
 //   load_bfloat16, load_float16, load_int8   kLanes of them, widened
 //   float16_of(words)                 the lower halves of words, widened
 //
-// and with QUIRE_BFLOAT16_DOTS: all_word, store_words, store_bfloat16, pairs, dot(sum, a, b) = sum + a . b
+// and with QUIRE_BFLOAT16_DOTS: all_word, store_words, store_bfloat16, pairs, store_pairs,
+// dot(sum, a, b) = sum + a . b
 #pragma once
 
 #include "attention_softmax.inc.h"
@@ -27,7 +29,17 @@ inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 
-struct Float32Kv {
+// Weights as the products take them.
+struct FloatWeights {
+    static QUIRE_INLINE void store_weights(float* row, int64_t t, F weights) {
+        Isa::store(row + t, weights);
+    }
+    static QUIRE_INLINE void clear_weights(float* row, int64_t begin, int64_t end) {
+        fill(row + begin, row + end, 0.0f);
+    }
+};
+
+struct Float32Kv : FloatWeights {
     static constexpr bool kDots = false;
     static constexpr int kBytes = 4, kPerWord = 1;
     static constexpr bool kScaled = false;
@@ -38,7 +50,7 @@ struct Float32Kv {
     }
 };
 
-struct Bfloat16Kv {
+struct Bfloat16Kv : FloatWeights {
     static constexpr bool kDots = false;
     static constexpr int kBytes = 2, kPerWord = 2;
     static constexpr bool kScaled = false;
@@ -49,7 +61,7 @@ struct Bfloat16Kv {
     }
 };
 
-struct Float16Kv {
+struct Float16Kv : FloatWeights {
     static constexpr bool kDots = false;
     static constexpr int kBytes = 2, kPerWord = 2;
     static constexpr bool kScaled = false;
@@ -61,7 +73,7 @@ struct Float16Kv {
 };
 
 // Without the scale, which goes to the scores of keys and to the weights of values.
-struct Int8Kv {
+struct Int8Kv : FloatWeights {
     static constexpr bool kDots = false;
     static constexpr int kBytes = 1, kPerWord = 4;
     static constexpr bool kScaled = true;
@@ -171,6 +183,11 @@ struct WidenedKeys {
     }
 };
 
+// Of so many tokens' scores.
+inline int64_t vectors_of(int64_t tokens) {
+    return (tokens + kSumLanes - 1) / kSumLanes * kSumVectors;
+}
+
 // scores[r][vectors of tokens] = q[r] . keys.
 template <class Keys, int kRows, int kVectors>
 void score_tile(float* scores, const float* q, int64_t q_stride, const Keys& keys, int64_t vector,
@@ -204,8 +221,9 @@ struct ScoreTile {
     Keys keys;
     int64_t dim;
 
+    int64_t vectors(int64_t seen) const { return vectors_of(seen); }
     template <int kRows, int kVectors>
-    void run(int64_t row, int64_t vector) const {
+    void run(int64_t row, int64_t vector, int64_t) const {
         score_tile<Keys, kRows, kVectors>(scores + row * kSpan + vector * kLanes,
                                           q + row * q_stride, q_stride, keys, vector, dim);
     }
@@ -266,12 +284,13 @@ struct ValueTile {
     int64_t stride;
     const float* weights;
     Values values;
-    int64_t tokens;
+    int64_t dim;  // a multiple of kLanes
 
+    int64_t vectors(int64_t) const { return dim / kLanes; }
     template <int kRows, int kVectors>
-    void run(int64_t row, int64_t vector) const {
+    void run(int64_t row, int64_t vector, int64_t seen) const {
         value_tile<Values, kRows, kVectors>(acc + row * stride + vector * kLanes, stride,
-                                            weights + row * kSpan, values, tokens,
+                                            weights + row * kSpan, values, seen,
                                             vector * kLanes);
     }
 };
@@ -300,32 +319,35 @@ void widen_values(float* tile, int64_t stride, const uint8_t* values, const int6
 // --- register tiles over all rows and vectors ---
 
 template <class Tile, int kRows>
-QUIRE_INLINE void run_vectors(const Tile& tile, int64_t row, int64_t vectors) {
+QUIRE_INLINE void run_vectors(const Tile& tile, int64_t row, int64_t seen) {
     constexpr int kWidth = kRows <= Isa::kWideRows ? kTileVectors : kTileVectors / 2;
+    const int64_t vectors = tile.vectors(seen);
     int64_t v = 0;
-    for (; v + kWidth <= vectors; v += kWidth) tile.template run<kRows, kWidth>(row, v);
+    for (; v + kWidth <= vectors; v += kWidth) tile.template run<kRows, kWidth>(row, v, seen);
     if constexpr (kWidth == kTileVectors) {
         if (v + 2 <= vectors) {
-            tile.template run<kRows, 2>(row, v);
+            tile.template run<kRows, 2>(row, v, seen);
             v += 2;
         }
     }
-    if (v < vectors) tile.template run<kRows, 1>(row, v);
+    if (v < vectors) tile.template run<kRows, 1>(row, v, seen);
 }
 
-// Rows [begin, end), in tiles of nearly equal size.
-template <class Tile>
-void run_rows(const Tile& tile, int64_t begin, int64_t end, int64_t vectors) {
+// Rows [begin, end), in tiles of nearly equal size. reach(first, last): how many of the tile's tokens
+// these rows see.
+template <class Tile, class Reach>
+void run_rows(const Tile& tile, int64_t begin, int64_t end, const Reach& reach) {
     const int64_t rows = end - begin, tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows;
     for (int64_t i = 0; i < tiles; ++i) {
-        const int64_t row = begin + i * rows / tiles;
-        switch (begin + (i + 1) * rows / tiles - row) {
-            case 1: run_vectors<Tile, 1>(tile, row, vectors); break;
-            case 2: run_vectors<Tile, 2>(tile, row, vectors); break;
-            case 3: run_vectors<Tile, 3>(tile, row, vectors); break;
-            case 4: run_vectors<Tile, 4>(tile, row, vectors); break;
-            case 5: run_vectors<Tile, Isa::kTileRows < 5 ? 4 : 5>(tile, row, vectors); break;
-            default: run_vectors<Tile, Isa::kTileRows>(tile, row, vectors);
+        const int64_t row = begin + i * rows / tiles, last = begin + (i + 1) * rows / tiles;
+        const int64_t seen = reach(row, last);
+        switch (last - row) {
+            case 1: run_vectors<Tile, 1>(tile, row, seen); break;
+            case 2: run_vectors<Tile, 2>(tile, row, seen); break;
+            case 3: run_vectors<Tile, 3>(tile, row, seen); break;
+            case 4: run_vectors<Tile, 4>(tile, row, seen); break;
+            case 5: run_vectors<Tile, Isa::kTileRows < 5 ? 4 : 5>(tile, row, seen); break;
+            default: run_vectors<Tile, Isa::kTileRows>(tile, row, seen);
         }
     }
 }
