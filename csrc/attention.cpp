@@ -10,6 +10,8 @@
 namespace quire {
 namespace {
 
+constexpr int64_t kPartsPerThread = 8;  // at least, if there are so many units
+constexpr int64_t kTogether = 4;        // most units of a part: of all but its last the next is known
 constexpr int64_t kAloneTokens = 8;  // that one thread stores before another wakes
 
 const AttentionKernels& attention_kernels(int variant) {
@@ -52,9 +54,19 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     call.states = state_memory.get(kv.heads * plan.states() * call.state_size());
     const int threads = std::min(num_threads, plan.threads());
     const auto items = static_cast<int64_t>(plan.items().size());
-    parallel_parts(items * kv.heads, threads, [&](int64_t part) {
-        const int32_t item = plan.order()[static_cast<size_t>(part % items)];
-        kernels.run_item(call, plan.items()[static_cast<size_t>(item)], part / items);
+    const int64_t units = items * kv.heads;
+    const auto unit_at = [&](int64_t i) -> AttentionUnit {
+        if (i >= units) return {nullptr, 0};
+        const int32_t item = plan.order()[static_cast<size_t>(i % items)];
+        return {&plan.items()[static_cast<size_t>(item)], i / items};
+    };
+    const int64_t together = std::clamp<int64_t>(units / (threads * kPartsPerThread), 1, kTogether);
+    parallel_parts((units + together - 1) / together, threads, [&](int64_t part) {
+        const int64_t end = std::min(units, (part + 1) * together);
+        const int64_t behind = end + (threads - 1) * together;  // the part that it takes then, mostly
+        for (int64_t i = part * together; i < end; ++i) {
+            kernels.run_item(call, unit_at(i), unit_at(i + 1 < end ? i + 1 : behind));
+        }
     });
     const auto merges = static_cast<int64_t>(plan.merges().size());
     if (merges == 0) return;

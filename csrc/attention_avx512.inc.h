@@ -22,13 +22,13 @@ struct Isa {
     static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
     static inline float largest(F x) {
-        const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(x), upper(x));
+        const __m256 eight = _mm256_max_ps(half<0>(x), half<1>(x));
         const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
         const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
         return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
     }
     static inline float total(F x) {
-        const __m256 eight = _mm512_castps512_ps256(x) + upper(x);
+        const __m256 eight = half<0>(x) + half<1>(x);
         const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
         const __m128 two = four + _mm_movehl_ps(four, four);
         return _mm_cvtss_f32(two + _mm_movehdup_ps(two));
@@ -86,8 +86,11 @@ struct Isa {
 #endif
 
    private:
-    // With a mask: GCC 12 warns of the undefined operand of the intrinsic without one.
-    static inline __m256 upper(F x) { return _mm512_maskz_extractf32x8_ps(0xFF, x, 1); }
+    // With a mask: of the intrinsics without one GCC 12 says that an operand is undefined.
+    template <int kHalf>
+    static inline __m256 half(F x) {
+        return _mm512_maskz_extractf32x8_ps(0xFF, x, kHalf);
+    }
     static inline __m512i raw(I words) { return reinterpret_cast<__m512i>(words); }
     static inline I words_of(__m512i bits) { return reinterpret_cast<I>(bits); }
 };

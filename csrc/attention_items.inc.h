@@ -70,20 +70,21 @@ QUIRE_INLINE State state_at(float* memory) { return {memory, memory + 1, memory 
 template <class Kv>
 class ItemRun {
    public:
-    ItemRun(const AttentionCall& call, const AttentionItem& item, int64_t head)
+    ItemRun(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next)
         : call_(call),
-          item_(item),
+          item_(*unit.item),
+          next_(next),
           step_(call.step),
-          pieces_(call.pieces + item.first_piece),
-          head_(head),
+          pieces_(call.pieces + item_.first_piece),
+          head_(unit.head),
           dim_(call.kv.head_dim),
           padded_(call.padded_dim()),
-          queries_(item.tokens * step_.group),
-          row_bytes_(kv_row_bytes(call.kv.format, dim_)) {
-        const int64_t head_bytes = call.kv.num_blocks * call.kv.block_size * row_bytes_;
-        keys_ = {call.kv.keys + head * head_bytes, 4 * step_.block_size,
+          queries_(item_.tokens * step_.group),
+          row_bytes_(kv_row_bytes(call.kv.format, dim_)),
+          head_bytes_(call.kv.num_blocks * call.kv.block_size * row_bytes_) {
+        keys_ = {call.kv.keys + head_ * head_bytes_, 4 * step_.block_size,
                  step_.block_size * row_bytes_, row_bytes_, step_.block_size % kLanes == 0};
-        values_ = call.kv.values + head * head_bytes;
+        values_ = call.kv.values + head_ * head_bytes_;
         const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
         const int64_t tile_size = (Kv::kDots ? kSpan / 2 : kTile) * padded_;
         float* memory = attention_scratch(queries_ * (2 * call.state_size() + padded_ + kSpan) +
@@ -171,8 +172,45 @@ class ItemRun {
         fill(columns_ + end_, columns_ + kSpan + kAhead, columns_[last]);
         offsets_[begin_ / 2 * 2] = offsets_[begin_];  // in a pair with one that nobody sees
         fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
-        if (end_ == kSpan) place(start, kSpan, minimum(seen_ - start, kSpan + kAhead));  // to fetch
+        look_ahead(start);
         return true;
+    }
+
+    // What is fetched while the last keys and values of the span are read: its first values, and the
+    // keys that are read behind it. Both stand at the same place of a block, and fill it.
+    void look_ahead(int64_t start) {
+        const auto address = [](const uint8_t* at) { return reinterpret_cast<intptr_t>(at); };
+        const int64_t first = begin_ / kSumLanes * kSumLanes;
+        const int64_t last = (end_ + kSumLanes - 1) / kSumLanes * kSumLanes;
+        const int64_t to_values = address(values_) - address(keys_.data);
+        int64_t t = maximum(first, last - kAhead);
+        for (int64_t from = first; t < last; ++t, ++from) {
+            columns_[t + kAhead] = columns_[maximum(from, begin_)] + to_values;
+        }
+        if (start + kSpan < item_.end_span * kSpan) {
+            return look_at(start + kSpan, seen_, pieces_->row, keys_.data);
+        }
+        if (next_.item == nullptr) return;
+        const QueryPiece& piece = call_.pieces[next_.item->first_piece];
+        const int64_t hidden = step_.window == 0 ? 0 : piece.position - step_.window + 1;
+        look_at(maximum(next_.item->first_span * kSpan, hidden), piece.context, piece.row,
+                call_.kv.keys + next_.head * head_bytes_);
+    }
+
+    // The keys of a row's tokens [position, context) that stand in the blocks at `keys`.
+    void look_at(int64_t position, int64_t context, int64_t row, const uint8_t* keys) {
+        const int32_t* table = step_.tables + row * step_.table_stride;
+        const int64_t from_values = reinterpret_cast<intptr_t>(keys) - reinterpret_cast<intptr_t>(values_);
+        const int64_t last = (end_ + 1) / 2 * 2;
+        int64_t t = maximum(begin_ / 2 * 2, last - kAhead);
+        while (t < last && position < context) {
+            const int64_t block = position / step_.block_size;
+            int64_t in_block = position - block * step_.block_size;
+            const int64_t at = from_values + table[block] * keys_.block_bytes;
+            for (; t < last && in_block < step_.block_size; ++t, ++in_block, ++position) {
+                offsets_[t + kAhead] = at + in_block * row_bytes_;
+            }
+        }
     }
 
     // Finds where span positions [from, to) stand, of the span that begins at `start`.
@@ -232,10 +270,6 @@ class ItemRun {
                 const ScoreTile<StoredKeys<Kv>> products{weights_ + tile, q_, padded_, stored, dim_};
                 run_rows(products, first, last, seen);
             }
-        }
-        for (int64_t t = begin_; t < minimum(begin_ + kAhead, end_); ++t) {
-            const uint8_t* token = values_ + offsets_[t];
-            for (int64_t b = 0; b < row_bytes_; b += 64) fetch_line(token + b);
         }
         if constexpr (Kv::kScaled) read_scales(keys_.data, columns_);
     }
@@ -434,9 +468,10 @@ class ItemRun {
 
     const AttentionCall& call_;
     const AttentionItem& item_;
+    const AttentionUnit& next_;
     const AttentionStep& step_;
     const QueryPiece* pieces_;
-    const int64_t head_, dim_, padded_, queries_, row_bytes_;
+    const int64_t head_, dim_, padded_, queries_, row_bytes_, head_bytes_;
     KeyBlocks keys_;
     const uint8_t* values_;
     float *tile_, *q_, *weights_, *states_, *parts_, *scales_;
@@ -447,16 +482,16 @@ class ItemRun {
     int64_t columns_[kSpan + kAhead];  // and where the words of their keys begin
 };
 
-void run_item(const AttentionCall& call, const AttentionItem& item, int64_t head) {
+void run_item(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
     switch (call.kv.format) {
-        case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, item, head).run();
+        case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, unit, next).run();
 #ifdef QUIRE_BFLOAT16_DOTS
-        case KvFormat::kBfloat16: return ItemRun<Bfloat16Dots>(call, item, head).run();
+        case KvFormat::kBfloat16: return ItemRun<Bfloat16Dots>(call, unit, next).run();
 #else
-        case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, item, head).run();
+        case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, unit, next).run();
 #endif
-        case KvFormat::kFloat16: return ItemRun<Float16Kv>(call, item, head).run();
-        default: return ItemRun<Int8Kv>(call, item, head).run();
+        case KvFormat::kFloat16: return ItemRun<Float16Kv>(call, unit, next).run();
+        default: return ItemRun<Int8Kv>(call, unit, next).run();
     }
 }
 

@@ -31,9 +31,16 @@ struct AttentionCall {
     }
 };
 
+// An item for one KV head.
+struct AttentionUnit {
+    const AttentionItem* item;
+    int64_t head;
+};
+
+// next: what this thread will run then, as far as is known, or no item; its keys are fetched.
 struct AttentionKernels {
     const char* name;
-    void (*run_item)(const AttentionCall& call, const AttentionItem& item, int64_t head);
+    void (*run_item)(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next);
     void (*run_merge)(const AttentionCall& call, const MergeJob& job, int64_t head);
     void (*store_tokens)(const KvLayer& kv, const HeadRows& k, const HeadRows& v,
                          const int64_t* slots, int64_t begin, int64_t end);
