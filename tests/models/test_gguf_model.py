@@ -16,6 +16,7 @@ from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ModelError
 from quire.base.gguf import KINDS, ArrayPlace, GGUFFile, TensorKind
 from quire.base.model_spec import ModelSpec, load_spec
+from quire.models.cache_files import WeightCache
 from quire.models.formats import IN_THE_DTYPE, weight_formats
 from quire.models.gguf.dequantise import LAYOUTS, dequantise
 from quire.models.gguf.stored import FORMATS
@@ -23,7 +24,6 @@ from quire.models.gguf.weights import gguf_tensors
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
 from quire.models.source import resolve_model
-from quire.models.weight_cache import WeightCache
 from quire.ops.formats import variants
 from quire.ops.linear import linear
 from quire.ops.native import core

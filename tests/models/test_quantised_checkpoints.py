@@ -21,13 +21,13 @@ from quire.base.errors import ModelError
 from quire.base.model_spec import load_spec, parse_spec
 from quire.base.quantization_config import StoredWeight
 from quire.models.assembly import all_weights
+from quire.models.cache_files import WeightCache
 from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, weight_formats
 from quire.models.layers import Linear
 from quire.models.loading import LoadOptions, formats_of_file, load_model
 from quire.models.packing import model_bytes, planned_bytes
 from quire.models.quantised.layers import FORMS
 from quire.models.registry import make_model, model_spec
-from quire.models.weight_cache import WeightCache
 from quire.ops.native import core
 from quire.ops.packed import PackedParts, PackedWeight
 from tests.models import quantised_writers as writers

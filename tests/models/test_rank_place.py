@@ -16,6 +16,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import load_spec, parse_spec
 from quire.models import experts, registry
 from quire.models.assembly import empty_model
+from quire.models.cache_files import WeightCache
 from quire.models.decoder import Decoder
 from quire.models.eagle3 import Eagle3
 from quire.models.gguf.weights import GGUFTensor
@@ -24,7 +25,6 @@ from quire.models.packing import model_bytes, planned_bytes
 from quire.models.rank_place import RankPlace
 from quire.models.registry import model_spec
 from quire.models.sources import Source
-from quire.models.weight_cache import WeightCache
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks, thread_groups

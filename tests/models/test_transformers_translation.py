@@ -17,6 +17,7 @@ from torch import nn
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import load_spec
+from quire.models.cache_files import WeightCache
 from quire.models.hf import lower
 from quire.models.hf.arrange import Arrangement
 from quire.models.hf.lower import Lowering
@@ -26,7 +27,6 @@ from quire.models.hf.steps import Steps
 from quire.models.hf.terms import Unfollowed
 from quire.models.loading import LoadOptions, load_model
 from quire.models.registry import model_spec
-from quire.models.weight_cache import WeightCache
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
 from quire.ops.registry import record_ops

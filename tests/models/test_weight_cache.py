@@ -18,26 +18,25 @@ from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
 from quire.base.model_spec import load_spec
 from quire.models.assembly import all_weights, empty_model
+from quire.models.cache_files import (
+    HEADER,
+    MAGIC,
+    PAGE,
+    UNFINISHED,
+    WEIGHTS,
+    WeightCache,
+    make_room,
+    weight_cache,
+)
 from quire.models.checkpoint import weight_files
 from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
 from quire.models.layers import Linear
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
-from quire.models.weight_cache import (
-    HEADER,
-    MAGIC,
-    PAGE,
-    SUFFIX,
-    UNFINISHED,
-    WeightCache,
-    _end,
-    _indexed,
-    make_room,
-    weight_cache,
-)
+from quire.models.weight_cache import entry_of, indexed
 from quire.ops.formats import variants
-from quire.ops.host_memory import aligned
 from quire.ops.native import core
+from quire.ops.pages import aligned
 from tests.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert
 from tests.models.paged import CPU, run_paged
@@ -79,7 +78,7 @@ def bits(model: torch.nn.Module) -> dict[str, bytes]:
     return found
 
 
-def files(cache: WeightCache, suffix: str = SUFFIX) -> list[Path]:
+def files(cache: WeightCache, suffix: str = WEIGHTS) -> list[Path]:
     return sorted(cache.directory.glob(f"*{suffix}"))
 
 
@@ -273,11 +272,12 @@ def test_an_index_that_lies(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its digest is right, so only its contents can tell."""
-    index, pieces = _indexed(load(llama, None))
-    offsets, num_bytes = [entry["offset"] for entry in index], _end(index)
+    index, pieces = indexed(load(llama, None))
+    offsets = [entry["offset"] for entry in index]
+    num_bytes = max(entry["offset"] + entry["nbytes"] for entry in index)
     kind = "dtype" if "dtype" in change else "numbers"
     next(entry for entry in index if kind in entry).update(change)
-    entry = cache.entry(empty_model(llama.spec, torch.bfloat16, CPU), 0, [], 0, "x")
+    entry = entry_of(cache, empty_model(llama.spec, torch.bfloat16, CPU), 0, [], 0, "x")
     assert entry is not None
     text = json.dumps({"key": entry.key, "weights": index}).encode()
     start, digest = aligned(HEADER.size + len(text), PAGE), hashlib.sha256(text).digest()
@@ -286,7 +286,7 @@ def test_an_index_that_lies(
         file.write(HEADER.pack(MAGIC, start, num_bytes, len(text), digest) + text)
         for offset, piece in zip(offsets, pieces, strict=True):
             file.seek(start + offset)
-            file.write(piece.numpy().tobytes())
+            file.write(piece.tobytes())
     assert not entry.restore(empty_model(llama.spec, torch.bfloat16, CPU))
     assert "is not used" in caplog.text
 
@@ -310,7 +310,7 @@ def test_a_directory_that_cannot_be_made(
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     load(llama, WeightCache(tmp_path / "file" / "cache"))
-    assert "the weights are not kept for the next start" in caplog.text
+    assert "weights: not kept for the next start" in caplog.text
 
 
 def test_a_full_disk(
@@ -322,7 +322,7 @@ def test_a_full_disk(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("quire.models.weight_cache.os.write", full)
+    monkeypatch.setattr("quire.models.cache_files.os.write", full)
     load(llama, cache)
     assert "No space left on device" in caplog.text
     assert list(cache.directory.iterdir()) == []
@@ -333,9 +333,9 @@ def test_short_writes_are_continued(
 ) -> None:
     write = os.write
     monkeypatch.setattr(
-        "quire.models.weight_cache.os.write", lambda file, data: write(file, data[:1000])
+        "quire.models.cache_files.os.write", lambda file, data: write(file, data[:1000])
     )
-    monkeypatch.setattr("quire.models.weight_cache.WRITTEN_AT_ONCE", 4099)
+    monkeypatch.setattr("quire.models.cache_files.WRITTEN_AT_ONCE", 4099)
     wanted = bits(load(llama, cache))
     forbid_packing(monkeypatch)
     assert bits(load(llama, cache)) == wanted
@@ -345,7 +345,7 @@ def test_starts_at_the_same_moment(llama: Checkpoint, cache: WeightCache) -> Non
     model = load(llama, None)
     wanted, ready = bits(model), threading.Barrier(4)
     empty = [empty_model(llama.spec, torch.bfloat16, CPU) for _ in range(4)]
-    entries = [cache.entry(each, 0, weight_files(llama.directory), 0, "x") for each in empty]
+    entries = [entry_of(cache, each, 0, weight_files(llama.directory), 0, "x") for each in empty]
     found: list[bool] = []
 
     def start(index: int) -> None:
@@ -368,7 +368,7 @@ def test_starts_at_the_same_moment(llama: Checkpoint, cache: WeightCache) -> Non
 
 def place(directory: Path, name: str, size: int, used_at: int) -> Path:
     directory.mkdir(exist_ok=True)
-    path = directory / f"{name}{SUFFIX}"
+    path = directory / f"{name}{WEIGHTS}"
     path.write_bytes(bytes(size))
     os.utime(path, (used_at, used_at))
     return path
@@ -377,7 +377,7 @@ def place(directory: Path, name: str, size: int, used_at: int) -> Path:
 def test_what_was_used_longest_ago_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.models.weight_cache.MOST_BYTES", 1000)
+    monkeypatch.setattr("quire.models.cache_files.MOST_BYTES", 1000)
     old, older, new = (
         place(tmp_path, name, 300, at) for name, at in (("b", 2), ("c", 1), ("a", 3))
     )
@@ -398,7 +398,7 @@ def test_what_is_in_use_is_not_removed(
     load(llama, cache)
     using = load(llama, cache)
     (file,) = files(cache)
-    monkeypatch.setattr("quire.models.weight_cache.MOST_BYTES", file.stat().st_size)
+    monkeypatch.setattr("quire.models.cache_files.MOST_BYTES", file.stat().st_size)
     assert not make_room(cache.directory, 100, cache.directory / "x")
     assert file.exists()
     load(llama, cache, INT4)
@@ -437,7 +437,7 @@ def test_small_and_random_models_are_not_kept_by_default(
     automatic = weight_cache("auto")
     load(llama, automatic)
     assert not (tmp_path / "quire").exists()
-    monkeypatch.setattr("quire.models.weight_cache.LEAST_BYTES", 1000)
+    monkeypatch.setattr("quire.models.cache_files.LEAST_BYTES", 1000)
     load(llama, weight_cache("auto"), load_format="dummy")
     assert not (tmp_path / "quire").exists()
     load(llama, weight_cache("auto"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops import host_memory
+from quire.ops import host_memory, pages
 from quire.ops.attention import memory_ahead
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.memory_ahead import MemoryAhead
@@ -112,7 +112,7 @@ def test_what_is_written_stays_and_new_pages_are_there() -> None:
     memory = host_memory.lazy_zeros((4 << 20,), torch.uint8, torch.device("cpu"))
     values = memory.numpy()
     values[PAGE * 7 + 3] = 9
-    if not host_memory.populate(memory.data_ptr(), memory.nbytes):
+    if not pages.populate(memory.data_ptr(), memory.nbytes):
         pytest.skip("the system cannot hand out memory ahead")
     assert values[PAGE * 7 + 3] == 9 and values.sum() == 9
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
@@ -121,4 +121,4 @@ def test_what_is_written_stays_and_new_pages_are_there() -> None:
 
 
 def test_memory_that_is_not_ours_is_told() -> None:
-    assert not host_memory.populate(1 << 62, PAGE)
+    assert not pages.populate(1 << 62, PAGE)

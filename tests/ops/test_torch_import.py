@@ -7,7 +7,8 @@ import pytest
 
 LEAN = """
 import sys
-from quire.ops.torch_import import LEFT_OUT, import_rest, import_torch
+from quire.ops.torch_import import LEFT_OUT, import_rest, import_torch, tell_own_process
+tell_own_process()
 import_torch()
 import torch
 assert LEFT_OUT not in sys.modules and not hasattr(torch, "_meta_registrations")
@@ -70,7 +71,8 @@ except NotImplementedError:  # an error, never a wrong shape
 def test_torch_that_is_there_stays_as_it_is() -> None:
     code = """
 import sys, torch
-from quire.ops.torch_import import LEFT_OUT, import_torch
+from quire.ops.torch_import import LEFT_OUT, import_torch, tell_own_process
+tell_own_process()
 before, finders = sys.modules[LEFT_OUT], list(sys.meta_path)
 import_torch()
 print(sys.modules[LEFT_OUT] is before and sys.meta_path == finders)

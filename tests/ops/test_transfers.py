@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from quire.ops import gpu
-from quire.ops.attention.block_moves import copy_blocks, last_writes
+from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.streams import Streams
+from quire.ops.last_writes import last_writes
 from tests.ops.late_streams import LateStreams, ThreadStreams
 
 NUM_BLOCKS, NUM_HOST = 6, 9

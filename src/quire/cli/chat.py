@@ -17,7 +17,7 @@ from quire.base.errors import ConfigError, EngineDead, QuireError
 from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarget
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
-from quire.ops.torch_import import import_torch
+from quire.ops.torch_import import tell_own_process
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
@@ -68,7 +68,7 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
         if flags:
             raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
-    import_torch()
+    tell_own_process()
     from quire.serve.llm import LLM
 
     llm = LLM(**({"max_num_seqs": 1} | settings))

@@ -8,7 +8,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
-from quire.ops.torch_import import import_torch
+from quire.ops.torch_import import tell_own_process
 
 logger = logging.getLogger("quire")
 
@@ -31,7 +31,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
-    import_torch()
+    tell_own_process()
     from quire.serve.llm import LLM
 
     prompt = _prompt(arguments)

@@ -25,7 +25,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.drafting import Drafting
-from quire.engine.executor import Executor
+from quire.engine.executor import Executor, InProcessExecutor
 from quire.engine.grammars import Grammars
 from quire.engine.held_files import HeldFiles
 from quire.engine.identity import fingerprint_of
@@ -43,9 +43,11 @@ from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model, resolve_source
 from quire.ops.threads import num_threads
+from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
 from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
+from quire.runner.warm.start import start_warm
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -270,7 +272,10 @@ def _load(
         loaded = ranks.load(config, source, progress)
         executor = loaded.executor
         return DeviceSide(loaded.model, executor, executor.draft, rank_times=executor.times)
-    from quire.engine.local import build_local  # torch, which a core with ranks does without
+    if (warm := start_warm(config, source)) is not None:
+        return DeviceSide(warm, InProcessExecutor(warm, lambda: None), warm.guess)
+    import_torch()
+    from quire.engine.local import build_local  # torch, which the others do without
     from quire.runner.build import build_runner
 
     depth = config.scheduler.pipeline_depth or 1  # of a CPU

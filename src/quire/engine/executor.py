@@ -14,7 +14,6 @@ from quire.base.plan import Plan, StepResult
 if TYPE_CHECKING:  # clients of a core elsewhere import this file, and no torch
     import torch
 
-    from quire.runner.build import BuiltRunner
 
 logger = logging.getLogger("quire")
 
@@ -53,17 +52,30 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class RunsPlans(Protocol):
+    """What an executor needs of a loaded model in its process."""
+
+    @property
+    def copy_bytes_per_s(self) -> float: ...
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        """Carry out a plan and wait for it."""
+        ...
+
+    def skip(self, plan: Plan) -> None:
+        """Take note of a plan that is not carried out, because one before it failed."""
+        ...
+
+
 class InProcessExecutor:
     """Runs each plan in the calling thread, when it is submitted.
 
     check_device: raises if the device cannot be used any more; asked after a step that raised.
     """
 
-    def __init__(
-        self, built: "BuiltRunner", check_device: Callable[[], None] | None = None
-    ) -> None:
-        self._built: BuiltRunner | None = built
-        self._check_device = check_device or (lambda: check_usable(built.device))
+    def __init__(self, built: RunsPlans, check_device: Callable[[], None]) -> None:
+        self._built: RunsPlans | None = built
+        self._check_device = check_device
         self._results: deque[StepResult] = deque()
         self._last_error = ""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.base.draft_order import DraftAnswer, DraftOrder
-from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.executor import Executor, InProcessExecutor, check_usable
 from quire.engine.launching import LaunchingExecutor
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.runner.build import BuiltRunner, choose_device
@@ -24,6 +24,10 @@ class LocalModel:
     idle: Callable[[], bool]
 
 
+def _executor(built: BuiltRunner) -> InProcessExecutor:
+    return InProcessExecutor(built, lambda: check_usable(built.device))
+
+
 def build_local(build: Build, device: str, *, is_threaded: bool, idles: bool = True) -> LocalModel:
     """Let a runner be built in the thread in which it will work: the caller's, unless steps are to
     go on beside it or the device works beside the host. device: as the settings name it. idles:
@@ -31,7 +35,7 @@ def build_local(build: Build, device: str, *, is_threaded: bool, idles: bool = T
     if choose_device(device).type == "cpu" and not is_threaded:
         built = build()
         if not built.is_async:
-            return LocalModel(built, InProcessExecutor(built), built.guess, built.runner.idle)
+            return LocalModel(built, _executor(built), built.guess, built.runner.idle)
         thread = DeviceThread()  # Triton's interpreter in a GPU's place
     else:
         thread = DeviceThread()
@@ -45,4 +49,4 @@ def build_local(build: Build, device: str, *, is_threaded: bool, idles: bool = T
 
     if built.is_async:
         return LocalModel(built, LaunchingExecutor(built, thread, idles=idles), draft, idle)
-    return LocalModel(built, ThreadedExecutor(InProcessExecutor(built), thread), draft, idle)
+    return LocalModel(built, ThreadedExecutor(_executor(built), thread), draft, idle)

@@ -23,6 +23,7 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.base.text_config import PART_OF
 from quire.models.assembly import Assembly, empty_model
+from quire.models.cache_files import WeightCache
 from quire.models.checkpoint import checkpoint_files, tensor_ranges, weight_files
 from quire.models.contents import Contents, check_complete, tensor_names
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
@@ -34,7 +35,7 @@ from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.quantised.layers import quantised_layers
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.sources import ALL, Stretches
-from quire.models.weight_cache import WeightCache
+from quire.models.weight_cache import entry_of
 from quire.ops.formats import chosen_variants
 from quire.ops.gpu import is_gpu
 from quire.ops.host_memory import forget_pages
@@ -100,8 +101,9 @@ def load_model(
     if cache is not None and can_pack_natively(dtype, device):
         part = options.place.numbers
         made_with = (spec.identity, dtype, formats, _kernels(dtype, formats, stored), part)
-        entry = cache.entry(model, num_bytes, files, options.seed, made_with)
+        entry = entry_of(cache, model, num_bytes, files, options.seed, made_with)
         if entry is not None and entry.restore(model):
+            model.kept_as = entry.key
             report(num_bytes, num_bytes)
             return model
     mapped = MappedTensors() if reads and not is_gguf(directory) else None
@@ -113,8 +115,8 @@ def load_model(
     else:
         fill_with_random(assembly, options.seed, report)
     model = assembly.finish()
-    if entry is not None:
-        entry.store(model)
+    if entry is not None and entry.store(model):
+        model.kept_as = entry.key
     return model
 
 

@@ -31,7 +31,8 @@ class Model(nn.Module):
     has_stages: whether it can be cut into stages. entering: numbers of each
     token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
     the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
-    head: None but on the last stage.
+    head: None but on the last stage. kept_as: the key of the weight cache's file that holds its
+    weights, if they are kept.
     """
 
     base_prefix = ""
@@ -47,6 +48,7 @@ class Model(nn.Module):
     dtype: torch.dtype
     elsewhere: tuple[str, ...] = ()
     head: LMHead | None
+    kept_as: str | None = None
 
     def forward(
         self,

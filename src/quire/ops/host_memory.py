@@ -1,27 +1,15 @@
-"""Memory of the CPU: zeroed and only taken when it is used, in large pages, or a mapped file; and
-the way from it to a device."""
+"""Memory of the CPU as tensors: zeroed and only taken when it is used, or in large pages; and the
+way from it to a device."""
 
-import contextlib
-import ctypes
-import functools
 import math
-import mmap
-import os
-import sys
-import warnings
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-HUGE_PAGE = 2 << 20
+from quire.ops.pages import HUGE_PAGE, aligned, forget, huge_pages
+
 CHUNK_BYTES = 64 << 20
-ALIGNMENT = 64  # a vector of AVX-512, a line of the cache
-# Linux has these:
-MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
-MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -54,11 +42,6 @@ def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Te
     return here.pin_memory().to(device, non_blocking=True)
 
 
-def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    """The next multiple of the alignment."""
-    return -(-num_bytes // alignment) * alignment
-
-
 class HugeMemory:
     """Hands out memory of pages of 2 MiB, where the system has them: reading it misses the
     processor's page tables less often. A chunk is given back with the last tensor in it."""
@@ -86,63 +69,12 @@ def passing_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _huge_chunk(num_bytes: int) -> torch.Tensor:
     """Begins at a multiple of 2 MiB; takes no memory before it is written."""
-    mapped = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _advise_huge_pages(mapped)
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
+    whole = torch.frombuffer(huge_pages(num_bytes), dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     return whole[start : start + num_bytes]
 
 
-def _advise_huge_pages(mapped: mmap.mmap) -> None:
-    if MADV_HUGEPAGE is not None:
-        with contextlib.suppress(OSError):  # a kernel without them
-            mapped.madvise(MADV_HUGEPAGE)
-
-
-def mapped_file(file: int, num_bytes: int) -> torch.Tensor:
-    """The first bytes of an opened file, which must be so long. Not to be written to: that ends
-    the process.
-
-    All processes share one copy, in large pages where the file system has them. The file stays
-    open, and locked if it was, as long as a tensor is in it. Raises OSError, ValueError.
-    """
-    if os.fstat(file).st_size < num_bytes:
-        raise ValueError(f"the file is shorter than {num_bytes} bytes")
-    mapped = mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    _advise_huge_pages(mapped)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
-        return torch.frombuffer(mapped, dtype=torch.uint8)
-
-
 def forget_pages(values: torch.Tensor) -> None:
-    """Whole pages of a mapped file in which these contiguous values lie no longer count as memory
-    of this process; reading them again reads the file."""
-    if MADV_DONTNEED is None or values.device.type != "cpu":
-        return
-    start = aligned(values.data_ptr(), mmap.PAGESIZE)
-    length = (values.data_ptr() + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-    if length > 0:
-        _system().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
-
-
-def populate(address: int, num_bytes: int) -> bool:
-    """Have the system hand out all pages of this memory that it has not yet; what is written there
-    stays as it is. False if it cannot do that. Lets other threads run."""
-    start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    end = aligned(address + num_bytes, mmap.PAGESIZE)
-    if not sys.platform.startswith("linux"):
-        return False
-    place, size = ctypes.c_void_p(start), ctypes.c_size_t(end - start)
-    return bool(_system().madvise(place, size, MADV_POPULATE_WRITE) == 0)
-
-
-@functools.cache
-def _system() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def free_disk_bytes(directory: Path) -> int:
-    """Count the bytes that this process may still write there. Raises OSError."""
-    facts = os.statvfs(directory)
-    return facts.f_bavail * facts.f_frsize
+    """Give back the whole pages of a mapped file in which these contiguous values lie."""
+    if values.device.type == "cpu":
+        forget(values.data_ptr(), values.nbytes)

@@ -25,11 +25,12 @@ from quire.ops.formats import (
     rounds_activations,
     variants,
 )
-from quire.ops.host_memory import HugeMemory, aligned
+from quire.ops.host_memory import HugeMemory
 from quire.ops.mapped_tensors import MappedTensors
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreWeight, WeightLayout
 from quire.ops.opaque import OpaqueWeight
+from quire.ops.pages import aligned
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import (
     FLOAT4_BLOCK,

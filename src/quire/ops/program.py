@@ -9,6 +9,7 @@ since the first dimension of all of them counts tokens. All buffers are float32,
 model's dtype: between its weights, a program rounds nothing.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -17,9 +18,9 @@ import torch
 from quire.ops.attention.base import DeltaHeads
 from quire.ops.clamped_gate import ClampedGate
 from quire.ops.collectives.shared_group import SharedGroup
-from quire.ops.native import address, needed_core
-from quire.ops.native_types import CoreProgram, CoreWeight, WeightLayout
+from quire.ops.native import address
 from quire.ops.packed import ELEMENTS, PackedWeight
+from quire.ops.program_parts import Part, Place, ProgramParts
 
 CACHE_LINE = 16  # floats
 
@@ -67,7 +68,9 @@ SHARED = (
     Kind.ALL_REDUCE,
 )
 NO_HEADS = DeltaHeads(0, 0, 0, 0)
-NO_WEIGHT = WeightLayout(0, 0, 0, 0, 1)
+OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # and of their memory
+
+Places = Callable[[torch.Tensor], Place]
 
 
 class Input(IntEnum):
@@ -104,21 +107,24 @@ class Experts:
     normalises: bool
     clamped: ClampedGate | None
 
-    def add_to(self, program: CoreProgram) -> None:
-        """Add them to the core's program. Their weights and biases must outlive that."""
-        gate_up_biases, down_biases = ([*map(_address, each)] for each in self.biases)
-        program.add_experts(
-            gate_up=[weight.core for weight in self.gate_up],
-            down=[weight.core for weight in self.down],
-            gate_up_biases=gate_up_biases,
-            down_biases=down_biases,
-            first=self.first,
-            all=self.num_all,
-            num_chosen=self.num_chosen,
-            normalises=self.normalises,
-            alpha=1.0 if self.clamped is None else self.clamped.alpha,
-            limit=0.0 if self.clamped is None else self.clamped.limit,
+    def part(self, place: Places) -> Part:
+        """Return them as program_parts.py has them. Weights and biases must outlive a program."""
+        gate_up, down = (
+            [_weight(each, place) for each in part] for part in (self.gate_up, self.down)
         )
+        gate_up_biases, down_biases = ([*map(place, each)] for each in self.biases)
+        return {
+            "gate_up": gate_up,
+            "down": down,
+            "gate_up_biases": gate_up_biases,
+            "down_biases": down_biases,
+            "first": self.first,
+            "all": self.num_all,
+            "num_chosen": self.num_chosen,
+            "normalises": self.normalises,
+            "alpha": 1.0 if self.clamped is None else self.clamped.alpha,
+            "limit": 0.0 if self.clamped is None else self.clamped.limit,
+        }
 
 
 @dataclass(frozen=True)
@@ -146,39 +152,47 @@ class Instruction:
     packed: PackedWeight | None = None
     group: SharedGroup | None = None
 
-    def add_to(self, program: CoreProgram, begins_phase: bool) -> None:
-        """Add it to the core's program. Its tensors and weight must outlive that."""
-        program.add(
-            begins_phase=begins_phase,
-            kind=self.kind,
-            views=[(view.buffer, view.offset) for view in self.views],
-            heads=self.heads,
-            size=self.size,
-            stride=self.stride,
-            layer=self.layer,
-            first=self.first,
-            count=self.count,
-            input=self.input,
-            element=0 if self.table is None else ELEMENTS[self.table.dtype],
-            table=_address(self.table),
-            frequencies=_address(self.frequencies, torch.float64),
-            weight=_address(self.weight, torch.float32),
-            bias=_address(self.bias, torch.float32),
-            scale=self.scale,
-            soft_cap=self.soft_cap,
-            eps=self.eps,
-            delta=self.delta,
-            packed=_core_weight(self.packed),
-            group=None if self.group is None else self.group.core,
-        )
+    def part(self, begins_phase: bool, layer: int, place: Places) -> Part:
+        """Return it as program_parts.py has it. Its tensors and weight must outlive a program.
+        layer: its number among those that the program is given."""
+        for tensor, dtype in (
+            (self.frequencies, torch.float64),
+            (self.weight, torch.float32),
+            (self.bias, torch.float32),
+        ):
+            assert tensor is None or tensor.dtype == dtype, f"needs {dtype}, got {tensor.dtype}"
+        return {
+            "begins_phase": begins_phase,
+            "kind": int(self.kind),
+            "views": [(view.buffer, view.offset) for view in self.views],
+            "heads": self.heads,
+            "size": self.size,
+            "stride": self.stride,
+            "layer": layer,
+            "first": self.first,
+            "count": self.count,
+            "input": int(self.input),
+            "element": 0 if self.table is None else ELEMENTS[self.table.dtype],
+            "table": None if self.table is None else place(self.table),
+            "frequencies": None if self.frequencies is None else place(self.frequencies),
+            "weight": None if self.weight is None else place(self.weight),
+            "bias": None if self.bias is None else place(self.bias),
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "eps": self.eps,
+            "delta": tuple(self.delta),
+            "packed": None if self.packed is None else _weight(self.packed, place),
+            "group": None if self.group is None else self.group.core,
+        }
 
 
-def _address(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int:
-    return 0 if tensor is None else address(tensor, dtype or tensor.dtype)
+def here(tensor: torch.Tensor) -> int:
+    """Return the place of a tensor in this process: its address."""
+    return address(tensor, tensor.dtype)
 
 
-def _core_weight(weight: PackedWeight | None) -> CoreWeight:
-    return NO_WEIGHT.at(0, needed_core()) if weight is None else weight.core
+def _weight(weight: PackedWeight, place: Places) -> tuple[tuple[int, ...], Place]:
+    return tuple(weight.layout), place(weight.data)
 
 
 @dataclass
@@ -199,6 +213,20 @@ class ProgramDraft:
             joins = i > 0 and not {instruction.kind, self.instructions[i - 1].kind} & set(SHARED)
             found.append(0 if i == 0 else found[-1] + (0 if joins else 1))
         return found
+
+    def parts(self, layers: Mapping[int, int], place: Places) -> ProgramParts:
+        """Return what the core makes a program of. layers: which of those that it is given is the
+        layer of that number. place: of a tensor, where its reader finds it."""
+        places, width = self.places()
+        phases, instructions = self.phases, list[Part]()
+        for i, instruction in enumerate(self.instructions):
+            begins = i == 0 or phases[i] != phases[i - 1]
+            layer = instruction.layer
+            if instruction.kind in OF_LAYERS:
+                layer = layers[layer]
+            instructions.append(instruction.part(begins, layer, place))
+        experts = [each.part(place) for each in self.experts]
+        return ProgramParts(self.widths, places, width, self.num_outside, experts, instructions)
 
     def places(self) -> tuple[list[int], int]:
         """Find where each buffer begins in the arena, in floats per token, and the arena's width.

@@ -1,13 +1,7 @@
 """The rows' state on a device, and what changes it: torch's operations, on any device.
 
-A delta is four words (int32): (kind, row, index, value), kind being
-
-    a cache group     the table's entry `index` becomes block `value`
-    COMPUTED          the row has computed `value` tokens
-    NARROW            column `index` of 32 bits
-    WIDE              half `index % 2` (the lower one first) of column `index // 2` of 64
-
-On a GPU with triton `kernels/row_deltas.py` and `kernels/step_inputs.py` do the same in a launch.
+Deltas are those of `row_arrays.py`, which does the same with arrays, without torch. On a GPU with
+triton `kernels/row_deltas.py` and `kernels/step_inputs.py` do the same in a launch.
 
 Shape legend: R rows, M tokens a row can hold, G cache groups, L blocks of the longest context,
 C columns of what rows sample with, D deltas, F forks, S scheduled rows, N sampling rows.
@@ -20,10 +14,9 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.host_memory import to_device
+from quire.ops.row_arrays import COMPUTED, NARROW, WIDE
 
 Int32 = npt.NDArray[np.int32]
-
-COMPUTED, NARROW, WIDE = -1, -2, -3  # kinds of deltas, beside cache groups
 
 
 @dataclass(frozen=True)

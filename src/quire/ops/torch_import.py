@@ -21,9 +21,18 @@ LEFT_OUT = "torch._meta_registrations"
 NEED_IT = ("torch._decomp", "torch._dynamo", "torch._inductor", "torch._prims", "torch._refs")
 
 
+_alone = [False]  # whether this process is quire's
+
+
+def tell_own_process() -> None:
+    """Tell that this process is quire's alone."""
+    _alone[0] = True
+
+
 def import_torch() -> None:
-    """Import torch without what only tracing needs. Do nothing where torch was imported before."""
-    if "torch" in sys.modules:
+    """Import torch, in a process that is quire's alone without what only tracing needs. Do nothing
+    where torch was imported before."""
+    if "torch" in sys.modules or not _alone[0]:
         return
     empty = _Empty()
     sys.meta_path.insert(0, empty)

@@ -47,10 +47,12 @@ def assemble(
     vocab_size: int,
     torch_device: torch.device,
     group: RankGroup = ALONE,
+    state: RowTensors | None = None,
 ) -> ModelRunner:
-    """Make a runner that carries out every step as it is. group: ranks that share each layer."""
+    """Make a runner that carries out every step as it is. group: ranks that share each layer.
+    state: of the rows, if they are there already."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
-    state = empty_rows(device.device, *sizes)
+    state = empty_rows(device.device, *sizes) if state is None else state
     ops = make_ops(device, state, vocab_size)
     extras = Extras(state, LogitsProcessors(config.logits_processors))
     sampler = Sampler(

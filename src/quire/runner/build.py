@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.base.config import EngineConfig
@@ -17,6 +18,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import NGRAM, parse_speculation
 from quire.kv.sizing import MemoryPlan
+from quire.models.cache_files import weight_cache
 from quire.models.determinism import make_deterministic
 from quire.models.draft_model import join, with_drafter
 from quire.models.formats import weight_formats
@@ -27,16 +29,16 @@ from quire.models.pooling_layers import load_pooling_layers
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import model_spec
 from quire.models.source import ModelSource, load_format_of
-from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import ALONE
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
+from quire.ops.row_arrays import RowArrays
 from quire.ops.threads import num_threads
 from quire.runner.assemble import assemble, record_graphs
-from quire.runner.derive import derive_config
+from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
 from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
 from quire.runner.memory_plan import (
@@ -48,7 +50,8 @@ from quire.runner.memory_plan import (
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import expert_pairs_of, native_or_same
 from quire.runner.pooler import Pooler
-from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
+from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory
+from quire.runner.rows import as_tensors
 from quire.runner.stage import (
     NO_LINKS,
     StageLinks,
@@ -57,8 +60,20 @@ from quire.runner.stage import (
     run_stage,
     skip_stage,
 )
+from quire.runner.warm.keep import keep_start
 
 MEASURED_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Memory of a runner without torch, which another goes on with: its plan, the bytes of each
+    cache group's blocks, and the rows."""
+
+    plan: MemoryPlan
+    blocks: tuple[npt.NDArray[np.uint8], ...]
+    rows: RowArrays
+
 
 Progress = Callable[[int, int], None]
 
@@ -148,9 +163,10 @@ def build_runner(
     place: RankPlace = WHOLE,
     share: MachineShare = WHOLE_MACHINE,
     links: StageLinks = NO_LINKS,
+    taken: Taken | None = None,
 ) -> BuiltRunner:
     """Load the model, or a rank's part of it, and make its KV pool. links: of its stage with
-    others. Raises ModelError, ConfigError, OutOfMemory."""
+    others. taken: what is there of it on a CPU. Raises ModelError, ConfigError, OutOfMemory."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
@@ -159,7 +175,7 @@ def build_runner(
     if place.num_stages > 1:
         check_stages(config, spec, device.type)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
-    config = derive_config(config, spec, device.type)
+    asked, config = config, derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
     spec = whole.of_stage(place.stage, place.num_stages).of_ranks(
         place.tensor.size, has_whole_experts=place.has_whole_experts
@@ -168,7 +184,7 @@ def build_runner(
     free = (
         share.cpu_bytes(available_cpu_bytes()) if device.type == "cpu" else free_gpu_bytes(device)
     )
-    most = free if device.type == "cpu" else None
+    most = free if device.type == "cpu" and taken is None else None
     model = _load(config, source, whole, device, place, progress, most)
     weights, drafter = model_bytes(model), None
     if draft_source is not None and whole.drafter is not None:
@@ -181,7 +197,9 @@ def build_runner(
         model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
-    if device.type == "cpu":
+    if taken is not None:
+        memory = taken.plan
+    elif device.type == "cpu":
         memory = plan_cpu_memory(config, spec, weights, free)
     else:
 
@@ -197,12 +215,14 @@ def build_runner(
     config = with_length(config, memory.max_model_len)
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
-    runner = _assemble(config, spec, device, model, place, memory.num_blocks, host, scales)
+    runner = _assemble(config, spec, device, model, place, memory.num_blocks, host, scales, taken)
     runner.pooler = _pooler(config, source, spec, device)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     name = runner.backend.name
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
+    if device.type == "cpu" and share.is_whole and host is None:
+        keep_start(asked, source, spec, runner.model, weights, rate)
     return BuiltRunner(
         runner,
         config,
@@ -289,13 +309,17 @@ def _assemble(
     num_blocks: tuple[int, ...],
     host_limits: tuple[int, ...] | None = None,
     scales: Scales | None = None,
+    taken: Taken | None = None,
 ) -> ModelRunner:
     cache, dtype = config.cache, torch_dtype(config.model.dtype)
     limits = host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
     size, kv_format = cache.block_size, cache.kv_cache_dtype
     num_blocks = with_spare_blocks(config, spec, num_blocks)
-    layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
+    given = () if taken is None else taken.blocks
+    layout = KVLayout(
+        spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks, given
+    )
     num_rows, length = config.scheduler.max_num_seqs, config.model.most_tokens
     assert num_rows and length
     backend = share_context(
@@ -313,7 +337,8 @@ def _assemble(
         group = group if model.is_last else ALONE  # nobody samples there
     else:
         native = native_or_same(model, backend)
-    runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group)
+    state = None if taken is None else as_tensors(taken.rows)
+    runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
         runner.runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)

@@ -170,3 +170,9 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     )
     model = dataclasses.replace(config.model, max_model_len=length, dtype=dtype)
     return dataclasses.replace(config, model=model, scheduler=scheduler, device=device)
+
+
+def with_length(config: EngineConfig, length: int) -> EngineConfig:
+    """Return the config with another max_model_len."""
+    model = dataclasses.replace(config.model, max_model_len=length)
+    return dataclasses.replace(config, model=model)

@@ -22,7 +22,7 @@ from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams
 from quire.ops.step_inputs import SampleInputs
 from quire.ops.xtc import Xtc, choose_with_xtc
-from quire.runner.columns import wide
+from quire.runner.column_tensors import wide
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
 
 Int32 = npt.NDArray[np.int32]

@@ -31,8 +31,9 @@ from quire.ops.row_state import advance
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.device import Arrival
-from quire.runner.launched import read_candidates, read_scores, reasons_of, unservable
+from quire.runner.launched import read_candidates, read_scores
 from quire.runner.plan_parts import Moves, PromptScores, Scored
+from quire.runner.row_errors import reasons_of, unservable
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs
 from quire.runner.step_ops import NO_UPDATE, Asked, Needs, Sampling, prepared_masks

@@ -9,19 +9,9 @@ import torch
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.runner.device import Arrival
 from quire.runner.plan_parts import Scored
+from quire.runner.row_errors import reasons_of, unservable
 from quire.runner.sampler import WantedLogprobs
 from quire.runner.step_ops import Asked
-
-_NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
-_NOTHING_LEFT = (
-    "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
-    " min_tokens, logit_bias and logits_processors together leave no token."
-)
-_NOTHING_ALLOWED = (
-    "No token can be chosen: the model's logits are not finite, or the grammar of"
-    " structured_outputs (with allowed_token_ids, bad_words, min_tokens, logit_bias and"
-    " logits_processors, if they are set) leaves no token."
-)
 
 
 @dataclass(frozen=True)
@@ -70,28 +60,6 @@ class Launched:
             duration_s=self.arrival.duration_s()
             + (0.0 if self.forward is None else self.forward.duration_s()),
         )
-
-
-def reasons_of(
-    rows_N: npt.NDArray[np.int32],
-    tokens_N: npt.NDArray[np.int32],
-    asked: Asked,
-    told: dict[int, str],
-) -> dict[int, str]:
-    """Say of rows without a token (-1) why there is none. asked: by these rows, at its first
-    places; told: what is known to be wrong with rows."""
-    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
-    if not failed:
-        return {}
-    processed = [] if asked.extras is None else asked.extras.processed
-    reasons = {int(asked.rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
-    reasons |= {int(asked.rows[n]): _NOTHING_ALLOWED for n in asked.masked}
-    return {row: told.get(row) or reasons.get(row, _NOT_FINITE) for row in failed}
-
-
-def unservable(reasons: dict[int, str]) -> tuple[int, ...]:
-    """List the rows that have no token through no fault of the step."""
-    return tuple(row for row, why in reasons.items() if why != _NOT_FINITE)
 
 
 def read_candidates(

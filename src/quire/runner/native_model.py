@@ -5,7 +5,6 @@ Shape legend: T tokens of the step, R rows, D model dim, V vocabulary, N query h
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.kept_inputs import DeltaInputs, KeptInputs
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.native import address, needed_core
+from quire.ops.native import address
 from quire.ops.native_types import CorePlan, CoreProgram, CoreStatePlan
 from quire.ops.packed import PackedWeight
-from quire.ops.program import Instruction, Kind, ProgramDraft, Untraceable
+from quire.ops.program import Instruction, Kind, ProgramDraft, Untraceable, here
 from quire.ops.registry import record_ops
 from quire.ops.threads import num_threads
 from quire.ops.torch_threads import torch_threads
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 Kept = tuple[int, int, int, int]  # address and width of memory, address and number of tokens
 NOTHING_KEPT: Kept = (0, 0, 0, 0)
-OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # and of their memory
 TRACED_TOKENS = 3  # any number that no other dimension is likely to have
 
 
@@ -36,9 +34,9 @@ class NativePass:
     """A traced forward pass over one backend's layers; raises Untraceable where the core cannot."""
 
     def __init__(self, draft: ProgramDraft, backend: CpuBackend) -> None:
-        self._draft, self._backend = draft, backend  # the draft holds what the program points to
-        self._heads = query_heads(draft, backend)
-        self._program = assemble(draft, backend, list(self._heads))
+        self.draft, self._backend = draft, backend  # the draft holds what the program points to
+        self.heads = query_heads(draft, backend)
+        self._program = assemble(draft, backend, list(self.heads))
 
     def run(
         self,
@@ -54,7 +52,7 @@ class NativePass:
             (self._backend.states.plan(group), 0)
             if heads is None
             else (self._backend.plan(group, heads), self._slots(group))
-            for group, heads in self._heads.items()
+            for group, heads in self.heads.items()
         ]
         self._program.run(
             len(ids_T),
@@ -78,7 +76,7 @@ class NativePass:
     def phase_times(self) -> list[tuple[list[Instruction], float]]:
         """Return each phase's instructions, and its seconds since `time_phases`."""
         seconds, found = self._program.phase_seconds, list[tuple[list[Instruction], float]]()
-        for phase, instruction in zip(self._draft.phases, self._draft.instructions, strict=True):
+        for phase, instruction in zip(self.draft.phases, self.draft.instructions, strict=True):
             if phase == len(found):
                 found.append(([], seconds[phase]))
             found[phase][0].append(instruction)
@@ -93,7 +91,7 @@ class NativeModel:
     model: as it was loaded; compiled: its forward pass."""
 
     def __init__(self, model: Any, backend: CpuBackend) -> None:
-        self.model, self._backend = model, backend
+        self.model, self.backend = model, backend
         draft, self._size = trace(model)
         self.compiled = NativePass(draft, backend)
         self._read_widths = draft.widths[1 : draft.num_outside - _takes_rows(model)]
@@ -111,7 +109,7 @@ class NativeModel:
         """Compute hidden states [T, D] of the step that the backend has prepared, or what the next
         stage is given, of what the one before gave [T, E]; all float32."""
         kept = attention if isinstance(attention, KeptInputs) else None
-        assert (attention if kept is None else kept.inner) is self._backend
+        assert (attention if kept is None else kept.inner) is self.backend
         num_tokens = len(input_ids_T)
         out_TD = torch.empty(num_tokens, self._size)
         self._read = [torch.empty(num_tokens, width) for width in self._read_widths]
@@ -231,25 +229,23 @@ def query_heads(draft: ProgramDraft, backend: CpuBackend) -> dict[int, int | Non
 def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> CoreProgram:
     """Make the core's program. The draft must outlive it: it holds the memory that it points to.
     groups: those that it uses, as a step gives them; a layer of another group is not run."""
-    places, width = draft.places()
-    program = needed_core().Program(draft.widths, places, width, backend.variant)
-    place_of_layer = {layer: place for place, layer in enumerate(backend.layers)}
-    for layer in backend.layers:
-        is_state = layer in backend.states
-        group = backend.states.layer(layer).group if is_state else backend.layer_kv(layer).group
-        place = groups.index(group) if group in groups else 0
-        if is_state:
-            program.add_state_layer(place, backend.states.layer(layer).states)
-        else:
-            program.add_layer(place, backend.layer_kv(layer).kv)
-    for experts in draft.experts:
-        experts.add_to(program)
-    phases = draft.phases
-    for i, instruction in enumerate(draft.instructions):
-        if instruction.kind in OF_LAYERS:
-            instruction = replace(instruction, layer=place_of_layer[instruction.layer])
-        instruction.add_to(program, begins_phase=i == 0 or phases[i] != phases[i - 1])
-    return program
+
+    def add_layers(program: CoreProgram) -> None:
+        for layer in backend.layers:
+            if layer in backend.states:
+                group, states = backend.states.layer(layer)
+                program.add_state_layer(groups.index(group) if group in groups else 0, states)
+            else:
+                found = backend.layer_kv(layer)
+                place = groups.index(found.group) if found.group in groups else 0
+                program.add_layer(place, found.kv)
+
+    return draft.parts(layer_places(backend), here).assemble(backend.variant, add_layers, int)
+
+
+def layer_places(backend: CpuBackend) -> dict[int, int]:
+    """Return the places of layers among all that the backend has memory for."""
+    return {layer: place for place, layer in enumerate(backend.layers)}
 
 
 class OperationsBesideCore:

@@ -2,15 +2,17 @@
 log-probabilities of prompts a step can tell."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan, RowFork
 from quire.base.sampling_params import SamplingParams
-from quire.ops.attention.base import AttentionBackend
 from quire.runner.named_tokens import padded
 from quire.runner.sampling_flags import ALL_LOGPROBS
+
+Int32 = npt.NDArray[np.int32]
 
 SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
 
@@ -33,11 +35,19 @@ class Forks:
         self._done.update(forks)
 
 
+class MovesBlocks(Protocol):
+    """What moves whole blocks of a cache group; see `AttentionBackend`."""
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None: ...
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None: ...
+    def load(self, group: int, source: Int32, destination: Int32) -> None: ...
+
+
 class Moves:
     """A plan's moves, in their order. A step that is repeated does not swap out once more: the
     blocks may have been written since, by a load or by the step itself."""
 
-    def __init__(self, backend: AttentionBackend) -> None:
+    def __init__(self, backend: MovesBlocks) -> None:
         self._backend = backend
         self._step_id = -1
         self._num_swaps = 0  # that were carried out; a part of a plan has all of them, or none

@@ -15,6 +15,7 @@ from quire.base.model_spec import ModelSpec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan
+from quire.runner.derive import with_length
 from quire.runner.drafting import DraftPasses
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
@@ -27,12 +28,6 @@ from quire.runner.model_runner import ModelRunner
 logger = logging.getLogger("quire")
 
 MakeRunner = Callable[[EngineConfig, tuple[int, ...]], tuple[ModelRunner, DraftPasses | None]]
-
-
-def with_length(config: EngineConfig, length: int) -> EngineConfig:
-    """Return the config with another max_model_len."""
-    model = dataclasses.replace(config.model, max_model_len=length)
-    return dataclasses.replace(config, model=model)
 
 
 def plan_gpu_memory(

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan
-from quire.ops.attention.block_moves import last_writes
-from quire.ops.row_state import COMPUTED
+from quire.ops.last_writes import last_writes
+from quire.ops.row_arrays import COMPUTED
 from quire.runner.columns import wide_deltas
 
 Int32 = npt.NDArray[np.int32]

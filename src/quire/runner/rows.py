@@ -14,14 +14,10 @@ import torch
 from quire.base.plan import Plan, RowFork
 from quire.ops import row_state
 from quire.ops.host_memory import lazy_zeros, to_device
+from quire.ops.row_arrays import RowArrays
 from quire.ops.row_state import RowTensors
-from quire.runner.columns import (
-    PROMPT_COLUMN,
-    edits_delta,
-    empty_columns,
-    start_deltas,
-    wide_deltas,
-)
+from quire.runner.column_tensors import empty_columns
+from quire.runner.columns import PROMPT_COLUMN, edits_delta, start_deltas, wide_deltas
 from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.plan_parts import Forks
 from quire.runner.row_updates import RowUpdates
@@ -46,6 +42,19 @@ def empty_rows(
         *empty_columns(max_num_rows, device),
         block_size=block_size,
         prompt_column=PROMPT_COLUMN,
+    )
+
+
+def as_tensors(rows: RowArrays) -> RowTensors:
+    """Return tensors over the memory of these rows."""
+    return RowTensors(
+        torch.from_numpy(rows.tokens_RM),
+        torch.from_numpy(rows.computed_R),
+        torch.from_numpy(rows.tables_GRL),
+        torch.from_numpy(rows.narrow_CR),
+        torch.from_numpy(rows.wide_CR),
+        rows.block_size,
+        PROMPT_COLUMN,
     )
 
 

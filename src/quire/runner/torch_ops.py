@@ -21,7 +21,7 @@ from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams, choose, scores_of_part
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.ops.top_k import arg_max
-from quire.runner.columns import narrow, penalties_of, wide
+from quire.runner.column_tensors import narrow, penalties_of, wide
 from quire.runner.device import Device
 from quire.runner.row_updates import RowUpdates
 from quire.runner.step_ops import Gathered, Needs, Sampling, StepLists, StepShape, Update

@@ -30,7 +30,7 @@ from quire.engine.status import StatusLine
 from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines
 from quire.models.source import resolve_source
-from quire.ops.torch_import import import_torch
+from quire.ops.torch_import import tell_own_process
 from quire.serve.launch import FAILURE, StartFailure
 from quire.serve.progress import LoadBar
 
@@ -42,12 +42,11 @@ logger = logging.getLogger("quire")
 def main() -> int:
     """Load, serve, end."""
     options = _arguments()
+    tell_own_process()
     begin_child(options.log_level, _log_name(options))
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         ranks = start_ranks(config)
-        if ranks is None:
-            import_torch()
         clock = MonotonicClock()
         shows_bar = options.core == 0 and not options.is_one_model_of_several
         with LoadBar(enabled=shows_bar) as bar, ended_if_raised(ranks):

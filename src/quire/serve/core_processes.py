@@ -20,7 +20,6 @@ from quire.engine.fleet import CoreClient, client_of
 from quire.engine.remote import limits_of
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
-from quire.models.registry import model_spec
 from quire.models.source import resolve_source
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
@@ -152,6 +151,10 @@ class ProcessEngine:
 def start_engine(config: EngineConfig) -> ProcessEngine:
     """Start the cores, and wait until they are loaded. Raises ModelError, ConfigError,
     OutOfMemory."""
+    from quire.models.registry import (
+        model_spec,  # torch: an engine in this process may start without
+    )
+
     source = resolve_source(config.model)
     model = config.model
     spec = model_spec(source.directory, model.model_impl, is_compiled=model.torch_compile)

@@ -220,7 +220,8 @@ class KVLayout:
     dtype: of queries and results. kv_format: how keys and values are stored, `auto` (in that
     dtype), `int8` (with a float32 scale per token and head) or `fp8` (e4m3, with two scales per
     layer that the backend is told). num_host_blocks: of host memory, by group;
-    as many as the device has if absent.
+    as many as the device has if absent. given: the bytes of each group's blocks, where they are
+    there already.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -230,6 +231,7 @@ class KVLayout:
     device: torch.device
     kv_format: str = "auto"
     num_host_blocks: tuple[int, ...] = ()
+    given: tuple[npt.NDArray[np.uint8], ...] = ()
 
     def group_of_layer(self) -> dict[int, int]:
         return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}

@@ -5,11 +5,11 @@ torch's operations elsewhere.
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.ops import gpu
 from quire.ops.attention.streams import Int32, device_ids
+from quire.ops.last_writes import last_writes
 
 
 def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -> None:
@@ -30,12 +30,6 @@ def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -
     blocks = torch.empty(shape, dtype=kv.dtype, device=kv.device)
     gather_blocks(kv, pairs_2N[0], dim, blocks)
     scatter_blocks(kv, pairs_2N[1], dim, blocks)
-
-
-def last_writes(destination: npt.NDArray[np.signedinteger]) -> Int32:
-    """Return indices of the last write to each place, ascending."""
-    _, from_behind = np.unique(destination[::-1], return_index=True)
-    return np.sort(len(destination) - 1 - from_behind).astype(np.int32)
 
 
 def gather_blocks(kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, out: torch.Tensor) -> None:

@@ -98,6 +98,10 @@ class CpuBackend(MovesBlocks):
         """All layers, those with states too."""
         return sorted(self._memory.place)
 
+    def place(self, layer: int) -> tuple[int, int]:
+        """Return a layer's cache group, and its place in it."""
+        return self._memory.place[layer]
+
     def layer_kv(self, layer: int) -> LayerKV:
         """Return where a layer's keys and values stand; the same for the backend's whole life."""
         return self._layers[layer]

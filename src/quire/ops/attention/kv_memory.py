@@ -11,10 +11,9 @@ from quire.base.cache_group import STATE, STEP, CacheGroup
 from quire.ops.attention.base import AttentionBackend, Int32, KVLayout
 from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.attention.kv_shape import kv_shape
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
-
-SCALE_BYTES = 4  # behind the H values of an int8 row
 
 
 class KVMemory:
@@ -25,10 +24,7 @@ class KVMemory:
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        self.kv = [
-            lazy_zeros(_kv_shape(group, num_blocks, layout), _dtype(group, layout), layout.device)
-            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
-        ]
+        self.kv = [_zeros_or_given(layout, g) for g in range(len(layout.groups))]
         self.place = {
             layer: (g, 0 if group.kind == STEP else index)
             for g, group in enumerate(layout.groups)
@@ -72,15 +68,16 @@ class MovesBlocks(AttentionBackend):
         return self._memory.kv[group].numel() > 0
 
 
+def _zeros_or_given(layout: KVLayout, g: int) -> torch.Tensor:
+    group, num_blocks = layout.groups[g], layout.num_blocks[g]
+    shape = kv_shape(group, num_blocks, layout.block_size, layout.kv_format)
+    dtype = _dtype(group, layout)
+    if not layout.given:
+        return lazy_zeros(shape, dtype, layout.device)
+    return torch.from_numpy(layout.given[g]).view(dtype).view(shape)
+
+
 def _dtype(group: CacheGroup, layout: KVLayout) -> torch.dtype:
     if group.kind == STATE:
         return accumulation_dtype(layout.dtype)
     return layout.dtype if layout.kv_format == "auto" else torch.uint8
-
-
-def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:
-    if group.kind == STATE:
-        return (1, len(group.layers), 1, num_blocks, 1, group.state_size)
-    row = group.head_dim + (SCALE_BYTES if layout.kv_format == "int8" else 0)
-    num_layers = min(1, len(group.layers)) if group.kind == STEP else len(group.layers)
-    return (2, num_layers, group.num_kv_heads, num_blocks, layout.block_size, row)

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from quire.ops.host_memory import populate
+from quire.ops.pages import populate
 
 PIECE_BYTES = 4 << 20
 REST = 3  # times as long as a piece took

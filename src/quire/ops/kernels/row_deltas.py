@@ -28,7 +28,8 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.kernels.step_inputs import Inbox, inbox_words
-from quire.ops.row_state import COMPUTED, NARROW, WIDE, RowTensors
+from quire.ops.row_arrays import COMPUTED, NARROW, WIDE
+from quire.ops.row_state import RowTensors
 
 LONGEST_RUN = 2048  # tokens; longer ones are cut, so that several programs write them
 BLOCK = 256

@@ -22,7 +22,7 @@ from quire.ops.logit_edits import EditTable
 from quire.ops.mask import RowMasks
 from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import SampleInputs, StepInputs
-from quire.runner.columns import narrow, penalties_of, wide
+from quire.runner.column_tensors import narrow, penalties_of, wide
 from quire.runner.device import Arrival, Device
 from quire.runner.gpu.mask_slots import MaskSlots
 from quire.runner.gpu.slots import SlotContents, SlotRing

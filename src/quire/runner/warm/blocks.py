@@ -1,0 +1,78 @@
+"""Keys and values of a runner without torch: the same memory as `KVMemory`'s."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.cache_group import CacheGroup
+from quire.base.model_spec import DTYPE_BYTES
+from quire.ops.attention.kv_shape import kv_shape
+from quire.ops.native import needed_core
+from quire.ops.native_types import CoreKV
+
+Int32 = npt.NDArray[np.int32]
+Bytes = npt.NDArray[np.uint8]
+
+FORMATS = ("float32", "bfloat16", "float16", "int8")  # of the core, by number
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's keys and values stand: its cache group among those that a step gives, the
+    number of that group, and the layer's number in it."""
+
+    given: int
+    group: int
+    layer: int
+
+
+class WarmBlocks:
+    """kv_format: `auto` is the dtype. data: the bytes of each group's blocks, which take no memory
+    before they are written."""
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: str,
+        kv_format: str,
+    ) -> None:
+        self._groups, self._num_blocks, self._block_size = groups, num_blocks, block_size
+        self._format = FORMATS.index(dtype if kv_format == "auto" else kv_format)
+        size = DTYPE_BYTES[dtype] if kv_format == "auto" else 1
+        shapes = [
+            kv_shape(group, num, block_size, kv_format)
+            for group, num in zip(groups, num_blocks, strict=True)
+        ]
+        self.data = [np.zeros(math.prod(shape) * size, np.uint8) for shape in shapes]
+        self._blocks = [
+            data.reshape(*shape[:4], -1) for data, shape in zip(self.data, shapes, strict=True)
+        ]
+
+    def layer(self, place: LayerPlace) -> CoreKV:
+        """Return a layer's keys and values as the core takes them."""
+        group = self._groups[place.group]
+        keys, values = self._blocks[place.group][:, place.layer]
+        return needed_core().KvLayer(
+            format=self._format,
+            heads=group.num_kv_heads,
+            num_blocks=self._num_blocks[place.group],
+            block_size=self._block_size,
+            head_dim=group.head_dim,
+            keys=keys.ctypes.data,
+            values=values.ctypes.data,
+        )
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of a group; all are read before any is written."""
+        blocks = self._blocks[group]
+        blocks[:, :, :, destination] = blocks[:, :, :, source]
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Nothing is swapped here."""
+        raise NotImplementedError("a runner without torch swaps no blocks")
+
+    load = swap_out

@@ -1,0 +1,112 @@
+"""What a start with torch leaves for those after it."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quire.base.config import EngineConfig
+from quire.base.model_spec import ModelSpec
+from quire.models.cache_files import Bytes
+from quire.models.model import Model
+from quire.models.registry import OWN
+from quire.models.source import ModelSource
+from quire.models.weight_cache import indexed
+from quire.ops.attention.cpu import CpuBackend
+from quire.ops.pages import aligned
+from quire.ops.program import ProgramDraft, Untraceable
+from quire.runner.native_model import TRACED_TOKENS, NativeModel, layer_places, traced
+from quire.runner.warm.blocks import LayerPlace
+from quire.runner.warm.start import can_be_kept, path_for
+from quire.runner.warm.start_file import IN_START, IN_WEIGHTS, Start, write_start
+
+logger = logging.getLogger("quire")
+
+
+def keep_start(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    native: object,
+    weights_bytes: int,
+    copy_bytes_per_s: float,
+) -> None:
+    """Keep the start of a model, unless it is kept already, or cannot be. config: as it was given.
+    native: what the runner runs."""
+    if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
+        return
+    if not can_be_kept(spec) or spec.model_type not in OWN:
+        return
+    path = path_for(config, source)
+    if path is not None and not path.exists():
+        try:
+            _keep(path, native, native.model, weights_bytes, copy_bytes_per_s)
+        except Untraceable as reason:
+            logger.debug("the start is not kept: %s", reason)
+
+
+def _keep(
+    path: Path, native: NativeModel, model: Model, weights_bytes: int, copy_bytes_per_s: float
+) -> None:
+    backend, draft = native.backend, native.compiled.draft
+    heads = [(group, heads) for group, heads in native.compiled.heads.items() if heads is not None]
+    places, hidden_size = _Places(model), draft.widths[0]
+    start = Start(
+        model.kept_as,
+        weights_bytes,
+        copy_bytes_per_s,
+        backend.variant,
+        hidden_size,
+        tuple(heads),
+        tuple(_layer_places(backend, [group for group, _ in heads])),
+        draft.parts(layer_places(backend), places),
+        _head(model, hidden_size).parts({}, places),
+        (np.empty(0, np.uint8), np.empty(0, np.uint8)),
+    )
+    write_start(path, start, places.own)
+
+
+def _layer_places(backend: CpuBackend, groups: list[int]) -> list[LayerPlace]:
+    places = [backend.place(layer) for layer in backend.layers]
+    return [
+        LayerPlace(groups.index(group) if group in groups else 0, group, index)
+        for group, index in places
+    ]
+
+
+def _head(model: Model, hidden_size: int) -> ProgramDraft:
+    """Trace a model's head: logits [R, V] of hidden states [R, D]. Raises Untraceable."""
+
+    def run(ids_R: torch.Tensor, positions_R: torch.Tensor) -> list[torch.Tensor]:
+        hidden_RD = torch.zeros(TRACED_TOKENS, hidden_size, dtype=model.dtype)
+        return [model.logits(hidden_RD), hidden_RD]
+
+    return traced(run)
+
+
+class _Places:
+    """Finds where tensors are kept: in the file of weights, or else among `own`, which this fills:
+    each with its offset."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model  # as long as its memory has these addresses
+        self._weights = list[tuple[int, int, int]]()  # address, bytes, offset
+        if model.kept_as is not None:
+            for entry, piece in zip(*indexed(model), strict=True):
+                self._weights.append((piece.ctypes.data, len(piece), entry["offset"]))
+        self._offsets = dict[tuple[int, int], int]()
+        self._tensors = list[torch.Tensor]()
+        self.own = list[tuple[int, Bytes]]()
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[int, int]:
+        address, size = tensor.data_ptr(), tensor.nbytes
+        for begin, num_bytes, offset in self._weights:
+            if begin <= address and address + size <= begin + num_bytes:
+                return IN_WEIGHTS, offset + address - begin
+        if (address, size) not in self._offsets:
+            end = self.own[-1][0] + len(self.own[-1][1]) if self.own else 0
+            self._offsets[address, size] = aligned(end)
+            self._tensors.append(tensor)
+            self.own.append((aligned(end), tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        return IN_START, self._offsets[address, size]

@@ -1,0 +1,148 @@
+"""What a start leaves for the next one, so that this needs no torch.
+
+    index: {key, weights, weights_bytes, copy_bytes_per_s, variant, hidden_size, heads, layers,
+            model, head}
+    data: tensors that the programs read and the file of packed weights does not hold
+
+weights is the key of that file, or null; heads are pairs of a cache group and its query heads of a
+KV head, in the order in which a step gives groups; layers are LayerPlaces, in the program's order;
+model and head are ProgramParts. The place of a tensor is a pair: 0 for the file of weights, 1 for
+this one, and an offset in its data.
+
+A file's name is a digest of all that its contents depend on: the checkpoint's files, the settings
+of the model, the instruction sets, and quire's own files.
+"""
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+import quire
+from quire.base.config import EngineConfig
+from quire.base.gguf import is_gguf
+from quire.models.cache_files import (
+    STARTS,
+    UNUSABLE,
+    WEIGHTS,
+    Bytes,
+    WeightCache,
+    in_use,
+    read_contents,
+    write_contents,
+)
+from quire.models.checkpoint import checkpoint_files
+from quire.models.file_identity import file_identity
+from quire.models.source import ModelSource, load_format_of
+from quire.ops.formats import FORMATS, chosen_variants
+from quire.ops.native import needed_core
+from quire.ops.program_parts import ProgramParts
+from quire.runner.warm.blocks import LayerPlace
+
+logger = logging.getLogger("quire")
+
+VERSION = 1
+IN_WEIGHTS, IN_START = 0, 1
+MOST_BYTES = 256 << 20  # of data; a start that would take more is not kept
+
+
+@dataclass(frozen=True)
+class Start:
+    """See the module. data: of the file of weights and of this one, mapped, not to be written
+    to."""
+
+    weights: str | None
+    weights_bytes: int
+    copy_bytes_per_s: float
+    variant: int
+    hidden_size: int
+    heads: tuple[tuple[int, int], ...]
+    layers: tuple[LayerPlace, ...]
+    model: ProgramParts
+    head: ProgramParts
+    data: tuple[Bytes, Bytes]
+
+
+def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) -> Path | None:
+    """Return where the start of a model with these settings is kept; None if it is not to be."""
+    if load_format_of(config, source) == "dummy":
+        return None
+    place = source.directory
+    files = checkpoint_files(place)
+    if not is_gguf(place):
+        files += sorted(each for each in place.glob("*.json") if each.name != "tokenizer.json")
+    facts = [
+        VERSION,
+        asdict(config.model),
+        [config.cache.kv_cache_dtype, config.cache.block_size, config.attention_backend],
+        sorted(chosen_variants(FORMATS).items()),
+        list(_own_files()),
+        [file_identity(file) for file in files],
+    ]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:40]
+    return cache.directory / f"{key}{STARTS}"
+
+
+def _own_files() -> Iterator[tuple[str, int, int]]:
+    """Tell quire's own files from those of another version: names, sizes and times of change."""
+    package = Path(quire.__file__).parent
+    for place, _, names in sorted(os.walk(package)):
+        for name in sorted(names):
+            if name.endswith(".py"):
+                facts = os.stat(os.path.join(place, name))
+                yield (
+                    os.path.relpath(os.path.join(place, name), package),
+                    facts.st_size,
+                    facts.st_mtime_ns,
+                )
+    facts = os.stat(needed_core().__file__)
+    yield "core", facts.st_size, facts.st_mtime_ns
+
+
+def read_start(path: Path) -> Start | None:
+    """Read what was kept; None if there is nothing, or not what it should be."""
+    try:
+        with in_use(path) as file:
+            contents = read_contents(file, path.stem)
+        index = contents.index
+        own = weights = _bytes(contents.mapped, contents.start)
+        if index["weights"] is not None:
+            with in_use(path.parent / f"{index['weights']}{WEIGHTS}") as file:
+                kept = read_contents(file, index["weights"])
+            weights = _bytes(kept.mapped, kept.start)
+        return Start(
+            index["weights"],
+            index["weights_bytes"],
+            index["copy_bytes_per_s"],
+            index["variant"],
+            index["hidden_size"],
+            tuple((group, heads) for group, heads in index["heads"]),
+            tuple(LayerPlace(*each) for each in index["layers"]),
+            ProgramParts(**index["model"]),
+            ProgramParts(**index["head"]),
+            (weights, own),
+        )
+    except FileNotFoundError:
+        return None
+    except UNUSABLE as error:
+        logger.warning("%s is not used: %s", path, error)
+        return None
+
+
+def write_start(path: Path, start: Start, pieces: list[tuple[int, Bytes]]) -> None:
+    """Keep a start, whose data are these pieces."""
+    if sum(len(piece) for _, piece in pieces) > MOST_BYTES:
+        return
+    index = {name: value for name, value in vars(start).items() if name != "data"}
+    index |= {"key": path.stem, "model": asdict(start.model), "head": asdict(start.head)}
+    write_contents(path, index, pieces, "start")
+
+
+def _bytes(mapped: mmap.mmap, start: int) -> Bytes:
+    return np.frombuffer(mapped, np.uint8)[start:]
