@@ -117,7 +117,7 @@ class Bench:
         self.built = self._build(block_size, longest, options)
         config, spec = self.built.config, self.built.spec
         limits = RequestLimits(spec.vocab_size, longest, 0, POOL_SEQUENCES)
-        executor = InProcessExecutor(self.built, lambda: None)
+        executor = InProcessExecutor(self.built)
         self.core = EngineCore(
             make_scheduler(self.built, resolve_model(options.model)),
             executor,

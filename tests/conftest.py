@@ -3,20 +3,27 @@ do in a terminal.
 
 The models here are tiny, and threads that wait for each other on a busy machine make their tests
 ten times slower. Tests start hundreds of processes, each of which would compile all that it imports
-where Python is told to write no bytecode. A test run that is started in the background (`&`, nohup)
-ignores SIGINT or SIGHUP, and so would all processes that it starts.
+where Python is told to write no bytecode. What engines keep for the next start is the run's own. A
+test run that is started in the background (`&`, nohup) ignores SIGINT or SIGHUP, and so would all
+processes that it starts.
 """
 
+import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
+import tempfile
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+if "QUIRE_TEST_CACHE" not in os.environ:  # the first process of the run
+    os.environ["QUIRE_TEST_CACHE"] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp("-quire-cache")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
 

@@ -18,6 +18,7 @@ from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarg
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
 from quire.ops.torch_import import tell_own_process
+from quire.render.template_pool import start_ahead
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
@@ -69,6 +70,7 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
             raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
     tell_own_process()
+    start_ahead()
     from quire.serve.llm import LLM
 
     llm = LLM(**({"max_num_seqs": 1} | settings))

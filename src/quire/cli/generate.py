@@ -9,6 +9,7 @@ from quire.base.errors import RequestError
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.torch_import import tell_own_process
+from quire.render.template_pool import start_ahead
 
 logger = logging.getLogger("quire")
 
@@ -32,9 +33,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     tell_own_process()
+    prompt = _prompt(arguments)
+    if not arguments.raw:
+        start_ahead()
     from quire.serve.llm import LLM
 
-    prompt = _prompt(arguments)
     with LLM(**({"max_num_seqs": 1} | given_settings(arguments))) as llm:
         params = sampling_params(arguments, llm.get_default_sampling_params())
         for output in llm.stream(prompt, params):

@@ -273,7 +273,7 @@ def _load(
         executor = loaded.executor
         return DeviceSide(loaded.model, executor, executor.draft, rank_times=executor.times)
     if (warm := start_warm(config, source)) is not None:
-        return DeviceSide(warm, InProcessExecutor(warm, lambda: None), warm.guess)
+        return DeviceSide(warm, InProcessExecutor(warm), warm.guess)
     import_torch()
     from quire.engine.local import build_local  # torch, which the others do without
     from quire.runner.build import build_runner

@@ -73,9 +73,9 @@ class InProcessExecutor:
     check_device: raises if the device cannot be used any more; asked after a step that raised.
     """
 
-    def __init__(self, built: RunsPlans, check_device: Callable[[], None]) -> None:
+    def __init__(self, built: RunsPlans, check_device: Callable[[], None] | None = None) -> None:
         self._built: RunsPlans | None = built
-        self._check_device = check_device
+        self._check_device = check_device or (lambda: None)
         self._results: deque[StepResult] = deque()
         self._last_error = ""
 

@@ -125,7 +125,7 @@ def write_contents(
             fcntl.flock(opened, fcntl.LOCK_EX)
             writer = _Writer(file, total)
             writer.put(0, head)
-            for offset, piece in pieces:
+            for offset, piece in pieces or [(0, head[:0])]:  # also of no data there is a beginning
                 writer.put(start + offset, piece)
             writer.flush()
             os.fsync(file)

@@ -6,5 +6,8 @@ import numpy.typing as npt
 
 def last_writes(destination: npt.NDArray[np.signedinteger]) -> npt.NDArray[np.int32]:
     """Return indices of the last write to each place, ascending."""
-    _, from_behind = np.unique(destination[::-1], return_index=True)
-    return np.sort(len(destination) - 1 - from_behind).astype(np.int32)
+    order = np.argsort(destination, kind="stable")  # np.unique would import masked arrays, 15 ms
+    places = destination[order]
+    is_last = np.ones(len(places), bool)
+    is_last[:-1] = places[1:] != places[:-1]
+    return np.sort(order[is_last]).astype(np.int32)

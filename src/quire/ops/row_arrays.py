@@ -41,7 +41,7 @@ class RowArrays:
     def write_deltas(self, deltas_D4: Int32) -> None:
         """Write deltas, no two of which are for one place."""
         kinds = deltas_D4[:, 0]
-        for kind in np.unique(kinds).tolist():
+        for kind in set(kinds.tolist()):
             _, rows, indices, values = deltas_D4[kinds == kind].T
             if kind == COMPUTED:
                 self.computed_R[rows] = values

@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from quire.base.errors import EngineBusy, RequestError
@@ -23,11 +24,14 @@ Place = Future["JobProcess | None"]
 class JobPool:
     """May be used from any thread and any event loop."""
 
-    def __init__(self, kind: JobKind, max_processes: int = MAX_PROCESSES) -> None:
+    def __init__(
+        self, kind: JobKind, max_processes: int = MAX_PROCESSES, idle: Sequence[JobProcess] = ()
+    ) -> None:
+        """idle: processes that were started already."""
         self._kind = kind
         self._max = max_processes
         self._lock = threading.Lock()
-        self._idle: list[JobProcess] = []
+        self._idle = list(idle)
         self._num_places = 1  # processes that there may be by now
         self._num_busy = 0
         self._num_heavy = 0  # of the busy ones

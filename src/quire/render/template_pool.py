@@ -6,7 +6,7 @@ Long conversations, and templates that came with a request, leave a process to t
 from dataclasses import replace
 
 from quire.render.job_pool import MAX_PROCESSES, JobPool
-from quire.render.job_process import JobKind
+from quire.render.job_process import JobKind, JobProcess
 from quire.render.template_job import TemplateJob
 
 HEAVY_BYTES = 1 << 18
@@ -22,11 +22,20 @@ TEMPLATES = JobKind(
 )
 
 
+_ahead = list[JobProcess]()
+
+
+def start_ahead() -> None:
+    """Start the first process of the next pool now, beside what is to be done before that."""
+    _ahead.append(JobProcess(TEMPLATES))
+
+
 class TemplatePool:
     """May be used from any thread and any event loop."""
 
     def __init__(self, max_processes: int = MAX_PROCESSES, cpu_s: float = TEMPLATES.cpu_s) -> None:
-        self._jobs = JobPool(replace(TEMPLATES, cpu_s=cpu_s), max_processes)
+        idle = [_ahead.pop()] if _ahead else []
+        self._jobs = JobPool(replace(TEMPLATES, cpu_s=cpu_s), max_processes, idle)
 
     def prepare(self) -> None:
         self._jobs.prepare()

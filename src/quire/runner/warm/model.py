@@ -52,6 +52,11 @@ class WarmModel:
         """Threads of a step."""
         return num_threads()
 
+    @property
+    def has_torch(self) -> bool:
+        """Tell whether a plan has brought torch and the whole runner."""
+        return self._whole is not None
+
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         """Carry out a plan and wait for it."""
         if self._whole is None:

@@ -6,6 +6,7 @@ from quire.base.cache_group import FULL, WINDOW
 from quire.base.config import EngineConfig
 from quire.base.model_spec import QUIRE, ModelSpec, load_spec
 from quire.base.pooling_spec import with_pooling
+from quire.base.speculation import FORCED, NONE, parse_speculation
 from quire.base.text_config import PART_OF
 from quire.models.cache_files import weight_cache
 from quire.models.source import ModelSource
@@ -26,8 +27,9 @@ def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
     with torch."""
     cache, parallel = weight_cache(config.model.weight_cache), config.parallel
     on_cpu = config.device == "cpu" or not any(map(Path.exists, map(Path, GPUS)))
+    speculation = parse_speculation(config.speculative_config)
     is_simple = not (
-        config.speculative_config
+        (speculation is not None and speculation.method not in (FORCED, NONE))
         or config.logits_processors
         or config.deterministic
         or config.cache.stores

@@ -91,16 +91,15 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
 
 def _own_files() -> Iterator[tuple[str, int, int]]:
     """Tell quire's own files from those of another version: names, sizes and times of change."""
-    package = Path(quire.__file__).parent
-    for place, _, names in sorted(os.walk(package)):
-        for name in sorted(names):
-            if name.endswith(".py"):
-                facts = os.stat(os.path.join(place, name))
-                yield (
-                    os.path.relpath(os.path.join(place, name), package),
-                    facts.st_size,
-                    facts.st_mtime_ns,
-                )
+    package = str(Path(quire.__file__).parent)
+    folders = [package]
+    for folder in folders:
+        for entry in sorted(os.scandir(folder), key=lambda each: each.name):
+            if entry.name.endswith(".py"):
+                facts = entry.stat()
+                yield entry.path[len(package) :], facts.st_size, facts.st_mtime_ns
+            elif entry.is_dir() and not entry.name.startswith("_"):
+                folders.append(entry.path)
     facts = os.stat(needed_core().__file__)
     yield "core", facts.st_size, facts.st_mtime_ns
 

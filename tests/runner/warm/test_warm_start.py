@@ -1,0 +1,405 @@
+"""Starts without torch: the same tokens and blocks, to the bit, as starts with it; and torch as
+soon as somebody asks for what needs it."""
+
+import dataclasses
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.messages import Request
+from quire.base.plan import Plan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.engine.build import BuiltCore, build_core
+from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
+from quire.models.source import resolve_model
+from quire.ops.native import core
+from quire.runner.warm import start_file
+from quire.runner.warm.model import WarmModel
+from quire.runner.warm.start import path_for, start_warm
+from quire.runner.warm.warm_runner import WarmRunner
+from tests.models.checkpoints import random_tokens, write_checkpoint
+from tests.models.gguf_writer import Q8_0, convert
+from tests.updates import error_of, read
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+MAX_LEN = 64
+SIMPLE: dict[str, Any] = {"max_model_len": MAX_LEN, "block_size": 4, "max_num_seqs": 8}
+# Short of memory, and chunks of prompts: rows are preempted, begin again and share blocks.
+SHORT = SIMPLE | {"num_blocks": 18, "max_num_batched_tokens": 11}
+STEADY = ["llama", "gpt2", "gpt_oss", "gemma3", "qwen3_moe"]
+OTHERS = ["qwen2", "qwen3_moe_window", "phi3", "glm4", "gpt_neox", "opt", "olmo2"]
+OTHERS += ["smollm3_windows", "cohere2", "mixtral", "qwen2_moe", "granite", "mistral"]
+
+
+class Run:
+    """A core, and what its requests have got."""
+
+    def __init__(self, folder: Path, cache: Path, **settings: Any) -> None:
+        self.config = config_of(folder, cache, **settings)
+        self.built: BuiltCore = build_core(self.config, resolve_model(str(folder)), FakeClock())
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.updates: list[SequenceUpdate] = []
+        self._reader = StepReader()
+
+    def add(self, name: str, prompt: list[int], **params: Any) -> None:
+        given = {"max_tokens": 9, "ignore_eos": True} | params
+        made = Request(name, prompt, SamplingParams(**given), seed=5)
+        if "min_tokens" in params:
+            made.stop_token_ids = tuple(range(3, 90))
+        self.built.core.add(made)
+
+    def step(self) -> None:
+        for update in read(self._reader, self.built.core.step()):
+            self.tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
+            self.updates.append(update)
+        self.built.core.scheduler.check_invariants()
+
+    def finish(self) -> "Run":
+        while self.built.core.has_work:
+            self.step()
+        return self
+
+    def blocks(self) -> list[bytes]:
+        """All bytes of keys and values."""
+        model = self.built.core.executor._built  # type: ignore[attr-defined]
+        if isinstance(model, WarmModel):
+            return [each.tobytes() for each in model.runner.blocks.data]
+        memory = model.runner.backend._memory
+        return [kv.contiguous().view(-1).view(np_bytes()).numpy().tobytes() for kv in memory.kv]
+
+    @property
+    def warm(self) -> WarmModel | None:
+        model = self.built.core.executor._built  # type: ignore[attr-defined]
+        return model if isinstance(model, WarmModel) else None
+
+
+def np_bytes() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def config_of(folder: Path, cache: Path, **settings: Any) -> EngineConfig:
+    settings = {"model": str(folder), "weight_cache": str(cache), **SIMPLE, **settings}
+    num_blocks = settings.pop("num_blocks", None)
+    if num_blocks is not None:
+        probe = config_of(folder, Path("off"), **settings)
+        settings["kv_cache_memory_bytes"] = num_blocks * block_bytes(probe)
+    settings["weight_cache"] = "off" if str(cache) == "off" else str(cache)
+    return config_from_flat(disable_log_stats=True, **settings)
+
+
+def block_bytes(config: EngineConfig) -> int:
+    from quire.base.model_spec import load_spec
+    from quire.runner.derive import derive_config
+    from quire.runner.memory_plan import block_bytes_of
+
+    spec = load_spec(Path(config.model.model))
+    return sum(block_bytes_of(derive_config(config, spec, "cpu"), spec))
+
+
+def programs(run: Run, vocab: int, seed: int) -> Run:
+    """Requests of all plain kinds, which come while others run."""
+    numbers = random.Random(seed)
+    shared = random_tokens(17, seed=seed)[0]
+    for i in range(9):
+        prompt = shared[: numbers.randrange(1, 17)] + [numbers.randrange(3, vocab)]
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0.0},
+            {"temperature": 1.3, "seed": i},
+            {"temperature": 0.9, "top_k": 7, "top_p": 0.8, "seed": i},
+            {"temperature": 1.1, "min_p": 0.05, "n": 2},
+            {"temperature": 0.8, "n": 3, "top_p": 0.7},
+        ]
+        run.add(f"r{i}", prompt, max_tokens=numbers.randrange(1, 14), **kinds[i % len(kinds)])
+        for _ in range(numbers.randrange(4)):
+            run.step()
+    return run.finish()
+
+
+def assert_alike(folder: Path, cache: Path, vocab: int = 97, **settings: Any) -> None:
+    """Run with torch, then without, and compare."""
+    cold = programs(Run(folder, cache, **settings), vocab, 3)
+    warm = programs(Run(folder, cache, **settings), vocab, 3)
+    assert cold.warm is None and warm.warm is not None and not warm.warm.has_torch
+    assert warm.tokens == cold.tokens and len(cold.tokens) > 9
+    assert warm.blocks() == cold.blocks()
+
+
+def each_variant() -> list[Any]:
+    return [*STEADY, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+@pytest.mark.parametrize("name", each_variant())
+def test_tokens_and_blocks_are_those_of_a_start_with_torch(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", name)
+    assert_alike(tmp_path / "model", tmp_path / "cache", **SHORT)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4", "dtype": "bfloat16"},
+        {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+        {"dtype": "float16"},
+    ],
+    ids=lambda settings: " ".join(map(str, settings.values())),
+)
+def test_formats(settings: dict[str, Any], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", "qwen3")
+    assert_alike(tmp_path / "model", tmp_path / "cache", **SHORT, **settings)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", "llama")
+    path = convert(checkpoint.directory, tmp_path / "model.gguf", Q8_0)
+    settings = {key: value for key, value in SHORT.items() if key != "num_blocks"}
+    assert_alike(path, tmp_path / "cache", **settings, kv_cache_memory_bytes=1 << 16)
+
+
+# ---- what brings torch ---------------------------------------------------------------------------
+
+NUDGED: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": 3},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "penalties": {"presence_penalty": 0.7, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {40: 3.0, 41: -100.0}},
+    "least": {"min_tokens": 5},
+    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "xtc": {"xtc_probability": 0.7, "xtc_threshold": 0.01},
+    "named": {"logprobs": 0, "logprob_token_ids": [5, 6]},
+    "beams": {"use_beam_search": True, "n": 2, "beam_width": 3, "temperature": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A checkpoint, and a cache with its start."""
+    place = tmp_path_factory.mktemp("warm")
+    write_checkpoint(place / "model", "qwen3")
+    Run(place / "model", place / "cache")
+    yield place / "model", place / "cache"
+
+
+@pytest.mark.parametrize("name", NUDGED)
+def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> None:
+    """Rows of all plain kinds, among them forks, are under way when a request needs more."""
+    folder, cache = model
+
+    def run(cache: Path) -> Run:
+        made = Run(folder, cache)
+        first, second, third, fourth = random_tokens(9, 14, 5, 6, seed=2)
+        made.add("greedy", first, temperature=0.0)
+        made.add("random", second, temperature=1.2, top_k=9, seed=3)
+        made.add("forks", third, temperature=1.0, n=3)
+        for _ in range(4):
+            made.step()
+        assert made.warm is None or not made.warm.has_torch
+        made.add("more", fourth, **({"temperature": 1.0, "seed": 4} | NUDGED[name]))
+        made.step()
+        made.add("behind", first, temperature=0.7)
+        return made.finish()
+
+    cold, warm = run(Path("off")), run(cache)
+    assert warm.warm is not None and warm.warm.has_torch
+    assert warm.tokens == cold.tokens
+    for mine, theirs in zip(warm.updates, cold.updates, strict=True):
+        assert repr(mine) == repr(theirs)
+
+
+def test_heads_that_the_core_has_not(tmp_path: Path) -> None:
+    """Logits with a soft cap: such a model starts with torch each time."""
+    write_checkpoint(tmp_path / "model", "gemma2")
+    for _ in range(2):
+        run = Run(tmp_path / "model", tmp_path / "cache")
+        run.add("one", [4, 5, 6], temperature=0.0)
+        assert run.finish().warm is None and len(run.tokens["one", 0]) == 9
+
+
+def test_a_grammar_brings_torch() -> None:
+    """Through `LLM`, since a grammar needs a tokenizer; what was under way ends as it would."""
+    code = """
+import sys
+from quire import LLM, SamplingParams, StructuredOutputsParams
+with LLM("demo", max_model_len=64, disable_log_stats=True) as llm:
+    plain = llm.generate(["The fox"], SamplingParams(max_tokens=5, temperature=0.0), use_tqdm=False)
+    before = "torch" in sys.modules
+    regex = StructuredOutputsParams(regex="[a-c]{4}")
+    asked = SamplingParams(max_tokens=8, temperature=0.0, structured_outputs=regex)
+    both = llm.generate(["The fox", "a"], [SamplingParams(max_tokens=5, temperature=0.0), asked],
+                        use_tqdm=False)
+    assert both[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
+    assert len(both[1].outputs[0].text) == 4, both[1].outputs[0].text
+    print(before, "torch" in sys.modules)
+"""
+    run_python(
+        "from quire import LLM\nLLM('demo', max_model_len=64, disable_log_stats=True).close()"
+    )
+    assert run_python(code) == "False True\n"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_second_answer_needs_no_torch() -> None:
+    code = """
+import sys
+from quire.cli.main import main
+main(["generate", "Hello", "--max-tokens", "3", "--max-model-len", "100"])
+print("torch" in sys.modules)
+"""
+    first, second = run_python(code), run_python(code)
+    assert first.endswith("True\n") and second.endswith("False\n")
+    assert first.splitlines()[:-1] == second.splitlines()[:-1]
+
+
+# ---- when a step fails ---------------------------------------------------------------------------
+
+
+def test_a_step_that_is_repeated_forks_once(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try fails when all is done but the counters."""
+    folder, cache = model
+    step, failed = WarmRunner._step, set[int]()
+
+    def troubled(self: WarmRunner, plan: Plan) -> Any:
+        computed = self.rows.arrays.computed_R.copy()
+        found = step(self, plan)
+        if plan.step_id not in failed:
+            failed.add(plan.step_id)
+            self.rows.arrays.computed_R[:] = computed
+            raise RuntimeError("made to fail")
+        return found
+
+    wanted = programs(Run(folder, cache, **SHORT), 97, 4).tokens
+    monkeypatch.setattr(WarmRunner, "_step", troubled)
+    assert programs(Run(folder, cache, **SHORT), 97, 4).tokens == wanted
+    assert len(failed) > 5
+
+
+def test_logits_that_are_not_finite(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their row fails, with a reason; the others go on."""
+    folder, cache = model
+    logits = WarmRunner._logits
+
+    def poisoned(self: WarmRunner, hidden_ND: Any) -> Any:
+        found = logits(self, hidden_ND)
+        found[0, 3] = np.nan
+        return found
+
+    run = Run(folder, cache)
+    monkeypatch.setattr(WarmRunner, "_logits", poisoned)
+    run.add("first", [4, 5, 6], temperature=0.0)
+    run.add("second", [7, 8, 9], temperature=0.0)
+    run.step()
+    monkeypatch.undo()
+    run.finish()
+    errors = {update.request_id: error_of(update) for update in run.updates}
+    assert "not finite" in errors["first"] and errors["second"] == ""
+    assert len(run.tokens["second", 0]) == 9
+
+
+# ---- what is kept, and for whom ------------------------------------------------------------------
+
+
+def warm_of(folder: Path, cache: Path, **settings: Any) -> WarmModel | None:
+    return start_warm(config_of(folder, cache, **settings), resolve_model(str(folder)))
+
+
+def test_whose_start_it_is(model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, cache = model
+    assert warm_of(folder, cache) is not None
+    for settings in (
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"speculative_config": '{"method": "ngram"}'},
+        {"attention_backend": "torch"},
+        {"pipeline_depth": 2},
+        {"kv_host_gb": 0.01},
+    ):
+        assert warm_of(folder, cache, **settings) is None, settings
+    own = list(start_file._own_files())
+    assert any(name == "/runner/warm/rows.py" for name, _, _ in own)
+    monkeypatch.setattr(start_file, "_own_files", lambda: iter([*own[1:], ("x.py", 1, 1)]))
+    assert warm_of(folder, cache) is None
+
+
+def test_a_changed_checkpoint_starts_anew(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "model", tmp_path / "cache"
+    write_checkpoint(folder, "llama")
+    Run(folder, cache)
+    assert warm_of(folder, cache) is not None
+    write_checkpoint(folder, "llama", "10KB")
+    assert warm_of(folder, cache) is None
+
+
+@pytest.mark.parametrize("what", ["start", "weights", "no weights", "nothing"])
+def test_damage_is_no_start(
+    what: str, model: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, cache = model[0], tmp_path / "cache"
+    Run(folder, cache)
+    (start,), (weights,) = cache.glob(f"*{STARTS}"), cache.glob(f"*{WEIGHTS}")
+    if what == "start":
+        raw = bytearray(start.read_bytes())
+        raw[100] ^= 255
+        start.write_bytes(raw)
+    elif what == "weights":
+        weights.write_bytes(weights.read_bytes()[:-1])
+    elif what == "no weights":
+        weights.unlink()
+    assert (warm_of(folder, cache) is None) == (what != "nothing")
+    assert ("is not used" in caplog.text) == (what in ("start", "weights"))
+    again = Run(folder, cache).finish()
+    assert (again.warm is None) == (what != "nothing")
+
+
+def test_random_weights_are_not_kept(model: tuple[Path, Path], tmp_path: Path) -> None:
+    config = config_of(model[0], tmp_path, load_format="dummy")
+    assert path_for(config, resolve_model(str(model[0]))) is None
+    assert weight_cache("off") is None
+    assert path_for(config_of(model[0], Path("off")), resolve_model(str(model[0]))) is None
+
+
+def test_memory_is_taken_over(model: tuple[Path, Path]) -> None:
+    """The whole runner's blocks and rows are where they were."""
+    run = Run(*model)
+    assert run.warm is not None
+    run.add("plain", [3, 4, 5, 6, 7], temperature=0.0, max_tokens=20)
+    run.step()
+    run.add("more", [3, 4, 5], temperature=0.0, logprobs=1, max_tokens=2)
+    run.finish()
+    whole = run.warm._whole
+    assert whole is not None
+    rows, memory = whole.runner.rows.state, whole.runner.backend._memory  # type: ignore[attr-defined]
+    assert rows.tokens_RM.data_ptr() == run.warm.runner.rows.arrays.tokens_RM.ctypes.data
+    assert memory.kv[0].data_ptr() == run.warm.runner.blocks.data[0].ctypes.data
+    assert whole.memory == run.built.memory
+
+
+def test_a_result_says_how_long_it_took(model: tuple[Path, Path]) -> None:
+    warm = warm_of(*model)
+    assert warm is not None
+    found: StepResult = warm.run(Plan(step_id=3))
+    assert found.step_id == 3 and found.duration_s > 0 and found.token_ids.shape == (0, 1)
+    assert dataclasses.asdict(found)["error"] is None
