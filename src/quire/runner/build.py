@@ -79,6 +79,15 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
+class Pools:
+    """How many blocks there are, by cache group, also of host memory, and what is there of them."""
+
+    num_blocks: tuple[int, ...]
+    host_limits: tuple[int, ...] | None = None
+    taken: Taken | None = None
+
+
+@dataclass(frozen=True)
 class BuiltRunner:
     """A runner and what it was made from. config: with all derived values filled in."""
 
@@ -197,16 +206,14 @@ def build_runner(
         model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
-    if taken is not None:
-        memory = taken.plan
-    elif device.type == "cpu":
-        memory = plan_cpu_memory(config, spec, weights, free)
+    if device.type == "cpu":
+        memory = plan_cpu_memory(config, spec, weights, free) if taken is None else taken.plan
     else:
 
         def make(
             config: EngineConfig, num_blocks: tuple[int, ...]
         ) -> tuple[ModelRunner, DraftPasses | None]:
-            runner = _assemble(config, spec, device, model, place, num_blocks)
+            runner = _assemble(config, spec, device, model, place, Pools(num_blocks))
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
@@ -215,11 +222,11 @@ def build_runner(
     config = with_length(config, memory.max_model_len)
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
-    runner = _assemble(config, spec, device, model, place, memory.num_blocks, host, scales, taken)
+    pools = Pools(memory.num_blocks, host, taken)
+    runner = _assemble(config, spec, device, model, place, pools, scales)
     runner.pooler = _pooler(config, source, spec, device)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
-    name = runner.backend.name
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
     if device.type == "cpu" and share.is_whole and host is None:
         keep_start(asked, source, spec, runner.model, weights, rate)
@@ -230,7 +237,7 @@ def build_runner(
         memory,
         dtype,
         device,
-        name,
+        runner.backend.name,
         rate,
         host,
         draft,
@@ -306,13 +313,12 @@ def _assemble(
     device: torch.device,
     model: DecoderModel,
     place: RankPlace,
-    num_blocks: tuple[int, ...],
-    host_limits: tuple[int, ...] | None = None,
+    pools: Pools,
     scales: Scales | None = None,
-    taken: Taken | None = None,
 ) -> ModelRunner:
+    num_blocks, taken = pools.num_blocks, pools.taken
     cache, dtype = config.cache, torch_dtype(config.model.dtype)
-    limits = host_limits or (0,) * len(num_blocks)
+    limits = pools.host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
     size, kv_format = cache.block_size, cache.kv_cache_dtype
     num_blocks = with_spare_blocks(config, spec, num_blocks)

@@ -1,5 +1,6 @@
 """Starts without torch: the same tokens and blocks, to the bit, as starts with it; and torch as
-soon as somebody asks for what needs it."""
+soon as somebody asks for what needs it. Covers `runner/warm/keep.py`, `runner/warm/start_file.py`
+and the rest of its folder."""
 
 import dataclasses
 import random
@@ -23,8 +24,9 @@ from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.models.source import resolve_model
 from quire.ops.native import core
 from quire.runner.warm import start_file
+from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import WarmModel
-from quire.runner.warm.start import path_for, start_warm
+from quire.runner.warm.start import start_warm
 from quire.runner.warm.warm_runner import WarmRunner
 from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert
@@ -54,10 +56,9 @@ class Run:
 
     def add(self, name: str, prompt: list[int], **params: Any) -> None:
         given = {"max_tokens": 9, "ignore_eos": True} | params
-        made = Request(name, prompt, SamplingParams(**given), seed=5)
-        if "min_tokens" in params:
-            made.stop_token_ids = tuple(range(3, 90))
-        self.built.core.add(made)
+        stops = tuple(range(3, 90)) if "min_tokens" in params else ()
+        asked = SamplingParams(**given)
+        self.built.core.add(Request(name, prompt, asked, seed=5, stop_token_ids=stops))
 
     def step(self) -> None:
         for update in read(self._reader, self.built.core.step()):

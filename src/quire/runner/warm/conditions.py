@@ -1,0 +1,44 @@
+"""Which starts can do without torch."""
+
+from pathlib import Path
+
+from quire.base.cache_group import FULL, WINDOW
+from quire.base.config import EngineConfig
+from quire.base.model_spec import QUIRE, ModelSpec
+from quire.base.speculation import FORCED, NONE, parse_speculation
+from quire.base.text_config import PART_OF
+from quire.models.cache_files import weight_cache
+from quire.models.source import ModelSource
+from quire.ops.native import core
+from quire.runner.warm.start_file import start_path
+
+GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices that torch may find a GPU behind
+
+
+def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
+    """Return where the start of an engine with these settings is kept; None if it has to be one
+    with torch."""
+    cache, parallel = weight_cache(config.model.weight_cache), config.parallel
+    on_cpu = config.device == "cpu" or not any(map(Path.exists, map(Path, GPUS)))
+    speculation = parse_speculation(config.speculative_config)
+    is_simple = not (
+        (speculation is not None and speculation.method not in (FORCED, NONE))
+        or config.logits_processors
+        or config.deterministic
+        or config.cache.stores
+        or config.cache.kv_host_gb
+        or parallel.has_rank_processes
+        or (config.scheduler.pipeline_depth or 1) > 1
+    )
+    is_served = config.attention_backend in ("auto", "cpu") and config.device != "cuda"
+    is_served = is_served and config.cache.kv_cache_dtype in ("auto", "int8")
+    if cache is None or core() is None or not (on_cpu and is_simple and is_served):
+        return None
+    return start_path(cache, config, source)
+
+
+def can_be_kept(spec: ModelSpec) -> bool:
+    """Tell whether a start with such a model, of quire's own classes, can do without torch."""
+    kinds = {group.kind for group in spec.cache_groups}
+    is_own = spec.implementation == QUIRE and PART_OF not in spec.raw
+    return is_own and spec.pooling is None and kinds <= {FULL, WINDOW}
