@@ -7,23 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.pages import HUGE_PAGE, aligned, forget, huge_pages
+from quire.ops.pages import HUGE_PAGE, aligned, forget, huge_pages, zeros
 
 CHUNK_BYTES = 64 << 20
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU the operating system hands out each page, in most cases a large one, when it
-    is first written, so a KV pool costs neither time nor memory before it is used. They begin at a
-    line of the cache or, if they are many, at a large page: numpy's own begin 16 bytes behind one,
-    where every vector and every block of a pool would stand in one more line, or page."""
+    """Zeros, on a CPU those of `zeros`."""
     if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
-    alignment = ALIGNMENT if size < HUGE_PAGE else HUGE_PAGE
-    memory = torch.from_numpy(np.zeros(size + alignment, np.uint8))
-    start = -memory.data_ptr() % alignment
-    return memory[start : start + size].view(dtype).view(shape)
+    return torch.from_numpy(zeros(size)).view(dtype).view(shape)
 
 
 def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -9,6 +9,9 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64  # a vector of AVX-512, a line of the cache
 # Linux has these:
@@ -20,6 +23,17 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
     """The next multiple of the alignment."""
     return -(-num_bytes // alignment) * alignment
+
+
+def zeros(num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return zeros. The operating system hands out each page, in most cases a large one, when it is
+    first written, so a KV pool costs neither time nor memory before it is used. They begin at a
+    line of the cache or, if they are many, at a large page: numpy's own begin 16 bytes behind one,
+    where every vector and every block of a pool would stand in one more line, or page."""
+    alignment = ALIGNMENT if num_bytes < HUGE_PAGE else HUGE_PAGE
+    memory = np.zeros(num_bytes + alignment, np.uint8)
+    start = -memory.ctypes.data % alignment
+    return memory[start : start + num_bytes]
 
 
 def huge_pages(num_bytes: int) -> mmap.mmap:

@@ -12,6 +12,7 @@ from quire.base.model_spec import DTYPE_BYTES
 from quire.ops.attention.kv_shape import kv_shape
 from quire.ops.native import needed_core
 from quire.ops.native_types import CoreKV
+from quire.ops.pages import zeros
 
 Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
@@ -47,7 +48,7 @@ class WarmBlocks:
             kv_shape(group, num, block_size, kv_format)
             for group, num in zip(groups, num_blocks, strict=True)
         ]
-        self.data = [np.zeros(math.prod(shape) * size, np.uint8) for shape in shapes]
+        self.data = [zeros(math.prod(shape) * size) for shape in shapes]
         self._blocks = [
             data.reshape(*shape[:4], -1) for data, shape in zip(self.data, shapes, strict=True)
         ]
