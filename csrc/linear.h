@@ -49,6 +49,11 @@ struct PackedWeight {
     bool has_groups() const { return parts().scales != Scales::kNone; }
     // Whether activations become int8, with a scale per group.
     bool rounds_activations() const { return has_groups() && parts().values != Values::kFloat8; }
+    // Whether those scales are rounded up to a power of two or 1.5 times one, which costs little beside
+    // weights of less than 8 bits: a product of scales then needs no multiplication.
+    bool rounds_scales() const {
+        return rounds_activations() && parts().values != Values::kInt8;
+    }
     const int32_t* order() const;  // null where inputs come as they are
 };
 
@@ -93,8 +98,12 @@ struct MutableMatrix {
     operator Matrix() const { return {element, rows, columns, stride, data}; }
 };
 
+// What sums of activations are multiplied by. bias: what is added to the weight's integers as they are
+// stored; what that adds to a group is taken away where its products begin.
+inline int32_t sum_factor(int32_t bias) { return bias == 0 ? 1 : -bias; }
+
 // Activations as the multiplication reads them. values: float32, bfloat16 or int8, `stride` bytes
-// between rows. Of int8: scales[T, groups], and sums[T, groups] of the integers.
+// between rows. Of int8: scales[T, groups], and sums[T, groups] of the integers, times sum_factor.
 struct Operand {
     int64_t rows;
     int64_t stride;
@@ -122,7 +131,7 @@ struct LinearKernels {
     // Bytes of one row's operand; 0 if it is the row itself.
     int64_t (*operand_bytes)(const PackedWeight& weight, const Matrix& x);
     // Rows [begin, end) of x become rows of the operand. int8 are rounded to nearest; each group's
-    // largest magnitude is 127.
+    // largest magnitude is 127, or where scales are rounded 85 to 127.
     void (*prepare)(const MutableOperand& operand, const PackedWeight& weight, const Matrix& x,
                     int64_t begin, int64_t end);
     // All rows of the outputs of panels [begin, end). bias: [N] of out's element, or null.

@@ -33,7 +33,7 @@ void add_group_sums(float* acc, const int32_t* sums, const Operand& x, int64_t r
     int64_t at = row * part.num_groups + part.first + g;
     for (int64_t r = 0; r < rows; ++r, at += part.num_groups) {
         const typename Isa::F scale = Isa::all(x.scales[at]);
-        const typename Isa::I start = Isa::all(kBias ? -part.bias * x.sums[at] : 0);
+        const typename Isa::I start = Isa::all(kBias ? x.sums[at] : 0);
         unrolled<kVectors>(QUIRE_EACH(v) {
             typename Isa::I sum = Isa::load_words(sums + v * Isa::kLanes);
             if constexpr (kBias) sum += start;
@@ -42,7 +42,7 @@ void add_group_sums(float* acc, const int32_t* sums, const Operand& x, int64_t r
             total = Isa::fma(Isa::to_float(sum), Isa::times(scales[v], scale), total);
             if constexpr (kOffsets) {
                 const typename Isa::F offset = Isa::load(factors + offsets + v * Isa::kLanes);
-                total = add_offset(total, offset, x, at);
+                total = add_offset(total, offset, x, at, part.bias);
             }
             Isa::store(place, total);
         });

@@ -80,6 +80,11 @@ struct Isa {
     static inline I high_nibbles(I words) { return (words >> 4) & 0x0F0F0F0F; }
     static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static inline F times(F a, F b) { return a * b; }
+    // Times the power of two at or below `scale` (or 0, or what is not finite), with the bits of `times`,
+    // but not on the ports that dots need.
+    static inline F times_power(F a, F scale) {
+        return _mm512_scalef_ps(a, _mm512_getexp_ps(scale));
+    }
     static inline F to_float(I values) { return __builtin_convertvector(values, F); }
     static inline I dot_bytes(I sum, I w, I x) {
         return words_of(_mm512_dpbusd_epi32(raw(sum), raw(w), raw(x)));

@@ -71,11 +71,12 @@ constexpr int64_t kFactorGroups = 32;  // whole blocks of nested factors
 // As float32 [groups, kPanel] for tiles of several rows, which need not know their forms.
 struct PlainFactors {
     alignas(64) float scales[kFactorGroups * kPanel];
+    alignas(64) float raised[kFactorGroups * kPanel];  // 1.5 times the scales, where they are asked for
     alignas(64) float offsets[kFactorGroups * kPanel];
 };
 
 // Of `count` groups from the block on that begins there. Asks for those that stand `ahead` bytes on.
-template <WeightFormat kFormat>
+template <WeightFormat kFormat, bool kRaises = false>
 void decode_factors(PlainFactors& out, const PanelLayout& layout, const uint8_t* block,
                     int64_t count, int64_t ahead) {
     using Own = Factors<kFormat>;
@@ -90,6 +91,10 @@ void decode_factors(PlainFactors& out, const PanelLayout& layout, const uint8_t*
                 load_headers<Own>(outer, block, lane);
                 const typename Isa::F scale = Own::scales(at + lane * Own::kScaleBytes, outer[0]);
                 Isa::store(out.scales + i * kPanel + lane, scale);
+                if constexpr (kRaises) {
+                    const typename Isa::F raised = Isa::times(scale, Isa::all(1.5f));
+                    Isa::store(out.raised + i * kPanel + lane, raised);
+                }
                 if constexpr (Own::kHasOffsets) {
                     const uint8_t* from = at + kPanel * Own::kScaleBytes + lane * Own::kOffsetBytes;
                     Isa::store(out.offsets + i * kPanel + lane, Own::offsets(from, scale, outer[1]));

@@ -18,7 +18,7 @@ constexpr bool takes_half_tiles(int64_t rows) { return rows > Isa::kTileRows; }
 // each block_groups of them, but the first, stand `gap` bytes. bias: what was added to integers.
 struct HalfGroups {
     int64_t num_groups, first, groups, inputs, block_groups, gap;
-    const float *scales, *offsets;  // [groups, kPanel]
+    const float *scales, *offsets;  // [groups, kPanel], of PlainFactors
     int32_t bias;
 };
 
@@ -50,6 +50,27 @@ struct RowPointers {
     }
 };
 
+// What a tile reads. Formats whose bytes are hard to get at are unpacked first, once for all rows.
+template <class Weight>
+using HalfWeight = std::conditional_t<kTakesTurns<Weight>, Int8Weight, Weight>;
+
+// How the sums of a group begin and end; formats that share it share the code. biased: whether sums begin
+// with what takes the bias away. rounds: whether activations' scales are rounded.
+template <class W, bool biased, bool offsets, bool rounds>
+struct HalfSums {
+    using Weight = W;
+    static constexpr bool kIsBiased = biased, kHasOffsets = offsets, kRoundsScales = rounds;
+};
+
+template <WeightFormat kFormat>
+struct HalfSumsOf {
+    static constexpr FormatParts kParts = parts_of(kFormat);
+    static constexpr bool kIsInt8 = kParts.values == Values::kInt8;
+    static constexpr int32_t kBias = kIsInt8 ? Isa::kInt8Offset : kParts.bias;
+    using Type = HalfSums<HalfWeight<typename WeightOf<kParts.values>::Type>, kBias != 0,
+                          kParts.offsets != Offsets::kNone, !kIsInt8>;
+};
+
 // sums += the products of a step.
 template <class Weight, int kRows>
 QUIRE_INLINE void add_half_step(typename Isa::I (&sums)[kRows][kHalfVectors], const uint8_t* w,
@@ -67,13 +88,30 @@ QUIRE_INLINE void add_half_step(typename Isa::I (&sums)[kRows][kHalfVectors], co
     });
 }
 
+// What the sums of a group begin with, of one row.
+template <class Sums>
+QUIRE_INLINE typename Isa::I half_start(const uint8_t* row_sum) {
+    if constexpr (Sums::kIsBiased) return Isa::all_word(row_sum);
+    return Isa::all(0);
+}
+
+// Scales of weights, which stand in PlainFactors, times one of activations, with the bits of `times`.
+template <class Sums>
+QUIRE_INLINE typename Isa::F times_scale(const float* own, float scale) {
+    if constexpr (!Sums::kRoundsScales) return Isa::times(Isa::load(own), Isa::all(scale));
+    constexpr int64_t kRaised = offsetof(PlainFactors, raised) - offsetof(PlainFactors, scales);
+    const int64_t is_raised = (bits_of(scale) & kScaleBit) / kScaleBit;
+    const auto* from = reinterpret_cast<const uint8_t*>(own) + is_raised * kRaised;
+    return Isa::times_power(Isa::load(from), Isa::all(scale));
+}
+
 // totals += what the sums of a group come to, with the bits of add_sum and add_offset. The offsets stand
-// `offsets` numbers behind the scales of its outputs.
-template <bool kOffsets, int kRows>
+// `offsets` numbers behind the scales of its outputs; inverse: one over the factor in row_sums.
+template <class Sums, int kRows>
 QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
                              const typename Isa::I (&sums)[kRows][kHalfVectors],
                              const RowPointers<kRows>& row_scales, const RowPointers<kRows>& row_sums,
-                             const float* scales, int64_t offsets) {
+                             const float* scales, int64_t offsets, float inverse) {
     unrolled<kRows>(QUIRE_EACH(r) {
         float scale;
         int32_t sum;
@@ -81,10 +119,10 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
         std::memcpy(&sum, row_sums.template at<r>(), sizeof sum);
         unrolled<kHalfVectors>(QUIRE_EACH(v) {
             const float* from = scales + v * Isa::kLanes;
-            const typename Isa::F factor = Isa::times(Isa::load(from), Isa::all(scale));
-            totals[r][v] = Isa::fma(Isa::to_float(sums[r][v]), factor, totals[r][v]);
-            if constexpr (kOffsets) {
-                const typename Isa::F times = Isa::all(scale * static_cast<float>(sum));
+            const typename Isa::F both = times_scale<Sums>(from, scale);
+            totals[r][v] = Isa::fma(Isa::to_float(sums[r][v]), both, totals[r][v]);
+            if constexpr (Sums::kHasOffsets) {
+                const typename Isa::F times = Isa::all(scale * (static_cast<float>(sum) * inverse));
                 totals[r][v] = Isa::fma(Isa::load(from + offsets), times, totals[r][v]);
             }
         });
@@ -92,9 +130,10 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
 }
 
 // acc [rows, kPanel]: where totals of half of the vectors wait between chunks.
-template <class Weight, bool kOffsets, int kRows>
+template <class Sums, int kRows>
 void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
                const uint8_t* w, Stream stream) {
+    using Weight = typename Sums::Weight;
     typename Isa::F totals[kRows][kHalfVectors];
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kHalfVectors>(QUIRE_EACH(v) {
@@ -108,14 +147,13 @@ void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part
     RowPointers<kRows> row_sums(x.sums + own, part.num_groups * 4);
     const float* factors = part.scales + lane;
     const int64_t offsets = part.offsets - part.scales, steps = part.inputs / Weight::kDepth;
-    const int32_t bias = -part.bias;
+    const float inverse = inverse_factor(part.bias);
     int64_t left = part.block_groups;
     for (int64_t g = part.groups; g > 0; --g) {
         typename Isa::I sums[kRows][kHalfVectors];
         unrolled<kRows>(QUIRE_EACH(r) {
-            int32_t sum;
-            std::memcpy(&sum, row_sums.template at<r>(), sizeof sum);
-            unrolled<kHalfVectors>(QUIRE_EACH(v) { sums[r][v] = Isa::all(bias * sum); });
+            const typename Isa::I start = half_start<Sums>(row_sums.template at<r>());
+            unrolled<kHalfVectors>(QUIRE_EACH(v) { sums[r][v] = start; });
         });
         for (int64_t s = steps; s > 0; --s) {
             __builtin_prefetch(stream.next, 0, 2);
@@ -131,7 +169,7 @@ void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part
             w += part.gap;
             left = part.block_groups;
         }
-        add_groups<kOffsets>(totals, sums, scales, row_sums, factors, offsets);
+        add_groups<Sums>(totals, sums, scales, row_sums, factors, offsets, inverse);
         factors += kPanel;
         scales.move(4);
         row_sums.move(4);
@@ -142,20 +180,16 @@ void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part
     });
 }
 
-template <class Weight, bool kOffsets>
+template <class Sums>
 void half_tile(int64_t rows, float* acc, const Operand& x, int64_t row, const HalfGroups& part,
                int64_t lane, const uint8_t* w, Stream stream) {
     switch (rows) {
-        case 3: return half_tile<Weight, kOffsets, 3>(acc, x, row, part, lane, w, stream);
-        case 4: return half_tile<Weight, kOffsets, 4>(acc, x, row, part, lane, w, stream);
-        case 5: return half_tile<Weight, kOffsets, 5>(acc, x, row, part, lane, w, stream);
-        default: return half_tile<Weight, kOffsets, 6>(acc, x, row, part, lane, w, stream);
+        case 3: return half_tile<Sums, 3>(acc, x, row, part, lane, w, stream);
+        case 4: return half_tile<Sums, 4>(acc, x, row, part, lane, w, stream);
+        case 5: return half_tile<Sums, 5>(acc, x, row, part, lane, w, stream);
+        default: return half_tile<Sums, 6>(acc, x, row, part, lane, w, stream);
     }
 }
-
-// What a tile reads. Formats whose bytes are hard to get at are unpacked first, once for all rows.
-template <class Weight>
-using HalfWeight = std::conditional_t<kTakesTurns<Weight>, Int8Weight, Weight>;
 
 constexpr int64_t kUnpackedBytes = 32 * 1024;
 
@@ -180,10 +214,11 @@ void unpack_bytes(uint8_t* to, const PanelLayout& layout, const uint8_t* block, 
 
 // All tiles of some groups, whose values begin at w. next: of `next_bytes` that will be read later each
 // tile asks memory for a part while it computes.
-template <class Weight, bool kOffsets>
+template <class Sums>
 void half_tiles(float* acc, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
                 const uint8_t* w, const uint8_t* next, int64_t next_bytes) {
     static_assert(Isa::kTileRows == 6);  // so, from 7 rows on, a tile has 3 to 6
+    using Weight = typename Sums::Weight;
     const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows, units = 2 * tiles;
     const int64_t steps = part.inputs / Weight::kDepth;
     const int64_t own_bytes = up(next_bytes / part.groups, units), even = up(own_bytes, steps);
@@ -192,8 +227,8 @@ void half_tiles(float* acc, const Operand& x, int64_t row, int64_t rows, const H
         const int64_t tile = unit / 2, vector = unit % 2 * kHalfVectors, lane = vector * Isa::kLanes;
         const int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
         const Stream stream{next + unit * (next_bytes / units), step, rest};
-        half_tile<Weight, kOffsets>(end - first, acc + first * kPanel + lane, x, row + first, part, lane,
-                                    w + vector * Weight::kVectorBytes, stream);
+        half_tile<Sums>(end - first, acc + first * kPanel + lane, x, row + first, part, lane,
+                        w + vector * Weight::kVectorBytes, stream);
     }
 }
 
@@ -202,8 +237,8 @@ template <WeightFormat kFormat>
 void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
                 int64_t row, int64_t rows, const uint8_t* w) {
     using Stored = typename WeightOf<parts_of(kFormat).values>::Type;
-    using Weight = HalfWeight<Stored>;
-    constexpr bool kOffsets = Factors<kFormat>::kHasOffsets, kUnpacks = kTakesTurns<Stored>;
+    using Sums = typename HalfSumsOf<kFormat>::Type;
+    constexpr bool kUnpacks = kTakesTurns<Stored>;
     const int64_t most = chunk_groups(layout, rows > kFetchRows ? rows : kFetchRows);
     const int64_t unpacked = kUnpackedBytes / (layout.block_groups * weight.group * kPanel);
     const int64_t fitting = unpacked * layout.block_groups;
@@ -213,7 +248,7 @@ void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layou
     for (int64_t g = 0; g < layout.groups; g += chunk) {
         const int64_t count = layout.groups - g < chunk ? layout.groups - g : chunk;
         const uint8_t *block = w + layout.block(g), *values = block + layout.factor_bytes;
-        decode_factors<kFormat>(factors, layout, block, count, layout.bytes);
+        decode_factors<kFormat, Sums::kRoundsScales>(factors, layout, block, count, layout.bytes);
         HalfGroups part{layout.groups,        g,
                         count,                weight.group,
                         layout.block_groups,  layout.factor_bytes,
@@ -226,7 +261,7 @@ void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layou
             part.gap = 0;
         }
         const int64_t next_bytes = count / layout.block_groups * layout.block_bytes;
-        half_tiles<Weight, kOffsets>(acc, x, row, rows, part, values, block + layout.bytes, next_bytes);
+        half_tiles<Sums>(acc, x, row, rows, part, values, block + layout.bytes, next_bytes);
     }
 }
 

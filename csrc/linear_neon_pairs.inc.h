@@ -158,7 +158,8 @@ QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Grou
             float32x4_t total = part.first + i == 0 ? Isa::zero() : Isa::load(place);
             total = add_sum<Int8Weight>(total, sum, scale, x, own);
             if constexpr (kOffsets) {
-                total = add_offset(total, Isa::load(factors.offsets + from), x, own);
+                const float32x4_t offset = Isa::load(factors.offsets + from);
+                total = add_offset(total, offset, x, own, part.bias);
             }
             Isa::store(place, total);
         });

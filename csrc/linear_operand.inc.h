@@ -4,6 +4,8 @@
 namespace quire {
 namespace {
 
+constexpr int32_t kScaleBit = 1 << 22;  // of a float32: the highest bit of its mantissa
+
 constexpr bool kReadsBfloat16 = sizeof(typename Bfloat16Weight::X) == 2;
 
 bool reads_bfloat16(const PackedWeight& weight) {
@@ -46,17 +48,21 @@ int64_t operand_bytes(const PackedWeight& weight, const Matrix& x) {
     return even(x.columns) * 4;
 }
 
-// To int8, to the nearest. Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
+// The bits of the largest magnitude.
 template <class T>
-QUIRE_INLINE void quantise_inputs(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t count) {
+QUIRE_INLINE int32_t peak_of(const T* x, int64_t count) {
     int32_t peak = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t magnitude = bits_of(widen(x[i])) & 0x7FFFFFFF;
         peak = magnitude > peak ? magnitude : peak;
     }
-    // Below this the inverse would overflow, and all values round to nothing anyway.
-    const float largest = float_of(peak), inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;
-    scale = largest / 127.0f;
+    return peak;
+}
+
+// To int8, to the nearest. Adding 1.5 * 2^23 leaves the rounded number in the lowest bits. Returns what
+// they add up to.
+template <class T>
+QUIRE_INLINE int32_t round_inputs(int8_t* out, const T* x, int64_t count, float inverse) {
     int32_t total = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t bits = bits_of(widen(x[i]) * inverse + 12582912.0f);
@@ -64,38 +70,82 @@ QUIRE_INLINE void quantise_inputs(int8_t* out, float& scale, int32_t& sum, const
         out[i] = value;
         total += value;
     }
-    sum = total;
+    return total;
 }
 
-// The compiler unrolls the usual groups, which takes a third of the time.
-template <class T>
-void quantise_group(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t count) {
-    switch (count) {
-        case 16: return quantise_inputs(out, scale, sum, x, 16);
-        case 32: return quantise_inputs(out, scale, sum, x, 32);
-        case 64: return quantise_inputs(out, scale, sum, x, 64);
-        case 128: return quantise_inputs(out, scale, sum, x, 128);
-        default: quantise_inputs(out, scale, sum, x, count);
+// Calls each(g, count) for the groups that `inputs` fill, the last one perhaps in part. The compiler
+// unrolls the usual groups, which takes half of the time.
+template <class Each>
+QUIRE_INLINE void for_groups(int64_t group, int64_t inputs, const Each& each) {
+    const int64_t whole = inputs / group;
+    const auto all = [&](auto count) __attribute__((always_inline)) {
+        for (int64_t g = 0; g < whole; ++g) each(g, count);
+    };
+    switch (group) {
+        case 16: all(std::integral_constant<int64_t, 16>{}); break;
+        case 32: all(std::integral_constant<int64_t, 32>{}); break;
+        case 64: all(std::integral_constant<int64_t, 64>{}); break;
+        case 128: all(std::integral_constant<int64_t, 128>{}); break;
+        default: all(group);
     }
+    if (whole * group < inputs) each(whole, inputs - whole * group);
+}
+
+// A scale, rounded up to a single bit of mantissa; what is not finite stays so.
+QUIRE_INLINE float rounded_scale(float scale) {
+    constexpr int32_t kRest = kScaleBit - 1, kInfinite = 0x7F800000;
+    const int32_t bits = bits_of(scale);
+    return float_of(bits >= kInfinite ? bits : (bits + kRest) & ~kRest);
+}
+
+// Groups of a row whose scales are found together, so that divisions do not wait for one another.
+constexpr int64_t kQuantisedGroups = 32;
+
+// `inputs` of a row, at most kQuantisedGroups groups of them. factor: that of the sums.
+template <class T>
+void quantise_groups(int8_t* out, float* scales, int32_t* sums, const T* x, int64_t inputs,
+                     int64_t group, bool rounds_scales, int32_t factor) {
+    float inverses[kQuantisedGroups];
+    for_groups(group, inputs, [&](int64_t g, auto count) __attribute__((always_inline)) {
+        scales[g] = float_of(peak_of(x + g * group, count));
+    });
+    const int64_t groups = (inputs + group - 1) / group;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float largest = scales[g], best = largest / 127.0f;
+        const float scale = rounds_scales ? rounded_scale(best) : best;
+        const float inverse = rounds_scales ? 1.0f / scale : 127.0f / largest;
+        scales[g] = scale;
+        // Below this the inverse would overflow, and all values round to nothing anyway.
+        inverses[g] = largest < 1e-30f ? 0.0f : inverse;
+    }
+    for_groups(group, inputs, [&](int64_t g, auto count) __attribute__((always_inline)) {
+        sums[g] = factor * round_inputs(out + g * group, x + g * group, count, inverses[g]);
+    });
 }
 
 // Of weights whose inputs were sorted the activations are gathered.
 template <class T>
 void quantise_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
                   int64_t row) {
-    const int64_t groups = weight.groups(), group = weight.group;
+    const int64_t groups = weight.groups(), group = weight.group, most = kQuantisedGroups * group;
     const int32_t* order = weight.order();
+    const bool rounds_scales = weight.rounds_scales();
+    const int32_t factor = sum_factor(stored_bias(weight));
     auto* out = reinterpret_cast<int8_t*>(operand.values + row * operand.stride);
-    for (int64_t g = 0; g < groups; ++g) {
-        const int64_t begin = g * group, left = weight.inputs - begin;
-        const int64_t count = left < group ? left : group, at = row * groups + g;
+    float* scales = operand.scales + row * groups;
+    int32_t* sums = operand.sums + row * groups;
+    for (int64_t begin = 0; begin < weight.inputs; begin += most) {
+        const int64_t left = weight.inputs - begin, count = left < most ? left : most;
+        const int64_t g = begin / group;
         if (order == nullptr) {
-            quantise_group(out + begin, operand.scales[at], operand.sums[at], x + begin, count);
-            continue;
+            quantise_groups(out + begin, scales + g, sums + g, x + begin, count, group, rounds_scales,
+                            factor);
+        } else {
+            float gathered[kQuantisedGroups * kMostOrderedGroup];
+            for (int64_t i = 0; i < count; ++i) gathered[i] = widen(x[order[begin + i]]);
+            quantise_groups(out + begin, scales + g, sums + g, gathered, count, group, rounds_scales,
+                            factor);
         }
-        float gathered[kMostOrderedGroup];
-        for (int64_t i = 0; i < count; ++i) gathered[i] = widen(x[order[begin + i]]);
-        quantise_group(out + begin, operand.scales[at], operand.sums[at], gathered, count);
     }
     for (int64_t i = weight.inputs; i < groups * group; ++i) out[i] = 0;
 }

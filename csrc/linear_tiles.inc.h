@@ -105,10 +105,12 @@ QUIRE_INLINE const X* group_of(const Operand& x, int64_t row, int64_t g, int64_t
     return reinterpret_cast<const X*>(x.values + row * x.stride) + g * inputs;
 }
 
-// What a group begins with: nothing, or what its bias adds to the integers.
+// What a group begins with: nothing, or minus what its bias adds to the integers.
 template <class Weight>
 QUIRE_INLINE typename Weight::Sum first_sum(const Operand& x, int64_t at, int32_t bias) {
-    if constexpr (std::is_same_v<typename Weight::X, int8_t>) return Isa::all(-bias * x.sums[at]);
+    if constexpr (std::is_same_v<typename Weight::X, int8_t>) {
+        return Isa::all(bias == 0 ? 0 : x.sums[at]);
+    }
     return typename Weight::Sum{};
 }
 
@@ -123,10 +125,16 @@ QUIRE_INLINE typename Isa::F add_sum(typename Isa::F total, typename Weight::Sum
     }
 }
 
+// One over the factor in an operand's sums, exactly: where there are offsets a bias is a power of two.
+QUIRE_INLINE float inverse_factor(int32_t bias) {
+    return 1.0f / static_cast<float>(sum_factor(bias));
+}
+
 // total + a group's offset times what its activations add up to.
 QUIRE_INLINE typename Isa::F add_offset(typename Isa::F total, typename Isa::F offset,
-                                        const Operand& x, int64_t at) {
-    return Isa::fma(offset, Isa::all(x.scales[at] * static_cast<float>(x.sums[at])), total);
+                                        const Operand& x, int64_t at, int32_t bias) {
+    const float sum = static_cast<float>(x.sums[at]) * inverse_factor(bias);
+    return Isa::fma(offset, Isa::all(x.scales[at] * sum), total);
 }
 
 // The same of groups: sums within a group, integers where activations are int8, then what they come to
@@ -170,7 +178,8 @@ void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
                 typename Isa::F total = is_first ? Isa::zero() : Isa::load(place);
                 total = add_sum<Weight>(total, sums[r][v], scale, x, own);
                 if constexpr (kOffsets) {
-                    total = add_offset(total, Isa::load(factors.offsets + from), x, own);
+                    const typename Isa::F offset = Isa::load(factors.offsets + from);
+                    total = add_offset(total, offset, x, own, part.bias);
                 }
                 Isa::store(place, total);
             });
@@ -217,7 +226,7 @@ void grouped_row(float* acc, const Groups& all, const PanelLayout& layout, const
                         const uint8_t* from = factors + kPanel * Own::kScaleBytes;
                         const auto offset =
                             Own::offsets(from + lane * Own::kOffsetBytes, scale, outer[v][1]);
-                        totals[v] = add_offset(totals[v], offset, x, at);
+                        totals[v] = add_offset(totals[v], offset, x, at, all.bias);
                     }
                 });
             }

@@ -46,12 +46,21 @@ def groups_of(x: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(x.double(), (0, padding)).unflatten(1, (-1, size))
 
 
-def quantised_activations(x: torch.Tensor, size: int) -> torch.Tensor:
-    """What int8 activations stand for; in float32, because which way halves go depends on it."""
+def quantised_activations(x: torch.Tensor, size: int, rounds_scales: bool) -> torch.Tensor:
+    """What int8 activations stand for; in float32, because which way halves go depends on it.
+
+    rounds_scales: up to one bit of mantissa, as beside weights of less than 8 bits.
+    """
     grouped = groups_of(x, size).float()
     largest = grouped.abs().amax(-1, keepdim=True)
-    integers = (grouped * torch.full_like(largest, 127.0).div(largest)).nan_to_num().round()
-    return (integers.double() * largest.div(127.0).double()).flatten(1)[:, : x.shape[1]]
+    scales, inverse = largest.div(127.0), torch.full_like(largest, 127.0).div(largest)
+    if rounds_scales:
+        mantissas, exponents = torch.frexp(scales)  # from 0.5 on, below 1
+        scales = torch.ldexp((mantissas * 4).ceil() / 4, exponents)
+        inverse = 1 / scales
+    integers = (grouped * inverse).nan_to_num().round()
+    assert (integers.abs() <= 127).all()
+    return (integers.double() * scales.double()).flatten(1)[:, : x.shape[1]]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -104,7 +113,8 @@ def test_quantised(
     values = stored(opaque).double()
     for tokens in (0, 1, 2, 3, 4, 6, 7, 8, 13, 130):
         x = random(tokens, inputs, dtype=dtype)
-        wanted = quantised_activations(x, size) @ values.T + bias.double()
+        rounded = quantised_activations(x, size, rounds_scales=quantization.format == "int4")
+        wanted = rounded @ values.T + bias.double()
         got = linear(x, opaque, bias)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
@@ -190,18 +200,49 @@ def test_extreme_integers_do_not_overflow(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("quantization", [None, Quantization("int8", 32)], ids=str)
+@pytest.mark.parametrize("rows", [4, 9])
+@pytest.mark.parametrize(
+    "quantization", [None, Quantization("int8", 32), Quantization("int4", 32)], ids=str
+)
 def test_what_is_not_finite_stays_in_its_row(
-    quantization: Quantization | None, variant: str
+    quantization: Quantization | None, rows: int, variant: str
 ) -> None:
     weight = pack(random(40, 64, seed=1), quantization, variant)
-    x = random(4, 64)
+    x = random(rows, 64)
     clean = linear(x, weight)
     x[1, 3], x[2, 5], x[3] = float("nan"), float("inf"), 0.0
     got = linear(x, weight)
-    assert torch.equal(got[0], clean[0])
+    others = [row for row in range(rows) if row not in (1, 2, 3)]
+    assert torch.equal(got[others], clean[others])
     assert not got[1].isfinite().any() and not got[2].isfinite().any()
     assert torch.equal(got[3], torch.zeros(40))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_activations_of_any_size_keep_their_precision(format: str, variant: str) -> None:
+    """From where scales are hardly normal numbers up to where products nearly overflow."""
+    weight = pack(random(40, 64, seed=1), Quantization(format, 32), variant)
+    x = random(9, 64)
+    ordinary = linear(x, weight)
+    for exponent in (-95, -40, 0, 60, 120):
+        factor = 2.0**exponent
+        assert torch.equal(linear(x * factor, weight), ordinary * factor), exponent
+    assert torch.equal(linear(x * 1e-38, weight), torch.zeros(9, 40))
+
+
+def test_scales_of_activations_are_rounded_up_beside_int4() -> None:
+    """To a power of two or 1.5 times one; int8 keeps the best scale."""
+    weight = torch.eye(32)
+    for largest, step in [(127.0, 1.0), (127.5, 1.5), (190.5, 1.5), (191.0, 2.0), (63.5, 0.5)]:
+        x = torch.full((7, 32), step)
+        x[:, 0], x[:, 1] = largest, step / 2 * 0.99
+        seven = linear(x, pack(weight * 7, Quantization("int4", 32)))
+        assert torch.equal(seven[:, 2:] / 7, x[:, 2:]) and not seven[:, 1].any()
+    x = torch.zeros(7, 32).index_fill_(1, torch.tensor([0]), 127.5)
+    x[:, 1] = 1.01 * 127.5 / 127
+    exact = linear(x, pack(weight * 127, Quantization("int8", 32))) / 127
+    torch.testing.assert_close(exact[:, :2], x[:, :2], rtol=0.011, atol=0)
 
 
 def test_rows_need_not_be_contiguous() -> None:
