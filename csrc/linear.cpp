@@ -57,16 +57,31 @@ class OperandMemory {
     MutableOperand operand_;
 };
 
+int64_t panels_of(const PackedWeight& weight) {
+    const int64_t panel = linear_kernels(weight.variant).panel;
+    return (weight.outputs + panel - 1) / panel;
+}
+
+// Where a thread's stretch of a weight's panels begins.
+const uint8_t* begin_of(const PackedWeight& weight, int64_t stretch, int num_threads) {
+    const int64_t panels = panels_of(weight), stretches = num_stretches(panels, num_threads);
+    const int64_t first = std::min(stretch, stretches - 1) * panels / stretches;
+    return weight.data + first * packed_panel_bytes(weight);
+}
+
 }  // namespace
 
 void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operand& operand,
-              const void* bias, int num_threads) {
+              const void* bias, int num_threads, const PackedWeight* next) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
-    const int64_t panels = (weight.outputs + kernels.panel - 1) / kernels.panel;
-    const auto multiply_part = [&](int64_t begin, int64_t end) {
-        kernels.multiply(out, bias, weight, operand, begin, end);
-    };
-    parallel_stretches(panels, num_threads, multiply_part);
+    const int64_t panels = panels_of(weight), stretches = num_stretches(panels, num_threads);
+    parallel_stretches(panels, num_threads, [&](int64_t begin, int64_t end) {
+        PackedWeight own = weight;
+        const int64_t done = end * stretches / panels;
+        const bool ends_stretch = done > 0 && done * panels / stretches == end;
+        if (next != nullptr && ends_stretch) own.next = begin_of(*next, done - 1, num_threads);
+        kernels.multiply(out, bias, own, operand, begin, end);
+    });
 }
 
 void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,

@@ -35,6 +35,7 @@ constexpr int64_t kMostOrderedGroup = 128;  // inputs, where they were sorted
 
 // What a packed weight is. group: inputs that share a scale, a multiple of 8; the last group is filled
 // up with zeros. variant: index into linear_kernels. is_ordered: whether an order of inputs follows.
+// next: what will be read after the last of the panels that are multiplied, if it is not what follows.
 struct PackedWeight {
     WeightFormat format;
     int variant;
@@ -43,6 +44,7 @@ struct PackedWeight {
     int64_t group;
     bool is_ordered;
     const uint8_t* data;
+    const uint8_t* next = nullptr;
 
     const FormatParts& parts() const { return parts_of(format); }
     int64_t groups() const { return (inputs + group - 1) / group; }
@@ -191,9 +193,10 @@ void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* block
 // out[i] = row ids[i] of the weight, with the values that it has after packing.
 void unpack_rows(const MutableMatrix& out, const PackedWeight& weight, const int64_t* ids);
 
-// out[T, N] = the operand's rows times W^T, plus bias ([N] of out's element, or null).
+// out[T, N] = the operand's rows times W^T, plus bias ([N] of out's element, or null). next: the weight
+// of the next product, or null; each thread asks memory for the panel that it will begin with.
 void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operand& operand,
-              const void* bias, int num_threads);
+              const void* bias, int num_threads, const PackedWeight* next = nullptr);
 
 // out[T, N] = x[T, K] W^T + bias, in x's element.
 void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,

@@ -451,10 +451,9 @@ PanelFunction panel_function(const PackedWeight& weight) {
 // for memory while the next one computes.
 template <class Weight>
 bool results_of(const MutableMatrix& out, const PackedWeight& weight, const PanelLayout& layout,
-                const Operand& x, int64_t row, int64_t rows, int64_t p) {
+                const Operand& x, int64_t row, int64_t rows, int64_t p, const uint8_t* w) {
     if (out.element != Element::kFloat32 || (p + 1) * kPanel > out.columns) return false;
     float* to = static_cast<float*>(out.data) + row * out.stride + p * kPanel;
-    const uint8_t* w = weight.data + p * layout.bytes;
     dense_sums<Weight>({to, out.stride}, weight, layout, x, row, rows, w);
     return true;
 }
@@ -463,15 +462,19 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
               const Operand& x, int64_t begin, int64_t end) {
     alignas(64) float acc[kBlockRows * kPanel];
     const PanelFunction panel_of = panel_function(weight);
-    const PanelLayout layout(weight);
+    PanelLayout layout(weight);
+    const int64_t panel_bytes = layout.bytes;
     for (int64_t p = begin; p < end; ++p) {
+        const uint8_t* w = weight.data + p * panel_bytes;
+        // Those who read a panel take its bytes for how far it is to what they ask memory for.
+        if (p + 1 == end && weight.next != nullptr) layout.bytes = weight.next - w;
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
             if (weight.format == WeightFormat::kBfloat16 && bias == nullptr &&
-                results_of<Bfloat16Weight>(out, weight, layout, x, row, rows, p)) {
+                results_of<Bfloat16Weight>(out, weight, layout, x, row, rows, p, w)) {
                 continue;
             }
-            panel_of(acc, weight, layout, x, row, rows, weight.data + p * layout.bytes);
+            panel_of(acc, weight, layout, x, row, rows, w);
             switch (out.element) {
                 case Element::kFloat32:
                     write_rows<float>(out, bias, acc, row, rows, p * kPanel);

@@ -31,7 +31,13 @@ Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64
       attention_variant_(attention_variant) {}
 
 void Program::add(const Instruction& instruction, bool begins_phase) {
-    if (begins_phase) phases_.push_back({instructions_.size(), instructions_.size(), 0});
+    const size_t place = instructions_.size();
+    if (instruction.kind == Kind::kMultiply) {
+        for (size_t i = phases_.size(); i > 0 && phases_[i - 1].next_product == 0; --i) {
+            phases_[i - 1].next_product = place;
+        }
+    }
+    if (begins_phase) phases_.push_back({place, place, 0, 0});
     instructions_.push_back(instruction);
     Phase& phase = phases_.back();
     phase.end = instructions_.size();
@@ -95,7 +101,9 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     const Instruction& first = instructions_[phase.begin];
     if (first.kind == Kind::kMultiply) {
         const MutableMatrix out = matrix(first.views[0], first.packed.outputs);
-        return multiply(out, first.packed, operand(first), first.bias, num_threads);
+        const PackedWeight* next =
+            phase.next_product == 0 ? nullptr : &instructions_[phase.next_product].packed;
+        return multiply(out, first.packed, operand(first), first.bias, num_threads, next);
     }
     if (first.kind == Kind::kExperts) {
         const Experts& experts = experts_[static_cast<size_t>(first.layer)];

@@ -147,6 +147,7 @@ class Program {
     struct Phase {
         size_t begin, end;
         int64_t width;  // floats that its instructions write for a row
+        size_t next_product;  // the instruction after the phase that multiplies; 0: none
     };
 
     float* row(const View& view, int64_t row) const;

@@ -76,12 +76,16 @@ class Stretches {
     std::vector<Left> left_;
 };
 
+inline int64_t num_stretches(int64_t count, int num_threads) {
+    return std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
+}
+
 // Calls work(begin, end) for parts of [0, count) on at most num_threads threads, of which this is one.
 template <class Work>
 void parallel_stretches(int64_t count, int num_threads, Work work) {
-    const int64_t num_stretches = std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
-    Stretches stretches(count, num_stretches);
-    parallel_parts(num_stretches, num_threads, [&](int64_t own) { stretches.run(own, work); });
+    const int64_t num = num_stretches(count, num_threads);
+    Stretches stretches(count, num);
+    parallel_parts(num, num_threads, [&](int64_t own) { stretches.run(own, work); });
 }
 
 }  // namespace quire
