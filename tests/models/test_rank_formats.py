@@ -32,9 +32,10 @@ INNER = 128  # so that two ranks have whole groups of 32
 
 
 def numbers_of(layer: Linear) -> torch.Tensor:
-    """What a layer multiplies by: its products with unit vectors, of which nothing is rounded."""
+    """What a layer multiplies by: its products with unit vectors times 127, of which nothing is
+    rounded."""
     inputs = layer.weight.shape[1]
-    return linear(torch.eye(inputs), layer.weight).T
+    return linear(torch.eye(inputs) * 127, layer.weight).T / 127
 
 
 def check_kept(path: Path, group: RankGroup) -> int:

@@ -16,6 +16,7 @@ from quire.ops.opaque import OpaqueWeight
 from quire.ops.packed import PackedParts, PackedWeight
 
 AT_ONCE = 1024  # inputs
+LARGEST_INT8 = 127.0
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,8 +72,9 @@ def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
 
 
 def _dequantised(weight: OpaqueWeight, device: torch.device) -> torch.Tensor:
-    """Return what a packed weight [N, K] multiplies by, in float32: its products with unit vectors,
-    of which nothing is rounded."""
+    """Return what a packed weight [N, K] multiplies by, in float32: its products with unit vectors
+    times the largest int8, of which nothing is rounded: activations' scales are then 1."""
     assert isinstance(weight, PackedWeight | PackedParts | GPUWeight)
-    units_KK = torch.eye(weight.shape[1], device=device)
-    return torch.cat([linear(units, weight).T for units in units_KK.split(AT_ONCE)], 1)
+    units_KK = torch.eye(weight.shape[1], device=device) * LARGEST_INT8
+    products = [linear(units, weight).T for units in units_KK.split(AT_ONCE)]
+    return torch.cat(products, 1) / LARGEST_INT8
