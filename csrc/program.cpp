@@ -13,8 +13,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kAlign = 16;  // floats of a cache line
-
 // Floats that a phase must write before its rows are shared between threads.
 constexpr int64_t kAloneFloats = 8 * 1024;
 constexpr int64_t kPartsPerThread = 4;
@@ -65,15 +63,14 @@ void Program::time_phases(bool on) { phase_seconds_.assign(on ? phases_.size() :
 void Program::reserve(int64_t rows) {
     if (rows <= capacity_) return;
     capacity_ = std::max(rows, 2 * capacity_);
-    memory_.reset(new float[static_cast<size_t>(arena_width_ * capacity_ + kAlign)]);
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    arena_ = memory_.get() + (64 - address % 64) % 64 / sizeof(float);
+    arena_.reset();  // before more is taken
+    arena_ = huge_floats(static_cast<size_t>(arena_width_ * capacity_));
 }
 
 float* Program::row(const View& view, int64_t row) const {
     const auto buffer = static_cast<size_t>(view.buffer);
     float* begin = buffer < step_.outside.size() ? step_.outside[buffer]
-                                                 : arena_ + places_[buffer] * step_.rows;
+                                                 : arena_.get() + places_[buffer] * step_.rows;
     return begin + row * widths_[buffer] + view.offset;
 }
 

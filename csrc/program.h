@@ -15,6 +15,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "huge_floats.h"
 #include "linear.h"
 #include "shared_group.h"
 #include "states.h"
@@ -173,8 +174,7 @@ class Program {
     std::vector<Phase> phases_;
     std::vector<double> phase_seconds_;  // empty unless they are measured
     ProgramStep step_{};
-    std::unique_ptr<float[]> memory_;
-    float* arena_ = nullptr;
+    HugeFloats arena_;
     int64_t capacity_ = 0;  // rows that the arena has room for
 };
 
