@@ -51,11 +51,7 @@ struct PackedWeight {
     bool has_groups() const { return parts().scales != Scales::kNone; }
     // Whether activations become int8, with a scale per group.
     bool rounds_activations() const { return has_groups() && parts().values != Values::kFloat8; }
-    // Whether those scales are rounded up to a power of two or 1.5 times one, which costs little beside
-    // weights of less than 8 bits: a product of scales then needs no multiplication.
-    bool rounds_scales() const {
-        return rounds_activations() && parts().values != Values::kInt8;
-    }
+    bool rounds_scales() const { return quire::rounds_scales(format); }
     const int32_t* order() const;  // null where inputs come as they are
 };
 

@@ -71,6 +71,11 @@ constexpr const FormatParts& parts_of(WeightFormat format) {
     return kFormatParts[static_cast<int>(format)];
 }
 
+// Whether the scales of activations beside such weights are rounded up to a power of two or 1.5 times
+// one, so that a product of scales needs no multiplication. That costs little beside the rounding of
+// the weights to 4 bits, which is this program's own; what others have rounded stays as exact as it is.
+constexpr bool rounds_scales(WeightFormat format) { return format == WeightFormat::kInt4; }
+
 constexpr int64_t bits_of(Values values) {
     switch (values) {
         case Values::kFloat32: return 32;

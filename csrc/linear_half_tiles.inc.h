@@ -68,7 +68,7 @@ struct HalfSumsOf {
     static constexpr bool kIsInt8 = kParts.values == Values::kInt8;
     static constexpr int32_t kBias = kIsInt8 ? Isa::kInt8Offset : kParts.bias;
     using Type = HalfSums<HalfWeight<typename WeightOf<kParts.values>::Type>, kBias != 0,
-                          kParts.offsets != Offsets::kNone, !kIsInt8>;
+                          kParts.offsets != Offsets::kNone, rounds_scales(kFormat)>;
 };
 
 // sums += the products of a step.

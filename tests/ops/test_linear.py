@@ -49,7 +49,7 @@ def groups_of(x: torch.Tensor, size: int) -> torch.Tensor:
 def quantised_activations(x: torch.Tensor, size: int, rounds_scales: bool) -> torch.Tensor:
     """What int8 activations stand for; in float32, because which way halves go depends on it.
 
-    rounds_scales: up to one bit of mantissa, as beside weights of less than 8 bits.
+    rounds_scales: up to one bit of mantissa, as beside int4.
     """
     grouped = groups_of(x, size).float()
     largest = grouped.abs().amax(-1, keepdim=True)

@@ -77,7 +77,7 @@ def check_products(rows: StoredRows, weight: PackedWeight, tolerance: float = 1e
     if not isinstance(rows, Float8Rows):
         order = rows.order if isinstance(rows, IntegerRows) else None
         in_order = every if order is None else every[:, order]
-        rounds_scales = not weight.format.startswith("int8")
+        rounds_scales = weight.format == "int4"
         rounded = quantised_activations(in_order, weight.layout.group, rounds_scales)
         exact = (
             rounded if order is None else torch.empty_like(rounded).index_copy_(1, order, rounded)

@@ -274,7 +274,7 @@ class InterruptedExecutor:
 )
 @pytest.mark.parametrize("countdown", [1, 3])
 def test_an_interrupt_leaves_no_request_behind(depth: int, where: str, countdown: int) -> None:
-    with open_llm(pipeline_depth=depth, max_num_seqs=3) as llm:
+    with open_llm(pipeline_depth=depth, max_num_seqs=3, weight_cache="off") as llm:
         wanted = [text(output) for output in llm.generate(PROMPTS, GREEDY)]
         core = llm.engine.client.core
         if where == "while it computes":

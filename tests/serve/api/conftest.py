@@ -31,7 +31,7 @@ def engine() -> Iterator[Engine]:
     built.client.close()
 
 
-def small_engine() -> Engine:
+def small_engine(**settings: Any) -> Engine:
     return build_engine(
         config_from_flat(
             model=MODEL,
@@ -40,6 +40,7 @@ def small_engine() -> Engine:
             max_num_batched_tokens=256,
             kv_cache_memory_bytes=16 << 20,
             disable_log_stats=True,
+            **settings,
         )
     )
 

@@ -33,7 +33,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def troubled() -> Iterator[TestClient]:
-    engine = small_engine()
+    engine = small_engine(weight_cache="off")  # with torch, whose runner can be exchanged
     executor = engine.client.core.executor
     executor._built = dataclasses.replace(executor._built, runner=Troubled(executor._built.runner))
     context = ApiContext(
