@@ -1,6 +1,8 @@
 """What a start with torch leaves for those after it."""
 
 import logging
+from bisect import bisect_right
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -91,18 +93,22 @@ class _Places:
 
     def __init__(self, model: Model) -> None:
         self._model = model  # as long as its memory has these addresses
-        self._weights = list[tuple[int, int, int]]()  # address, bytes, offset
+        self._weights = list[tuple[int, int, int]]()  # address, end, offset; in order
         if model.kept_as is not None:
             for entry, piece in zip(*indexed(model), strict=True):
-                self._weights.append((piece.ctypes.data, len(piece), entry["offset"]))
+                begin = piece.ctypes.data
+                self._weights.append((begin, begin + len(piece), entry["offset"]))
+        self._weights.sort()
         self._offsets = dict[tuple[int, int], int]()
         self._tensors = list[torch.Tensor]()
         self.own = list[tuple[int, Bytes]]()
 
     def __call__(self, tensor: torch.Tensor) -> tuple[int, int]:
         address, size = tensor.data_ptr(), tensor.nbytes
-        for begin, num_bytes, offset in self._weights:
-            if begin <= address and address + size <= begin + num_bytes:
+        place = bisect_right(self._weights, address, key=itemgetter(0)) - 1
+        if place >= 0:
+            begin, end, offset = self._weights[place]
+            if address + size <= end:
                 return IN_WEIGHTS, offset + address - begin
         if (address, size) not in self._offsets:
             end = self.own[-1][0] + len(self.own[-1][1]) if self.own else 0
