@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 
-import quire
 from quire.base.config import EngineConfig
 from quire.base.gguf import is_gguf
 from quire.models.cache_files import (
@@ -91,7 +90,7 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
 
 def _own_files() -> Iterator[tuple[str, int, int]]:
     """Tell quire's own files from those of another version: names, sizes and times of change."""
-    package = str(Path(quire.__file__).parent)
+    package = str(Path(__file__).parents[2])
     folders = [package]
     for folder in folders:
         for entry in sorted(os.scandir(folder), key=lambda each: each.name):
