@@ -8,13 +8,14 @@ C columns of what rows sample with, D deltas, F forks, S scheduled rows, N sampl
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.ops.host_memory import to_device
-from quire.ops.row_arrays import COMPUTED, NARROW, WIDE
+from quire.ops.row_arrays import COMPUTED, NARROW, WIDE, RowArrays
 
 Int32 = npt.NDArray[np.int32]
 
@@ -43,6 +44,18 @@ class RowTensors:
     @property
     def device(self) -> torch.device:
         return self.tokens_RM.device
+
+    @cached_property
+    def arrays(self) -> RowArrays:
+        """Return arrays over the same memory, which is a CPU's."""
+        return RowArrays(
+            self.tokens_RM.numpy(),
+            self.computed_R.numpy(),
+            self.tables_GRL.numpy(),
+            self.narrow_CR.numpy(),
+            self.wide_CR.numpy(),
+            self.block_size,
+        )
 
 
 def write_deltas(state: RowTensors, deltas_D4: Int32) -> None:

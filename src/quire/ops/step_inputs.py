@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.host_memory import to_device
-from quire.ops.native import address, core_for
-from quire.ops.native_types import Core
+from quire.ops.native import core_for
+from quire.ops.row_arrays import gather_arrays
 from quire.ops.row_state import RowTensors
 
 Int32 = npt.NDArray[np.int32]
@@ -47,10 +47,9 @@ def gather_step(state: RowTensors, rows: Int32, num_tokens: Int32, longest: int)
 
     longest: blocks of the longest context, the width of the step's tables.
     """
-    core = core_for(state.tokens_RM)
-    if core is None:
+    if core_for(state.tokens_RM) is None:
         return gather_step_reference(state, rows, num_tokens, longest)
-    return _gather_natively(core, state, rows, num_tokens, longest)
+    return _gather_natively(state, rows, num_tokens, longest)
 
 
 def gather_step_reference(
@@ -79,36 +78,13 @@ def gather_step_reference(
     )
 
 
-def _gather_natively(
-    core: Core, state: RowTensors, rows: Int32, num_tokens: Int32, longest: int
-) -> StepInputs:
-    assert rows.dtype == num_tokens.dtype == np.int32
-    rows, num_tokens = np.ascontiguousarray(rows), np.ascontiguousarray(num_tokens)
-    num_rows, total, groups = len(rows), int(num_tokens.sum()), len(state.tables_GRL)
-    # One piece of memory each for the 64-bit and the 32-bit results.
-    long = torch.empty((2 + groups) * total, dtype=torch.int64)
-    short = torch.empty(2 * num_rows + 1 + groups * num_rows * longest, dtype=torch.int32)
-    core.gather_step(
-        wide=long.data_ptr(),
-        narrow=short.data_ptr(),
-        tokens=address(state.tokens_RM, torch.int32),
-        token_stride=state.tokens_RM.stride(0),
-        computed=address(state.computed_R, torch.int64),
-        rows=rows.ctypes.data,
-        num_tokens=num_tokens.ctypes.data,
-        num_rows=num_rows,
-        tables=[(address(t, torch.int32), t.stride(0)) for t in state.tables_GRL],
-        block_size=state.block_size,
-        total=total,
-        longest=longest,
-    )
-    ids_T, positions_T, *slots_T = long.split(total)
-    tables = short[2 * num_rows + 1 :].view(groups, num_rows, longest)
+def _gather_natively(state: RowTensors, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
+    found = gather_arrays(state.arrays, rows, num_tokens, longest)
     return StepInputs(
-        ids_T,
-        positions_T,
-        short[: num_rows + 1],
-        short[num_rows + 1 : 2 * num_rows + 1],
-        tuple(slots_T),
-        tuple(tables.unbind()),
+        torch.from_numpy(found.ids_T),
+        torch.from_numpy(found.positions_T),
+        torch.from_numpy(found.query_starts_S1),
+        torch.from_numpy(found.context_lens_S),
+        torch.from_numpy(found.slots_GT).unbind(),
+        torch.from_numpy(found.tables_GSL).unbind(),
     )

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.plan import Plan
+from quire.base.plan import Plan, RowFork, RowStart
 from quire.ops.last_writes import last_writes
 from quire.ops.row_arrays import COMPUTED
-from quire.runner.columns import wide_deltas
+from quire.runner.columns import edits_delta, start_deltas, wide_deltas
 
 Int32 = npt.NDArray[np.int32]
 
@@ -19,6 +19,19 @@ class RowUpdates:
 
     deltas: list[Int32] = field(default_factory=list)
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
+
+    def add_start(self, start: RowStart, edits: int = -1) -> None:
+        """Add what starts a row. edits: the row's place among edits, or -1."""
+        self.deltas.append(start_deltas(start, edits))
+        if len(start.token_ids):
+            self.runs.append((start.row, 0, start.token_ids))
+
+    def add_fork(self, fork: RowFork, *, has_edits: bool = False) -> None:
+        """Add in what a forked child differs from its parent."""
+        own = wide_deltas(fork.child, "sample_index", fork.sample_index)
+        if has_edits:
+            own.append(edits_delta(fork.child))
+        self.deltas.append(np.array(own, np.int32))
 
     def add_plan(self, plan: Plan) -> None:
         """Add what comes after rows have started and were forked."""

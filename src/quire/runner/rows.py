@@ -17,7 +17,7 @@ from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.row_arrays import RowArrays
 from quire.ops.row_state import RowTensors
 from quire.runner.column_tensors import empty_columns
-from quire.runner.columns import PROMPT_COLUMN, edits_delta, start_deltas, wide_deltas
+from quire.runner.columns import PROMPT_COLUMN
 from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.plan_parts import Forks
 from quire.runner.row_updates import RowUpdates
@@ -104,10 +104,7 @@ class DeviceRows:
         updates = RowUpdates()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
-            edits = start.row if has_edits[start.row] else -1
-            updates.deltas.append(start_deltas(start, edits))
-            if len(start.token_ids):
-                updates.runs.append((start.row, 0, start.token_ids))
+            updates.add_start(start, start.row if has_edits[start.row] else -1)
         if plan.forked:
             self.run_with(self.ops.prepare(updates, None), list)
             updates = self._fork(plan, has_edits)
@@ -168,10 +165,7 @@ class DeviceRows:
         self._copy(batch)
         for fork in plan.forked:
             self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
-            own = wide_deltas(fork.child, "sample_index", fork.sample_index)
-            if has_edits[fork.child]:
-                own.append(edits_delta(fork.child))
-            updates.deltas.append(np.array(own, np.int32))
+            updates.add_fork(fork, has_edits=bool(has_edits[fork.child]))
         return updates
 
     def _copy(self, batch: list[RowFork]) -> None:

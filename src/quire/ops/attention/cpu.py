@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.base.cache_group import STEP, CacheGroup
-from quire.base.config_fields import MAX_COUNT
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
+from quire.ops.attention.core_calls import StepAddresses, cut_step, kv_layer
 from quire.ops.attention.core_states import StatesInCore
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.formats import ATTENTION, chosen_variant
@@ -22,7 +21,6 @@ from quire.ops.packed import ELEMENTS
 from quire.ops.registry import op
 from quire.ops.threads import num_threads
 
-INT8 = 3  # of the core's KV formats; the others are numbered as the element types
 KV_FORMATS = ("auto", "int8")
 
 
@@ -203,37 +201,34 @@ class CpuBackend(MovesBlocks):
     def _make_plan(self, plan: CorePlan, group: int, queries_per_kv_head: int) -> None:
         step, table_SL = self._step, self._tables[group]
         assert step is not None, "prepare comes first"
-        cache = self._layout.groups[group]
         assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
         split, cascade = self._options
-        plan.prepare(
-            tables=table_SL.data_ptr(),
-            table_stride=table_SL.stride(0),
-            query_starts=address(step.query_starts_S1, torch.int32),
-            context_lens=address(step.context_lens_S, torch.int32),
-            num_rows=len(step.context_lens_S),
-            block_size=self._layout.block_size,
-            window=cache.window or 0,
-            ahead=_ahead(cache),
-            kv_heads=cache.num_kv_heads,
-            group=queries_per_kv_head,
-            head_dim=cache.head_dim,
-            num_threads=num_threads(),
+        addresses = StepAddresses(
+            table_SL.data_ptr(),
+            table_SL.stride(0),
+            address(step.query_starts_S1, torch.int32),
+            address(step.context_lens_S, torch.int32),
+            len(step.context_lens_S),
+        )
+        cut_step(
+            plan,
+            addresses,
+            self._layout.groups[group],
+            queries_per_kv_head,
+            self._layout.block_size,
             split=split,
             cascade=cascade,
         )
 
     def _layer_kv(self, group: int, index: int) -> LayerKV:
         layout, kv = self._layout, self._memory.kv[group]
-        cache = layout.groups[group]
-        layer = self._core.KvLayer(
-            format=INT8 if layout.kv_format == "int8" else ELEMENTS[layout.dtype],
-            heads=cache.num_kv_heads,
-            num_blocks=layout.num_blocks[group],
-            block_size=layout.block_size,
-            head_dim=cache.head_dim,
-            keys=kv[0, index].data_ptr(),
-            values=kv[1, index].data_ptr(),
+        dtype = str(layout.dtype).removeprefix("torch.")
+        layer = kv_layer(
+            layout.groups[group],
+            layout.num_blocks[group],
+            layout.block_size,
+            dtype if layout.kv_format == "auto" else layout.kv_format,
+            (kv[0, index].data_ptr(), kv[1, index].data_ptr()),
         )
         return LayerKV(group, layer)
 
@@ -243,13 +238,6 @@ class CpuBackend(MovesBlocks):
         is_contiguous = of_number == 1 and (of_head == x.shape[2] or x.shape[1] == 1)
         assert is_contiguous, f"the heads of a token must be contiguous: {x.stride()}"
         return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
-
-
-def _ahead(group: CacheGroup) -> int:
-    """Count the tokens behind a token that it sees, of those that there are."""
-    if group.kind != STEP:
-        return 0
-    return MAX_COUNT if group.window is None else group.window - 1
 
 
 def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:

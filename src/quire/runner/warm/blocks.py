@@ -9,15 +9,13 @@ import numpy.typing as npt
 
 from quire.base.cache_group import CacheGroup
 from quire.base.model_spec import DTYPE_BYTES
+from quire.ops.attention.core_calls import kv_layer
 from quire.ops.attention.kv_shape import kv_shape
-from quire.ops.native import needed_core
 from quire.ops.native_types import CoreKV
 from quire.ops.pages import zeros
 
 Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
-
-FORMATS = ("float32", "bfloat16", "float16", "int8")  # of the core, by number
 
 
 class LayerPlace(NamedTuple):
@@ -41,8 +39,8 @@ class WarmBlocks:
         dtype: str,
         kv_format: str,
     ) -> None:
-        self._groups, self._num_blocks, self._block_size = groups, num_blocks, block_size
-        self._format = FORMATS.index(dtype if kv_format == "auto" else kv_format)
+        self.groups, self._num_blocks, self.block_size = groups, num_blocks, block_size
+        self._format = dtype if kv_format == "auto" else kv_format
         size = DTYPE_BYTES[dtype] if kv_format == "auto" else 1
         shapes = [
             kv_shape(group, num, block_size, kv_format)
@@ -55,16 +53,13 @@ class WarmBlocks:
 
     def layer(self, place: LayerPlace) -> CoreKV:
         """Return a layer's keys and values as the core takes them."""
-        group = self._groups[place.group]
         keys, values = self._blocks[place.group][:, place.layer]
-        return needed_core().KvLayer(
-            format=self._format,
-            heads=group.num_kv_heads,
-            num_blocks=self._num_blocks[place.group],
-            block_size=self._block_size,
-            head_dim=group.head_dim,
-            keys=keys.ctypes.data,
-            values=values.ctypes.data,
+        return kv_layer(
+            self.groups[place.group],
+            self._num_blocks[place.group],
+            self.block_size,
+            self._format,
+            (keys.ctypes.data, values.ctypes.data),
         )
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:

@@ -11,13 +11,7 @@ import numpy.typing as npt
 
 from quire.base.plan import Plan, RowStart
 from quire.ops.row_arrays import RowArrays
-from quire.runner.columns import (
-    FLOATS,
-    NARROW_COLUMNS,
-    WIDE_COLUMNS,
-    start_deltas,
-    wide_deltas,
-)
+from quire.runner.columns import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.plan_parts import Forks
 from quire.runner.row_updates import RowUpdates
 from quire.runner.sampling_flags import SamplingFlags, asks_for_edits
@@ -52,9 +46,7 @@ class WarmRows:
         for start in plan.started:
             self.flags.start(start)
             self.started[start.row] = start
-            updates.deltas.append(start_deltas(start, -1))
-            if len(start.token_ids):
-                updates.runs.append((start.row, 0, start.token_ids))
+            updates.add_start(start)
         if plan.forked:
             self._write(updates)
             updates = self._fork(plan)
@@ -77,8 +69,7 @@ class WarmRows:
         for fork in plan.forked:
             self.flags.copy(fork.parent, fork.child)
             self.started[fork.child] = replace(self.started[fork.parent], row=fork.child)
-            own = wide_deltas(fork.child, "sample_index", fork.sample_index)
-            updates.deltas.append(np.array(own, np.int32))
+            updates.add_fork(fork)
         return updates
 
     def _write(self, updates: RowUpdates) -> None:

@@ -44,8 +44,6 @@ def _made(
     blocks = WarmBlocks(
         groups, memory.num_blocks, cache.block_size, config.model.dtype, cache.kv_cache_dtype
     )
-    windows = [group.window or 0 for group in groups]
-    shapes = [(group.num_kv_heads, group.head_dim) for group in groups]
-    runner = WarmRunner(start, rows, blocks, windows, shapes)
+    runner = WarmRunner(start, rows, blocks)
     dtype = f"torch.{config.model.dtype}"
     return WarmModel(asked, source, runner, config, spec, memory, dtype, start.copy_bytes_per_s)

@@ -4,12 +4,12 @@ Shape legend: T tokens of the step, S scheduled rows, N sampling rows, D model d
 """
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan, StepResult
+from quire.ops.attention.core_calls import StepAddresses, cut_step
 from quire.ops.native import needed_core
 from quire.ops.native_types import CorePlan, CoreProgram
 from quire.ops.program_parts import ProgramParts
@@ -28,19 +28,11 @@ NOTHING_KEPT = (0, 0, 0, 0)
 
 
 class WarmRunner:
-    """Does for plain plans (`is_plain`) what `ModelRunner` does, with the same bits. windows: of
-    each cache group, 0 where there is none; shapes: KV heads and head dim."""
+    """Does for plain plans (`is_plain`) what `ModelRunner` does, with the same bits."""
 
-    def __init__(
-        self,
-        start: Start,
-        rows: WarmRows,
-        blocks: WarmBlocks,
-        windows: Sequence[int],
-        shapes: Sequence[tuple[int, int]],
-    ) -> None:
+    def __init__(self, start: Start, rows: WarmRows, blocks: WarmBlocks) -> None:
         self.rows, self.blocks = rows, blocks
-        self._start, self._windows, self._shapes = start, windows, shapes
+        self._start = start
         self._moves = Moves(blocks)
         self._plans: list[CorePlan] = [needed_core().AttentionPlan() for _ in start.heads]
         self._model = self._program(start.model)
@@ -87,7 +79,15 @@ class WarmRunner:
         hidden_TD = np.empty((len(step.ids_T), self._start.hidden_size), np.float32)
         groups = []
         for plan, (group, heads) in zip(self._plans, self._start.heads, strict=True):
-            self._prepare(plan, step, group, heads)
+            tables_SL = step.tables_GSL[group]
+            addresses = StepAddresses(
+                tables_SL.ctypes.data,
+                tables_SL.shape[1],
+                step.query_starts_S1.ctypes.data,
+                step.context_lens_S.ctypes.data,
+                len(step.context_lens_S),
+            )
+            cut_step(plan, addresses, self.blocks.groups[group], heads, self.blocks.block_size)
             groups.append((plan, step.slots_GT[group].ctypes.data))
         self._model.run(
             len(hidden_TD),
@@ -99,26 +99,6 @@ class WarmRunner:
             num_threads(),
         )
         return hidden_TD
-
-    def _prepare(self, plan: CorePlan, step: StepArrays, group: int, heads: int) -> None:
-        """Cut a step's attention in a cache group."""
-        table_SL, (kv_heads, head_dim) = step.tables_GSL[group], self._shapes[group]
-        plan.prepare(
-            tables=table_SL.ctypes.data,
-            table_stride=table_SL.shape[1],
-            query_starts=step.query_starts_S1.ctypes.data,
-            context_lens=step.context_lens_S.ctypes.data,
-            num_rows=len(step.context_lens_S),
-            block_size=self.rows.arrays.block_size,
-            window=self._windows[group],
-            ahead=0,
-            kv_heads=kv_heads,
-            group=heads,
-            head_dim=head_dim,
-            num_threads=num_threads(),
-            split=True,
-            cascade=True,
-        )
 
     def _logits(self, hidden_ND: Floats) -> Floats:
         num_rows = len(hidden_ND)
