@@ -228,7 +228,7 @@ def build_runner(
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
-    if device.type == "cpu" and share.is_whole and host is None:
+    if device.type == "cpu" and share.is_whole and host is None and taken is None:
         keep_start(asked, source, spec, runner.model, weights, rate)
     return BuiltRunner(
         runner,

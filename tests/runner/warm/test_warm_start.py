@@ -373,6 +373,7 @@ def test_damage_is_no_start(
     assert ("is not used" in caplog.text) == (what in ("start", "weights"))
     again = Run(folder, cache).finish()
     assert (again.warm is None) == (what != "nothing")
+    assert warm_of(folder, cache) is not None  # it was written again
 
 
 def test_random_weights_are_not_kept(model: tuple[Path, Path], tmp_path: Path) -> None:

@@ -34,14 +34,14 @@ def keep_start(
     weights_bytes: int,
     copy_bytes_per_s: float,
 ) -> None:
-    """Keep the start of a model, unless it is kept already, or cannot be. config: as it was given.
-    native: what the runner runs."""
+    """Keep the start of a model, in the place of one that could not be used, unless it cannot be
+    kept. config: as it was given. native: what the runner runs."""
     if not isinstance(native, NativeModel) or not isinstance(native.model, Model):
         return
     if not can_be_kept(spec) or spec.model_type not in OWN:
         return
     path = path_for(config, source)
-    if path is not None and not path.exists():
+    if path is not None:
         try:
             _keep(path, native, native.model, weights_bytes, copy_bytes_per_s)
         except Untraceable as reason:
