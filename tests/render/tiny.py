@@ -2,8 +2,11 @@
 
 import atexit
 import json
+import math
 import shutil
+from collections import Counter
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -81,14 +84,44 @@ def gemma() -> tk.Tokenizer:
     return _with_byte_fallback(JOIN, normalizers.Replace(" ", "\u2581"))
 
 
+def _frequent_pieces(backend: tk.Tokenizer, continued: str, size: int) -> list[tuple[str, int]]:
+    """Count all pieces of the corpus' words; returns the size that save most letters, ordered.
+
+    continued: what stands before a piece that does not begin a word. All single letters are among
+    the pieces. The library's trainers for Unigram and WordPiece give other vocabularies each time.
+    """
+    counts: Counter[str] = Counter()
+    for text in CORPUS:
+        text = backend.normalizer.normalize_str(text) if backend.normalizer else text
+        for word, _ in backend.pre_tokenizer.pre_tokenize_str(text):
+            for start, stop in combinations(range(len(word) + 1), 2):
+                piece = word[start:stop]
+                counts[continued + piece if start and continued else piece] += 1
+    letters = {each for each in counts if len(each.removeprefix(continued)) == 1}
+
+    def rank(piece: str) -> tuple[bool, int, str]:
+        return piece not in letters, -counts[piece] * len(piece), piece
+
+    return [(each, counts[each]) for each in sorted(counts, key=rank)[:size]]
+
+
+def wordpiece_model(backend: tk.Tokenizer, special: list[str], unknown: str) -> models.WordPiece:
+    """Make a WordPiece model of 300 tokens, of the corpus as the tokenizer splits it."""
+    pieces = _frequent_pieces(backend, "##", 300 - len(special))
+    tokens = special + [piece for piece, _ in pieces]
+    return models.WordPiece({each: i for i, each in enumerate(tokens)}, unk_token=unknown)
+
+
 def metaspace() -> tk.Tokenizer:
     backend = tk.Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=300, special_tokens=["<unk>", "</s>"], unk_token="<unk>", show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    special = ["<unk>", "</s>"]
+    pieces = _frequent_pieces(backend, "", 300 - len(special))
+    total = sum(count for _, count in pieces)
+    scores = [(piece, math.log(count / total)) for piece, count in pieces]
+    backend.model = models.Unigram([(each, 0.0) for each in special] + scores, unk_id=0)
+    backend.add_special_tokens(special)
     return backend
 
 
@@ -97,10 +130,9 @@ def wordpiece() -> tk.Tokenizer:
     backend = tk.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=300, special_tokens=["[UNK]", "[A]", "[B]"], show_progress=False
-    )
-    backend.train_from_iterator(CORPUS, trainer)
+    special = ["[UNK]", "[A]", "[B]"]
+    backend.model = wordpiece_model(backend, special, "[UNK]")
+    backend.add_special_tokens(special)
     return backend
 
 
