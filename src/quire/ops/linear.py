@@ -38,6 +38,7 @@ from quire.ops.packed import (
     pack_stored,
 )
 from quire.ops.registry import op
+from quire.ops.spare_memory import LARGE, SPARE
 from quire.ops.stored_rows import StoredRows, stacked
 from quire.ops.threads import num_threads
 
@@ -65,10 +66,18 @@ def linear(
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 
+def _room(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    num_bytes = rows * columns * dtype.itemsize
+    if num_bytes < LARGE:
+        return torch.empty(rows, columns, dtype=dtype)
+    memory = SPARE.empty(num_bytes)
+    return torch.from_numpy(memory).view(dtype).view(rows, columns)
+
+
 def _native_linear(x_TK: torch.Tensor, weight: Packed, bias_N: torch.Tensor | None) -> torch.Tensor:
     (outputs, inputs), dtype = weight.shape, x_TK.dtype
     assert x_TK.dim() == 2 and x_TK.shape[1] == inputs
-    out_TN = torch.empty(x_TK.shape[0], outputs, dtype=dtype)
+    out_TN = _room(x_TK.shape[0], outputs, dtype)
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
     first = 0

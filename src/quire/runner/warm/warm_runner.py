@@ -14,6 +14,7 @@ from quire.ops.native import needed_core
 from quire.ops.native_types import CorePlan, CoreProgram
 from quire.ops.program_parts import ProgramParts
 from quire.ops.row_arrays import StepArrays, gather_arrays
+from quire.ops.spare_memory import SPARE
 from quire.ops.threads import num_threads
 from quire.runner.plan_parts import Moves
 from quire.runner.row_errors import NOT_FINITE
@@ -102,7 +103,8 @@ class WarmRunner:
 
     def _logits(self, hidden_ND: Floats) -> Floats:
         num_rows = len(hidden_ND)
-        logits_NV = np.empty((num_rows, self._vocab_size), np.float32)
+        memory = SPARE.empty(4 * num_rows * self._vocab_size)
+        logits_NV = memory.view(np.float32).reshape(num_rows, self._vocab_size)
         unused = np.zeros(num_rows, np.int64)
         outside = [logits_NV.ctypes.data, hidden_ND.ctypes.data]
         at = unused.ctypes.data

@@ -1,0 +1,75 @@
+"""Memory of large results is used again, and never while anything refers to it."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from quire.ops.linear import linear
+from quire.ops.native import core
+from quire.ops.packed import pack
+from quire.ops.spare_memory import LARGE, SpareMemory
+
+SIZE = LARGE + 1000
+
+
+def test_it_is_used_again_when_nothing_refers_to_it() -> None:
+    spare = SpareMemory()
+    one, two = spare.empty(SIZE), spare.empty(SIZE)
+    places = one.ctypes.data, two.ctypes.data
+    assert len(set(places)) == 2 and not any(place % 64 for place in places)
+    part = one[-3:]
+    del one
+    assert spare.empty(SIZE).ctypes.data not in places
+    del part
+    assert spare.empty(LARGE).ctypes.data == places[0]
+    tensor = torch.from_numpy(two).view(torch.int32)
+    del two
+    last = tensor[-1:]
+    del tensor
+    assert spare.empty(SIZE).ctypes.data != places[1]
+    assert last.numel() == 1
+
+
+def test_what_is_too_small_is_given_back() -> None:
+    spare = SpareMemory()
+    small, kept = spare.empty(LARGE), spare.empty(LARGE)
+    place = kept.ctypes.data
+    del small
+    large = spare.empty(4 * LARGE)
+    del kept, large
+    assert spare.empty(LARGE).ctypes.data == place  # what was in use then is still there
+    assert len(spare.empty(100)) == 100
+
+
+def test_threads_get_memory_of_their_own() -> None:
+    spare, barrier, wrong = SpareMemory(), threading.Barrier(4), []
+
+    def use(number: int) -> None:
+        for _ in range(50):
+            barrier.wait()
+            memory = spare.empty(LARGE)
+            memory[:: LARGE // 64] = number
+            barrier.wait()
+            if not (memory[:: LARGE // 64] == number).all():
+                wrong.append(number)
+            del memory
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_large_products_that_are_kept_stay_what_they_are() -> None:
+    weight = pack(torch.eye(8).repeat(1 << 16, 1), None)
+    results = [linear(torch.full((9, 8), float(i)), weight) for i in range(3)]
+    assert results[0].nbytes > LARGE
+    del results[1]
+    results.append(linear(torch.full((9, 8), 3.0), weight))
+    for result, value in zip(results, (0, 2, 3), strict=True):
+        assert np.unique(result.numpy()).tolist() == [value]
