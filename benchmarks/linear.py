@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quire.ops.formats import Quantization, variants
+from quire.ops.formats import SIZES, Quantization, packed_form, variants
 from quire.ops.linear import TYPICAL_TOKENS, linear
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight, pack
@@ -127,8 +127,9 @@ def cells(
     weight = torch.empty(shape, dtype=kind.dtype, device="meta")
     num_bytes = num * weight.itemsize
     if kind.quantization is not None:
-        group = kind.quantization.group_size or shape[1]
-        num_bytes = num * (4 if kind.quantization.format == "int4" else 8) // 8 + 2 * num // group
+        form = packed_form(kind.quantization)
+        sizes, group = SIZES[form.format], form.group_size or shape[1]
+        num_bytes = num * sizes.bits // 8 + sizes.factor_bytes * num // group
     shown = []
     for rows, s in seconds.items():
         rate, limit = num_bytes / s, limits["read"]

@@ -74,6 +74,27 @@ struct Isa {
         const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
         return words_of(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), raw(codes)));
     }
+    // What MultiplesWeight makes of the low halves of bytes: themselves times the own multiple, in words of
+    // 16 bits, plus the start.
+    struct Multiples {
+        I own, starts;
+    };
+    // codes: in the lowest 4 bits of each word.
+    static inline Multiples multiples(I codes) {
+        const __m512i all_bytes = _mm512_set4_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0);
+        const __m512i bytes = _mm512_shuffle_epi8(raw(codes), all_bytes);
+        const __m512i own = raw((words_of(bytes) & 0x07070707) + 0x01010101);
+        const __mmask64 is_above = _mm512_test_epi8_mask(bytes, _mm512_set1_epi8(kAboveBit));
+        const __m512i starts =
+            _mm512_sub_epi8(_mm512_set1_epi8(kMultipleBias), raw(words_of(own) << 3));
+        return {words_of(own) & 0x00FF00FF,
+                words_of(_mm512_mask_add_epi8(starts, is_above, starts, own))};
+    }
+    // Two products of at most 15 * 8 in 16 bits.
+    static inline I multiplied(I words, const Multiples& multiples) {
+        const __m512i products = _mm512_mullo_epi16(raw(low_nibbles(words)), raw(multiples.own));
+        return words_of(_mm512_add_epi8(raw(multiples.starts), products));
+    }
     static inline F low_halves(I words) { return reinterpret_cast<F>(words << 16); }
     static inline F high_halves(I words) { return reinterpret_cast<F>(words & -65536); }
     static inline I low_nibbles(I words) { return words & 0x0F0F0F0F; }

@@ -28,6 +28,7 @@ struct Factors {
     static QUIRE_INLINE typename Isa::F scales(const uint8_t* at, typename Isa::F outer) {
         if constexpr (kParts.scales == Scales::kBfloat16) return Isa::widen_bfloat16(at);
         if constexpr (kParts.scales == Scales::kFloat16) return Isa::load_halves(at);
+        if constexpr (kParts.scales == Scales::kWithMultiples) return Isa::high_halves(Isa::load_words(at));
         if constexpr (kParts.scales == Scales::kPower) return half_power(Isa::load_bytes(at));
         if constexpr (kAreNested) {
             typename Isa::I integers = Isa::load_bytes(at);

@@ -3,6 +3,8 @@
 // store that at each group's end costs half as much as the products of a small group.
 #pragma once
 
+#include "linear_unpack.inc.h"
+
 namespace quire {
 namespace {
 
@@ -13,6 +15,9 @@ constexpr int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Whether these tiles are faster than those of all vectors. Where one tile has all rows, memory is what
 // is waited for, and is read best in one stream.
 constexpr bool takes_half_tiles(int64_t rows) { return rows > Isa::kTileRows; }
+
+// Whether integers with multiples are multiplied with these once for all rows, rather than sums.
+constexpr bool multiplies_weights(int64_t rows) { return takes_half_tiles(rows); }
 
 // Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs. Before
 // each block_groups of them, but the first, stand `gap` bytes. bias: what was added to integers.
@@ -27,6 +32,11 @@ struct HalfGroups {
 struct Stream {
     const uint8_t* next;
     int64_t step, rest;
+
+    QUIRE_INLINE void ask() {
+        __builtin_prefetch(next, 0, 2);
+        next += step;
+    }
 };
 
 // Of the rows of a tile: row r of an array stands `stride` bytes behind row r - 1. Two pointers instead
@@ -88,17 +98,96 @@ QUIRE_INLINE void add_half_step(typename Isa::I (&sums)[kRows][kHalfVectors], co
     });
 }
 
+// A tile's weights, as they stand in a panel. w: of the first group. Each group has steps of a word, before
+// which the next panel is asked for.
+template <class Weight>
+struct PackedHalf {
+    const uint8_t* w;
+    int64_t block_groups, gap, left;
+
+    PackedHalf(const uint8_t* first, const HalfGroups& part)
+        : w(first), block_groups(part.block_groups), gap(part.gap), left(part.block_groups) {}
+    template <int kRows>
+    QUIRE_INLINE void add(typename Isa::I (&sums)[kRows][kHalfVectors], RowPointers<kRows>& values,
+                          int64_t inputs, Stream& stream) {
+        for (int64_t s = inputs / Weight::kDepth; s > 0; --s) {
+            stream.ask();
+            add_half_step<Weight, kRows>(sums, w, values);
+            w += Weight::kWords * kPanel * 4;
+            values.move(Weight::kDepth);
+        }
+        if (--left == 0) {
+            w += gap;
+            left = block_groups;
+        }
+    }
+};
+
+// The same of integers with multiples, whose products are also stored as int8 stand, for the next tiles.
+struct MultipliedHalf {
+    using Weight = MultiplesWeight;
+    const uint8_t *w, *factors;
+    uint8_t* to;
+    int64_t group_bytes;
+
+    template <int kRows>
+    QUIRE_INLINE void add(typename Isa::I (&sums)[kRows][kHalfVectors], RowPointers<kRows>& values,
+                          int64_t, Stream& stream) {
+        const uint8_t* words = w;
+        for (int64_t part = 0; part < kMultipleParts; ++part) {
+            typename Isa::Multiples multiples[kHalfVectors];
+            unrolled<kHalfVectors>(QUIRE_EACH(v) {
+                multiples[v] = Weight::multiples(factors + v * Isa::kLanes * 4, part);
+            });
+#pragma GCC unroll 1
+            for (int64_t i = 0; i < Weight::kWords; ++i) {
+                add_word<kRows>(sums, values, words + i * Isa::kLanes * 4, multiples, stream);
+            }
+            words += Weight::kWords * kPanel * 4;
+        }
+        w += group_bytes;
+        factors += group_bytes;
+    }
+
+   private:
+    template <int kRows>
+    QUIRE_INLINE void add_word(typename Isa::I (&sums)[kRows][kHalfVectors],
+                               RowPointers<kRows>& values, const uint8_t* words,
+                               const typename Isa::Multiples (&multiples)[kHalfVectors],
+                               Stream& stream) {
+        typename Isa::I own[kHalfVectors];
+        unrolled<kHalfVectors>(
+            QUIRE_EACH(v) { own[v] = Isa::load_words(words + v * Weight::kVectorBytes); });
+        unrolled<2>(QUIRE_EACH(half) {
+            stream.ask();
+            typename Isa::I operands[kHalfVectors];
+            unrolled<kHalfVectors>(QUIRE_EACH(v) {
+                operands[v] = Isa::multiplied(own[v], multiples[v]);
+                own[v] = Isa::template shift_right<4>(own[v]);
+                Isa::store_words(to + v * Int8Weight::kVectorBytes, operands[v]);
+            });
+            unrolled<kRows>(QUIRE_EACH(r) {
+                const typename Isa::I inputs = Isa::all_word(values.template at<r>() + 4 * half);
+                unrolled<kHalfVectors>(
+                    QUIRE_EACH(v) { sums[r][v] = Isa::dot_bytes(sums[r][v], operands[v], inputs); });
+            });
+            to += kPanel * 4;
+        });
+        values.move(8);
+    }
+};
+
 // What the sums of a group begin with, of one row.
-template <class Sums>
+template <class Kind>
 QUIRE_INLINE typename Isa::I half_start(const uint8_t* row_sum) {
-    if constexpr (Sums::kIsBiased) return Isa::all_word(row_sum);
+    if constexpr (Kind::kIsBiased) return Isa::all_word(row_sum);
     return Isa::all(0);
 }
 
 // Scales of weights, which stand in PlainFactors, times one of activations, with the bits of `times`.
-template <class Sums>
+template <class Kind>
 QUIRE_INLINE typename Isa::F times_scale(const float* own, float scale) {
-    if constexpr (!Sums::kRoundsScales) return Isa::times(Isa::load(own), Isa::all(scale));
+    if constexpr (!Kind::kRoundsScales) return Isa::times(Isa::load(own), Isa::all(scale));
     constexpr int64_t kRaised = offsetof(PlainFactors, raised) - offsetof(PlainFactors, scales);
     const int64_t is_raised = (bits_of(scale) & kScaleBit) / kScaleBit;
     const auto* from = reinterpret_cast<const uint8_t*>(own) + is_raised * kRaised;
@@ -107,7 +196,7 @@ QUIRE_INLINE typename Isa::F times_scale(const float* own, float scale) {
 
 // totals += what the sums of a group come to, with the bits of add_sum and add_offset. The offsets stand
 // `offsets` numbers behind the scales of its outputs; inverse: one over the factor in row_sums.
-template <class Sums, int kRows>
+template <class Kind, int kRows>
 QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
                              const typename Isa::I (&sums)[kRows][kHalfVectors],
                              const RowPointers<kRows>& row_scales, const RowPointers<kRows>& row_sums,
@@ -119,9 +208,9 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
         std::memcpy(&sum, row_sums.template at<r>(), sizeof sum);
         unrolled<kHalfVectors>(QUIRE_EACH(v) {
             const float* from = scales + v * Isa::kLanes;
-            const typename Isa::F both = times_scale<Sums>(from, scale);
+            const typename Isa::F both = times_scale<Kind>(from, scale);
             totals[r][v] = Isa::fma(Isa::to_float(sums[r][v]), both, totals[r][v]);
-            if constexpr (Sums::kHasOffsets) {
+            if constexpr (Kind::kHasOffsets) {
                 const typename Isa::F times = Isa::all(scale * (static_cast<float>(sum) * inverse));
                 totals[r][v] = Isa::fma(Isa::load(from + offsets), times, totals[r][v]);
             }
@@ -129,15 +218,14 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
     });
 }
 
-// acc [rows, kPanel]: where totals of half of the vectors wait between chunks.
-template <class Sums, int kRows>
-void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
-               const uint8_t* w, Stream stream) {
-    using Weight = typename Sums::Weight;
+// acc: where totals of half of the vectors wait between chunks.
+template <class Kind, int kRows, class Half>
+void half_tile(const Sums& acc, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
+               Half half, Stream stream) {
     typename Isa::F totals[kRows][kHalfVectors];
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kHalfVectors>(QUIRE_EACH(v) {
-            float* place = acc + r * kPanel + v * Isa::kLanes;
+            float* place = acc.at + r * acc.stride + v * Isa::kLanes;
             totals[r][v] = part.first == 0 ? Isa::zero() : Isa::load(place);
         });
     });
@@ -146,79 +234,50 @@ void half_tile(float* acc, const Operand& x, int64_t row, const HalfGroups& part
     RowPointers<kRows> scales(x.scales + own, part.num_groups * 4);
     RowPointers<kRows> row_sums(x.sums + own, part.num_groups * 4);
     const float* factors = part.scales + lane;
-    const int64_t offsets = part.offsets - part.scales, steps = part.inputs / Weight::kDepth;
+    const int64_t offsets = part.offsets - part.scales;
     const float inverse = inverse_factor(part.bias);
-    int64_t left = part.block_groups;
     for (int64_t g = part.groups; g > 0; --g) {
         typename Isa::I sums[kRows][kHalfVectors];
         unrolled<kRows>(QUIRE_EACH(r) {
-            const typename Isa::I start = half_start<Sums>(row_sums.template at<r>());
+            const typename Isa::I start = half_start<Kind>(row_sums.template at<r>());
             unrolled<kHalfVectors>(QUIRE_EACH(v) { sums[r][v] = start; });
         });
-        for (int64_t s = steps; s > 0; --s) {
-            __builtin_prefetch(stream.next, 0, 2);
-            stream.next += stream.step;
-            add_half_step<Weight, kRows>(sums, w, values);
-            w += Weight::kWords * kPanel * 4;
-            values.move(Weight::kDepth);
-        }
+        half.template add<kRows>(sums, values, part.inputs, stream);
         for (int64_t at = 0; at < stream.rest; at += 64, stream.next += 64) {
             __builtin_prefetch(stream.next, 0, 2);
         }
-        if (--left == 0) {
-            w += part.gap;
-            left = part.block_groups;
-        }
-        add_groups<Sums>(totals, sums, scales, row_sums, factors, offsets, inverse);
+        add_groups<Kind>(totals, sums, scales, row_sums, factors, offsets, inverse);
         factors += kPanel;
         scales.move(4);
         row_sums.move(4);
     }
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kHalfVectors>(
-            QUIRE_EACH(v) { Isa::store(acc + r * kPanel + v * Isa::kLanes, totals[r][v]); });
+            QUIRE_EACH(v) { Isa::store(acc.at + r * acc.stride + v * Isa::kLanes, totals[r][v]); });
     });
 }
 
-template <class Sums>
-void half_tile(int64_t rows, float* acc, const Operand& x, int64_t row, const HalfGroups& part,
-               int64_t lane, const uint8_t* w, Stream stream) {
+template <class Kind, class Half>
+void half_tile(int64_t rows, const Sums& acc, const Operand& x, int64_t row, const HalfGroups& part,
+               int64_t lane, const Half& half, Stream stream) {
     switch (rows) {
-        case 3: return half_tile<Sums, 3>(acc, x, row, part, lane, w, stream);
-        case 4: return half_tile<Sums, 4>(acc, x, row, part, lane, w, stream);
-        case 5: return half_tile<Sums, 5>(acc, x, row, part, lane, w, stream);
-        default: return half_tile<Sums, 6>(acc, x, row, part, lane, w, stream);
+        case 3: return half_tile<Kind, 3>(acc, x, row, part, lane, half, stream);
+        case 4: return half_tile<Kind, 4>(acc, x, row, part, lane, half, stream);
+        case 5: return half_tile<Kind, 5>(acc, x, row, part, lane, half, stream);
+        default: return half_tile<Kind, 6>(acc, x, row, part, lane, half, stream);
     }
 }
 
 constexpr int64_t kUnpackedBytes = 32 * 1024;
 
-// The values of some groups as those of int8 stand. changed: what becomes of each operand's bytes.
-template <class Weight, class Changed>
-void unpack_bytes(uint8_t* to, const PanelLayout& layout, const uint8_t* block, int64_t groups,
-                  int64_t steps, const Changed& changed) {
-    for (int64_t g = 0; g < groups; ++g) {
-        const uint8_t* w = block + layout.values(g);
-        for (int64_t s = 0; s < steps; ++s, w += Weight::kWords * kPanel * 4) {
-            unrolled<Isa::kVectors>(QUIRE_EACH(v) {
-                const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
-                unrolled<Weight::kOperands>(QUIRE_EACH(i) {
-                    Isa::store_words(to + i * kPanel * 4 + v * Int8Weight::kVectorBytes,
-                                     changed(Weight::template operand<i>(loaded)));
-                });
-            });
-            to += Weight::kOperands * kPanel * 4;
-        }
-    }
-}
-
-// All tiles of some groups, whose values begin at w. next: of `next_bytes` that will be read later each
-// tile asks memory for a part while it computes.
-template <class Sums>
-void half_tiles(float* acc, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
-                const uint8_t* w, const uint8_t* next, int64_t next_bytes) {
+// All tiles of some groups. half_of(vector, is_first): a tile's weights from that vector on; is_first:
+// whether it is the first tile to read them. next: of `next_bytes` that will be read later each tile asks
+// memory for a part while it computes.
+template <class Kind, class HalfOf>
+void half_tiles(const Sums& acc, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
+                const HalfOf& half_of, const uint8_t* next, int64_t next_bytes) {
     static_assert(Isa::kTileRows == 6);  // so, from 7 rows on, a tile has 3 to 6
-    using Weight = typename Sums::Weight;
+    using Weight = typename Kind::Weight;
     const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows, units = 2 * tiles;
     const int64_t steps = part.inputs / Weight::kDepth;
     const int64_t own_bytes = up(next_bytes / part.groups, units), even = up(own_bytes, steps);
@@ -227,17 +286,19 @@ void half_tiles(float* acc, const Operand& x, int64_t row, int64_t rows, const H
         const int64_t tile = unit / 2, vector = unit % 2 * kHalfVectors, lane = vector * Isa::kLanes;
         const int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
         const Stream stream{next + unit * (next_bytes / units), step, rest};
-        half_tile<Sums>(end - first, acc + first * kPanel + lane, x, row + first, part, lane,
-                        w + vector * Weight::kVectorBytes, stream);
+        half_of(vector, tile == 0, [&](const auto& half) {
+            half_tile<Kind>(end - first, acc.from(first, lane), x, row + first, part, lane, half,
+                            stream);
+        });
     }
 }
 
 // A panel for `rows` rows from `row` on.
 template <WeightFormat kFormat>
-void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
+void half_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
                 int64_t row, int64_t rows, const uint8_t* w) {
     using Stored = typename WeightOf<parts_of(kFormat).values>::Type;
-    using Sums = typename HalfSumsOf<kFormat>::Type;
+    using Kind = typename HalfSumsOf<kFormat>::Type;
     constexpr bool kUnpacks = kTakesTurns<Stored>;
     const int64_t most = chunk_groups(layout, rows > kFetchRows ? rows : kFetchRows);
     const int64_t unpacked = kUnpackedBytes / (layout.block_groups * weight.group * kPanel);
@@ -247,21 +308,34 @@ void half_panel(float* acc, const PackedWeight& weight, const PanelLayout& layou
     alignas(64) uint8_t bytes[kUnpacks ? kUnpackedBytes : 64];
     for (int64_t g = 0; g < layout.groups; g += chunk) {
         const int64_t count = layout.groups - g < chunk ? layout.groups - g : chunk;
-        const uint8_t *block = w + layout.block(g), *values = block + layout.factor_bytes;
-        decode_factors<kFormat, Sums::kRoundsScales>(factors, layout, block, count, layout.bytes);
+        const uint8_t* block = w + layout.block(g);
+        decode_factors<kFormat, Kind::kRoundsScales>(factors, layout, block, count, layout.bytes);
         HalfGroups part{layout.groups,        g,
                         count,                weight.group,
                         layout.block_groups,  layout.factor_bytes,
                         factors.scales,       factors.offsets,
                         stored_bias(weight)};
+        const int64_t next_bytes = count / layout.block_groups * layout.block_bytes;
+        const uint8_t* values = block + layout.factor_bytes;
         if constexpr (kUnpacks) {
-            unpack_bytes<Stored>(bytes, layout, block, count, weight.group / Stored::kDepth,
-                                 [](auto codes) { return codes; });
+            if constexpr (!kHasMultiples<Stored>) {
+                unpack_bytes<Stored>(bytes, layout, block, count, weight.group / Stored::kDepth,
+                                     [](auto codes) { return codes; });
+            }
             values = bytes;
             part.gap = 0;
         }
-        const int64_t next_bytes = count / layout.block_groups * layout.block_bytes;
-        half_tiles<Sums>(acc, x, row, rows, part, values, block + layout.bytes, next_bytes);
+        const auto half_of = [&](int64_t vector, bool is_first, const auto& run) {
+            using Weight = typename Kind::Weight;
+            if constexpr (kHasMultiples<Stored>) {
+                const uint8_t* own = block + layout.factor_bytes + vector * Stored::kVectorBytes;
+                const MultipliedHalf half{own, block + vector * Isa::kLanes * 4,
+                                          bytes + vector * Weight::kVectorBytes, layout.block_bytes};
+                if (is_first) return run(half);
+            }
+            run(PackedHalf<Weight>(values + vector * Weight::kVectorBytes, part));
+        };
+        half_tiles<Kind>(acc, x, row, rows, part, half_of, block + layout.bytes, next_bytes);
     }
 }
 

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "linear_formats.h"
+
 namespace quire {
 namespace {
 
@@ -39,6 +41,7 @@ struct Isa {
     static inline I load_words(const void* at) {
         return vld1q_s32(static_cast<const int32_t*>(at));
     }
+    static inline void store_words(void* at, I words) { vst1q_s32(static_cast<int32_t*>(at), words); }
     static inline F load_halves(const void* at) {
         return vcvt_f32_f16(vreinterpret_f16_u16(halves(at)));
     }
@@ -71,6 +74,24 @@ struct Isa {
     static inline F minus(F values) { return vnegq_f32(values); }
     static inline I look_up(const uint8_t* table, I codes) {
         return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(codes)));
+    }
+    // What MultiplesWeight makes of the low halves of bytes: themselves times the own multiple, plus the
+    // start.
+    struct Multiples {
+        uint8x16_t own, starts;
+    };
+    // codes: in the lowest 4 bits of each word.
+    static inline Multiples multiples(I codes) {
+        static constexpr uint8_t kRow[16] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+        const uint8x16_t bytes = vqtbl1q_u8(vreinterpretq_u8_s32(codes), vld1q_u8(kRow));
+        const uint8x16_t own = vaddq_u8(vandq_u8(bytes, vdupq_n_u8(7)), vdupq_n_u8(1));
+        const uint8x16_t is_above = vtstq_u8(bytes, vdupq_n_u8(kAboveBit));
+        const uint8x16_t below = vsubq_u8(vdupq_n_u8(kMultipleBias), vshlq_n_u8(own, 3));
+        return {own, vaddq_u8(below, vandq_u8(is_above, own))};
+    }
+    static inline I multiplied(I words, const Multiples& multiples) {
+        const uint8x16_t integers = vreinterpretq_u8_s32(low_nibbles(words));
+        return vreinterpretq_s32_u8(vmlaq_u8(multiples.starts, integers, multiples.own));
     }
     static inline F low_halves(I words) { return vreinterpretq_f32_s32(vshlq_n_s32(words, 16)); }
     static inline F high_halves(I words) { return vreinterpretq_f32_s32(words & all(-65536)); }

@@ -23,9 +23,12 @@
 namespace quire {
 namespace {
 
+using PairsFunction = void (*)(float*, const PackedWeight&, const PanelLayout&, const Operand&, int64_t,
+                               int64_t, const uint8_t*);
+
 // Null where there are no pairs of a format.
 template <int kFormat>
-constexpr PanelFunction pairs_function_of() {
+constexpr PairsFunction pairs_function_of() {
     constexpr auto format = static_cast<WeightFormat>(kFormat);
     constexpr Values values = parts_of(format).values;
     if constexpr (format == WeightFormat::kBfloat16) {
@@ -34,20 +37,22 @@ constexpr PanelFunction pairs_function_of() {
         return grouped_pairs_panel<Int8Pairs, format>;
     } else if constexpr (values == Values::kInt4) {
         return grouped_pairs_panel<Int4Pairs, format>;
+    } else if constexpr (values == Values::kInt4Multiples) {
+        return multiplied_pairs_panel;
     } else {
         return nullptr;
     }
 }
 
 template <int... kFormats>
-PanelFunction pairs_function(WeightFormat format, std::integer_sequence<int, kFormats...>) {
-    constexpr PanelFunction kAll[] = {pairs_function_of<kFormats>()...};
+PairsFunction pairs_function(WeightFormat format, std::integer_sequence<int, kFormats...>) {
+    constexpr PairsFunction kAll[] = {pairs_function_of<kFormats>()...};
     return kAll[static_cast<int>(format)];
 }
 
 // Null if rows are better multiplied one by one. Integers are the same either way; sums of bfloat16
 // might not be, so these are in pairs always.
-PanelFunction pairs_function(const PackedWeight& weight, int64_t rows) {
+PairsFunction pairs_function(const PackedWeight& weight, int64_t rows) {
     if (weight.format != WeightFormat::kBfloat16 && rows == 1) return nullptr;
     const bool is_int4 = weight.parts().values == Values::kInt4;
     if (is_int4 && weight.group % Int4Pairs::kRowBytes != 0) return nullptr;
@@ -57,7 +62,7 @@ PanelFunction pairs_function(const PackedWeight& weight, int64_t rows) {
 
 void multiply_pairs(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
                     const Operand& x, int64_t begin, int64_t end) {
-    const PanelFunction panel_of = pairs_function(weight, x.rows);
+    const PairsFunction panel_of = pairs_function(weight, x.rows);
     if (panel_of == nullptr) return multiply(out, bias, weight, x, begin, end);
     alignas(64) float acc[kBlockRows * kPanel];
     const auto write = out.element == Element::kFloat32    ? write_rows<float>

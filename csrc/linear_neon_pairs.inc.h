@@ -11,6 +11,7 @@
 #pragma once
 
 #include "linear_tiles.inc.h"
+#include "linear_unpack.inc.h"
 
 namespace quire {
 namespace {
@@ -238,6 +239,31 @@ void grouped_pairs_panel(float* acc, const PackedWeight& weight, const PanelLayo
         for_pair_tiles(rows, [&](int64_t first, auto some) {
             grouped_pairs<Weight, kOffsets, some>(acc + first * kPanel, x, row + first, part, layout,
                                                   factors, block);
+        });
+    }
+}
+
+// The same of integers with multiples, which become int8 first, once for all rows.
+void multiplied_pairs_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
+                            const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
+    constexpr WeightFormat kFormat = WeightFormat::kInt4Multiples;
+    constexpr int64_t kGroupBytes = kMultipliedInputs * kPanel, kGroups = 8;
+    PanelLayout bytes_layout = layout;
+    bytes_layout.factor_bytes = 0;
+    bytes_layout.group_bytes = bytes_layout.block_bytes = kGroupBytes;
+    PlainFactors factors;
+    alignas(64) uint8_t bytes[kGroups * kGroupBytes];
+    const int64_t steps = kMultipliedInputs / Int8Pairs::kRowBytes;
+    for (int64_t g = 0; g < layout.groups; g += kGroups) {
+        const int64_t count = layout.groups - g < kGroups ? layout.groups - g : kGroups;
+        const uint8_t* block = w + layout.block(g);
+        decode_factors<kFormat>(factors, layout, block, count, layout.bytes);
+        unpack_bytes<MultiplesWeight>(bytes, layout, block, count, kMultipleParts,
+                                      [](auto products) { return products; });
+        const Groups part{layout.groups, g, count, kMultipliedInputs, 0, steps, stored_bias(weight)};
+        for_pair_tiles(rows, [&](int64_t first, auto some) {
+            grouped_pairs<Int8Pairs, false, some>(acc + first * kPanel, x, row + first, part,
+                                                  bytes_layout, factors, bytes);
         });
     }
 }

@@ -34,9 +34,24 @@ int64_t spread(int64_t bytes) {
     return bytes;
 }
 
+// Behind a row's integers that are multiplied with integers with multiples stand -8 times its sums, by part.
+int64_t part_sum_bytes(const PackedWeight& weight) {
+    const bool has_multiples = weight.parts().values == Values::kInt4Multiples;
+    return has_multiples ? weight.groups() * kMultipleParts * 4 : 0;
+}
+
+// out: [groups, kMultipleParts], -8 times what the row's integers add up to.
+void sum_parts(int32_t* out, const int8_t* values, int64_t groups) {
+    for (int64_t i = 0; i < groups * kMultipleParts; ++i, values += kMultipleInputs) {
+        int32_t sum = 0;
+        for (int64_t k = 0; k < kMultipleInputs; ++k) sum += values[k];
+        out[i] = -8 * sum;
+    }
+}
+
 int64_t operand_bytes(const PackedWeight& weight, const Matrix& x) {
     const int64_t padded = weight.groups() * weight.group;
-    if (weight.rounds_activations()) return spread(padded);
+    if (weight.rounds_activations()) return spread(padded + part_sum_bytes(weight));
     const bool is_float = x.element == Element::kFloat32;
     if (weight.has_groups()) return is_float && x.columns == padded ? 0 : padded * 4;
     if (reads_bfloat16(weight)) {
@@ -148,6 +163,9 @@ void quantise_row(const MutableOperand& operand, const PackedWeight& weight, con
         }
     }
     for (int64_t i = weight.inputs; i < groups * group; ++i) out[i] = 0;
+    if (part_sum_bytes(weight) > 0) {
+        sum_parts(reinterpret_cast<int32_t*>(out + groups * group), out, groups);
+    }
 }
 
 template <class T>

@@ -7,13 +7,15 @@
 #include "elements.h"
 #include "linear.h"
 #include "linear_copy.h"
+#include "linear_multiples.h"
 #include "linear_panel.h"
+#include "linear_rounding.h"
 #include "linear_rows.h"
 
 namespace quire {
 namespace {
 
-constexpr int kInt8Levels = 127, kInt4Levels = 7;
+constexpr Levels kInt8Levels{-127, 127}, kInt4Levels{-7, 7};
 constexpr int kTriedScales = 12;
 
 float rounded(float scale, bool up) {
@@ -30,44 +32,18 @@ float largest_magnitude(const float* w, int64_t count) {
     return float_of(peak);
 }
 
-// Rounds to [-levels, levels] times the scale. Adding 1.5 * 2^23 leaves the rounded number in the
-// lowest bits.
-QUIRE_VECTOR
-void quantise(int32_t* out, const float* w, int64_t count, float inverse, int levels) {
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t value = bits_of(w[i] * inverse + 12582912.0f) - 0x4B400000;
-        out[i] = std::min(std::max(value, -levels), levels);
-    }
-}
-
-// In 16 sums, so that it vectorises; weights outside of a group of 16 are left out.
-QUIRE_VECTOR
-float squared_error(const float* w, int64_t count, float scale, float inverse, int levels) {
-    float sums[16] = {};
-    for (int64_t i = 0; i + 16 <= count; i += 16) {
-        for (int64_t j = 0; j < 16; ++j) {
-            int32_t value = bits_of(w[i + j] * inverse + 12582912.0f) - 0x4B400000;
-            value = std::min(std::max(value, -levels), levels);
-            const float error = w[i + j] - static_cast<float>(value) * scale;
-            sums[j] += error * error;
-        }
-    }
-    float total = 0;
-    for (const float sum : sums) total += sum;
-    return total;
-}
-
 // The scale of a group, exactly a bfloat16. Of int4 the largest weights may be clipped: with 15 levels
 // that often costs less than what all others gain by finer steps.
-float choose_scale(const float* w, int64_t count, float largest, int levels, bool search) {
-    float best = rounded(largest / static_cast<float>(levels), true);
+float choose_scale(const float* w, int64_t count, float largest, Levels levels, bool search) {
+    const auto highest = static_cast<float>(levels.highest);
+    float best = rounded(largest / highest, true);
     if (!(best > 0) || !search) return best;
-    float least = squared_error(w, count, best, 1.0f / best, levels);
+    float least = squared_error(w, count, best, levels);
     for (int i = 1; i <= kTriedScales; ++i) {
         const float share = 1.0f - 0.035f * static_cast<float>(i);
-        const float scale = rounded(largest * share / static_cast<float>(levels), false);
+        const float scale = rounded(largest * share / highest, false);
         if (!(scale > 0)) break;
-        const float error = squared_error(w, count, scale, 1.0f / scale, levels);
+        const float error = squared_error(w, count, scale, levels);
         if (error < least) {
             least = error;
             best = scale;
@@ -103,27 +79,54 @@ class Quantiser {
                 row_[k] = widen(value);
             }
         }
-        const bool is_int8 = weight_.format == WeightFormat::kInt8;
-        const int levels = is_int8 ? kInt8Levels : kInt4Levels;
-        const int64_t group = weight_.group;
         for (int64_t g = 0; g < weight_.groups(); ++g) {
-            const float* values = row_.data() + g * group;
-            const int64_t count = std::min(group, weight_.inputs - g * group);
-            const float largest = largest_magnitude(values, count);
-            if (!std::isfinite(largest)) error_.set(kNotFinite);
-            const float scale = choose_scale(values, count, largest, levels, search_);
-            quantise(integers_.data(), values, group, scale > 0 ? 1.0f / scale : 0.0f, levels);
-            for (size_t i = 0; i < codes_.size(); ++i) {
-                codes_[i] = static_cast<uint8_t>(integers_[i] + bias_);
+            const float* values = row_.data() + g * weight_.group;
+            const float largest = largest_magnitude(values, weight_.group);
+            if (!std::isfinite(largest)) {
+                error_.set(kNotFinite);
+            } else if (weight_.format == WeightFormat::kInt4Multiples) {
+                put_multiples(panel, lane, g, values);
+            } else {
+                put_scaled(panel, lane, g, values, largest);
             }
-            Bfloat16 stored;
-            narrow(stored, scale);
-            lane_.put(panel, lane_.layout().scales(g), lane, &stored, sizeof stored);
-            lane_.put_codes(panel, g, lane, codes_.data());
         }
     }
 
    private:
+    void put_scaled(uint8_t* panel, int64_t lane, int64_t g, const float* values, float largest) {
+        const Levels levels = weight_.format == WeightFormat::kInt8 ? kInt8Levels : kInt4Levels;
+        const int64_t count = std::min(weight_.group, weight_.inputs - g * weight_.group);
+        const float scale = choose_scale(values, count, largest, levels, search_);
+        round(0, values, weight_.group, scale, levels, bias_);
+        Bfloat16 stored;
+        narrow(stored, scale);
+        lane_.put(panel, lane_.layout().scales(g), lane, &stored, sizeof stored);
+        lane_.put_codes(panel, g, lane, codes_.data());
+    }
+
+    void put_multiples(uint8_t* panel, int64_t lane, int64_t g, const float* values) {
+        const Multiples best = MultiplesChoice(values).best();
+        for (int64_t part = 0; part < kMultipleParts; ++part) {
+            const int64_t first = part * kMultipleInputs;
+            round(first, values + first, kMultipleInputs, best.scale_of(part), best.levels_of(part),
+                  best.part(part).zero);
+        }
+        const uint32_t factors = static_cast<uint32_t>(bits_of(best.scale)) | best.codes;
+        lane_.put(panel, lane_.layout().scales(g), lane, &factors, sizeof factors);
+        lane_.put_codes(panel, g, lane, codes_.data());
+    }
+
+    // The codes of `count` inputs of a group from `first` on.
+    void round(int64_t first, const float* values, int64_t count, float scale, Levels levels,
+               int32_t bias) {
+        const float inverse = scale != 0 ? 1.0f / scale : 0.0f;
+        round_weights(integers_.data(), values, count, inverse, levels);
+        for (int64_t i = 0; i < count; ++i) {
+            const int32_t integer = integers_[static_cast<size_t>(i)];
+            codes_[static_cast<size_t>(first + i)] = static_cast<uint8_t>(integer + bias);
+        }
+    }
+
     const PackedWeight& weight_;
     RowReader reader_;
     const bool search_;

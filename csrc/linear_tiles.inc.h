@@ -65,6 +65,10 @@ QUIRE_INLINE void add_step(Sum (&sums)[kRows][kVectors], const uint8_t* w, const
 struct Sums {
     float* at;
     int64_t stride;
+
+    QUIRE_INLINE Sums from(int64_t row, int64_t lane) const {
+        return {at + row * stride + lane, stride};
+    }
 };
 
 // The products of `steps` steps, of kRows rows and kVectors vectors of outputs, are added to acc, or
@@ -140,7 +144,7 @@ QUIRE_INLINE typename Isa::F add_offset(typename Isa::F total, typename Isa::F o
 // The same of groups: sums within a group, integers where activations are int8, then what they come to
 // is added in float32. w: the first group's block, which it begins.
 template <class Weight, bool kOffsets, bool kFetches, int kRows, int kVectors>
-void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
+void grouped_tile(const Sums& acc, const Operand& x, int64_t row, const Groups& part,
                   const PanelLayout& layout, const PlainFactors& factors, int64_t lane,
                   const uint8_t* w, const Ahead& ahead) {
     using X = typename Weight::X;
@@ -174,7 +178,7 @@ void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
             const typename Isa::F scale = Isa::load(factors.scales + from);
             unrolled<kRows>(QUIRE_EACH(r) {
                 const int64_t own = at + r * part.num_groups;
-                float* place = acc + r * kPanel + v * Isa::kLanes;
+                float* place = acc.at + r * acc.stride + v * Isa::kLanes;
                 typename Isa::F total = is_first ? Isa::zero() : Isa::load(place);
                 total = add_sum<Weight>(total, sums[r][v], scale, x, own);
                 if constexpr (kOffsets) {
@@ -190,7 +194,7 @@ void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
 // A whole panel for one row, with the bits of the tiles: its factors go by the registers. Memory
 // is read in one stream.
 template <WeightFormat kFormat>
-void grouped_row(float* acc, const Groups& all, const PanelLayout& layout, const Operand& x,
+void grouped_row(const Sums& acc, const Groups& all, const PanelLayout& layout, const Operand& x,
                  int64_t row, const uint8_t* block) {
     using Own = Factors<kFormat>;
     using Weight = typename WeightOf<Own::kParts.values>::Type;
@@ -232,7 +236,7 @@ void grouped_row(float* acc, const Groups& all, const PanelLayout& layout, const
             }
         }
     }
-    unrolled<kVectors>(QUIRE_EACH(v) { Isa::store(acc + v * Isa::kLanes, totals[v]); });
+    unrolled<kVectors>(QUIRE_EACH(v) { Isa::store(acc.at + v * Isa::kLanes, totals[v]); });
 }
 
 // --- a panel for all rows ---
@@ -275,7 +279,7 @@ struct DenseTile {
     template <int kRows, int kVectors>
     void run(int vector) const {
         dense_tile<Weight, kFetches, kRows, kVectors>(
-            {acc.at + vector * Isa::kLanes, acc.stride}, x, stride,
+            acc.from(0, vector * Isa::kLanes), x, stride,
             w + vector * Weight::kVectorBytes, steps, ahead, is_first);
     }
 };
@@ -286,7 +290,7 @@ struct Grouped {
     struct Tile {
         static constexpr int kFewestRows = kFetches ? 2 : Isa::kTileRows / 2;
         static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
-        float* acc;
+        Sums acc;
         const Operand* x;
         int64_t row;
         Groups part;
@@ -299,7 +303,7 @@ struct Grouped {
         void run(int vector) const {
             const int64_t lane = vector * Isa::kLanes;
             grouped_tile<Weight, kOffsets, kFetches, kRows, kVectors>(
-                acc + lane, *x, row, part, *layout, *factors, lane,
+                acc.from(0, lane), *x, row, part, *layout, *factors, lane,
                 w + vector * Weight::kVectorBytes, ahead);
         }
     };
@@ -330,7 +334,7 @@ void run_tile_of(int64_t rows, const Ahead& ahead, const Fields&... fields) {
 }
 
 template <class Weight>
-void dense_sums(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
+void dense_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
                 const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     const int64_t steps = (weight.inputs + Weight::kDepth - 1) / Weight::kDepth;
     constexpr int64_t kChunk = kChunkBytes / (kPanel * 4);
@@ -338,17 +342,10 @@ void dense_sums(const Sums& acc, const PackedWeight& weight, const PanelLayout& 
     const auto tile = [&](int64_t first, int64_t count, const Ahead& ahead, int64_t s) {
         const uint8_t* values = x.values + (row + first) * x.stride + s * kStepBytes;
         const int64_t some = steps - s < kChunk ? steps - s : kChunk;
-        const Sums own{acc.at + first * acc.stride, acc.stride};
-        run_tile_of<DenseTile, Weight>(count, ahead, own, values, x.stride, w + s * kPanel * 4,
+        run_tile_of<DenseTile, Weight>(count, ahead, acc.from(first, 0), values, x.stride, w + s * kPanel * 4,
                                        some, s == 0);
     };
     for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, 0, tile, s);
-}
-
-template <class Weight>
-void dense_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
-                 int64_t row, int64_t rows, const uint8_t* w) {
-    dense_sums<Weight>({acc, kPanel}, weight, layout, x, row, rows, w);
 }
 
 // Groups whose factors are decoded together: whole blocks, and few where rows are few, so that memory
@@ -362,6 +359,7 @@ int64_t chunk_groups(const PanelLayout& layout, int64_t rows) {
 }  // namespace
 }  // namespace quire
 
+#include "linear_multiples.inc.h"
 #ifdef QUIRE_HALF_TILES
 #include "linear_half_tiles.inc.h"
 #endif
@@ -370,7 +368,7 @@ namespace quire {
 namespace {
 
 template <WeightFormat kFormat>
-void grouped_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
+void grouped_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
                    const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     using Weight = typename WeightOf<parts_of(kFormat).values>::Type;
     constexpr bool kOffsets = Factors<kFormat>::kHasOffsets;
@@ -401,7 +399,7 @@ void grouped_panel(float* acc, const PackedWeight& weight, const PanelLayout& la
             const int64_t end = step + most < steps ? step + most : steps;
             const Groups part{layout.groups, g, count, weight.group, step, end - step, bias};
             run_tile_of<Grouped<Weight, kOffsets>::template Tile, Weight>(
-                some, ahead, acc + first * kPanel, &x, row + first, part, &layout, &factors, block);
+                some, ahead, acc.from(first, 0), &x, row + first, part, &layout, &factors, block);
         };
         for (int64_t step = 0; step < steps; step += most) {
             for_tiles(rows, layout.bytes, kAheadBytes, tile, step);
@@ -424,8 +422,18 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
     }
 }
 
-using PanelFunction = void (*)(float*, const PackedWeight&, const PanelLayout&, const Operand&,
+using PanelFunction = void (*)(const Sums&, const PackedWeight&, const PanelLayout&, const Operand&,
                                int64_t, int64_t, const uint8_t*);
+
+void multiples_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
+                     int64_t row, int64_t rows, const uint8_t* w) {
+#ifdef QUIRE_HALF_TILES
+    if (multiplies_weights(rows)) {
+        return half_panel<WeightFormat::kInt4Multiples>(acc, weight, layout, x, row, rows, w);
+    }
+#endif
+    multiplied_panel(acc, layout, x, row, rows, w);
+}
 
 template <int kFormat>
 constexpr PanelFunction kPanelFunction = grouped_panel<static_cast<WeightFormat>(kFormat)>;
@@ -435,6 +443,8 @@ template <>
 constexpr PanelFunction kPanelFunction<1> = dense_panel<Bfloat16Weight>;
 template <>
 constexpr PanelFunction kPanelFunction<2> = dense_panel<Float16Weight>;
+template <>
+constexpr PanelFunction kPanelFunction<static_cast<int>(WeightFormat::kInt4Multiples)> = multiples_panel;
 
 template <int... kFormats>
 PanelFunction panel_function(WeightFormat format, std::integer_sequence<int, kFormats...>) {
@@ -445,17 +455,6 @@ PanelFunction panel_function(WeightFormat format, std::integer_sequence<int, kFo
 PanelFunction panel_function(const PackedWeight& weight) {
     constexpr int kCount = static_cast<int>(WeightFormat::kCount);
     return panel_function(weight.format, std::make_integer_sequence<int, kCount>{});
-}
-
-// Panels whose sums wait in the results themselves: float32, as wide as a panel. Stores of one tile wait
-// for memory while the next one computes.
-template <class Weight>
-bool results_of(const MutableMatrix& out, const PackedWeight& weight, const PanelLayout& layout,
-                const Operand& x, int64_t row, int64_t rows, int64_t p, const uint8_t* w) {
-    if (out.element != Element::kFloat32 || (p + 1) * kPanel > out.columns) return false;
-    float* to = static_cast<float*>(out.data) + row * out.stride + p * kPanel;
-    dense_sums<Weight>({to, out.stride}, weight, layout, x, row, rows, w);
-    return true;
 }
 
 void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
@@ -470,11 +469,15 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
         if (p + 1 == end && weight.next != nullptr) layout.bytes = weight.next - w;
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
-            if (weight.format == WeightFormat::kBfloat16 && bias == nullptr &&
-                results_of<Bfloat16Weight>(out, weight, layout, x, row, rows, p, w)) {
+            // Sums wait in the results themselves where these are float32 and as wide as a panel: stores of
+            // one tile wait for memory while the next one computes. Half tiles store too little at a time.
+            const bool is_wide = out.element == Element::kFloat32 && (p + 1) * kPanel <= out.columns;
+            if (is_wide && bias == nullptr && !weight.has_groups()) {
+                float* to = static_cast<float*>(out.data) + row * out.stride + p * kPanel;
+                panel_of({to, out.stride}, weight, layout, x, row, rows, w);
                 continue;
             }
-            panel_of(acc, weight, layout, x, row, rows, w);
+            panel_of({acc, kPanel}, weight, layout, x, row, rows, w);
             switch (out.element) {
                 case Element::kFloat32:
                     write_rows<float>(out, bias, acc, row, rows, p * kPanel);

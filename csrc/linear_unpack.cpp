@@ -52,6 +52,7 @@ class LaneReader {
             const int64_t count = left < weight_.group ? left : weight_.group;
             const float scale = this->scale(g), zero = this->zero(g), offset = this->offset(g);
             lane_.get_codes(codes_.data(), panel_, g, at_);
+            if (parts_.values == Values::kInt4Multiples) multiply(g);
             for (int64_t i = 0; i < count; ++i) {
                 const int64_t k = order == nullptr ? begin + i : order[begin + i];
                 narrow(out[k], (value(codes_[static_cast<size_t>(i)]) - zero) * scale - offset);
@@ -61,6 +62,16 @@ class LaneReader {
 
    private:
     const PanelLayout& layout() const { return lane_.layout(); }
+
+    // Makes products with the group's multiples of the integers, plus the bias.
+    void multiply(int64_t g) {
+        const auto factors = lane_.get<uint32_t>(panel_, layout().scales(g), at_);
+        for (int64_t i = 0; i < weight_.group; ++i) {
+            uint8_t& code = codes_[static_cast<size_t>(i)];
+            const Multiple multiple(factors, i / kMultipleInputs);
+            code = static_cast<uint8_t>((code - multiple.zero) * multiple.own + kMultipleBias);
+        }
+    }
 
     template <class T>
     float factor(int64_t offset) const {
@@ -82,6 +93,8 @@ class LaneReader {
             case Scales::kBfloat16: return factor<Bfloat16>(at);
             case Scales::kFloat16: return factor<Float16>(at);
             case Scales::kFloat32: return factor<float>(at);
+            case Scales::kWithMultiples:
+                return float_of(lane_.get<int32_t>(panel_, at, at_) & -65536);
             case Scales::kPower: return power(lane_.get<uint8_t>(panel_, at, at_));
             default: break;
         }

@@ -111,11 +111,11 @@ ENGINES = [
     ),
     vllm("int8", "8-bit", Format(1, 2, "int8"), "compressed-int8"),
     quire(
-        "int4", "4-bit", Format(18 / 32, 1 + 2 / 128, "int8"),
+        "int4", "4-bit", Format(68 / 128, 1 + 2 / 128, "int8"),
         quantization="int4", quantized_head="int8",
     ),
     quire(
-        "int4 head int4", "4-bit", Format(18 / 32, 18 / 32, "int8"),
+        "int4 head int4", "4-bit", Format(68 / 128, 68 / 128, "int8"),
         quantization="int4", quantized_head="int4",
     ),
     llama("q4_0", "4-bit", Format(18 / 32, 18 / 32, "int8")),

@@ -28,9 +28,9 @@ struct Case {
 
     // Rounded here, so that each bit of a product is known; stored: packed as a checkpoint has it.
     bool is_quantised() const {
-        return format == WeightFormat::kInt8 || format == WeightFormat::kInt4;
+        return format >= WeightFormat::kInt8 && format <= WeightFormat::kInt4Multiples;
     }
-    bool is_stored() const { return format > WeightFormat::kInt4; }
+    bool is_stored() const { return format > WeightFormat::kInt4Multiples; }
 };
 
 int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
@@ -148,8 +148,14 @@ class Layer {
     float scale(int64_t n, int64_t g) const {
         const PanelLayout layout(weight_);
         const int64_t begin = n / layout.panel * packed_panel_bytes(weight_) + layout.scales(g);
+        const int64_t lane = n % layout.panel;
+        if (case_.format == WeightFormat::kInt4Multiples) {
+            int32_t word;
+            std::memcpy(&word, data_.data() + begin + lane * 4, sizeof word);
+            return float_of(word & -65536);
+        }
         Bfloat16 stored;
-        std::memcpy(&stored, data_.data() + begin + n % layout.panel * 2, sizeof stored);
+        std::memcpy(&stored, data_.data() + begin + lane * 2, sizeof stored);
         return widen(stored);
     }
 
@@ -361,7 +367,8 @@ std::vector<Format> formats() {
             {WeightFormat::kBfloat16, {bf16, f32}, {1}, 9001},
             {WeightFormat::kFloat16, {f16, f32}, {1}, 9001},
             {WeightFormat::kInt8, {f32, bf16}, {0, 32, 128}, 17001},
-            {WeightFormat::kInt4, {f32, f16}, {32, 64, 128}, 34001}};
+            {WeightFormat::kInt4, {f32, f16}, {32, 64, 128}, 34001},
+            {WeightFormat::kInt4Multiples, {f32, f16}, {128}, 34001}};
 }
 
 // A group of 0: all inputs, as a multiple of 8.

@@ -445,7 +445,7 @@ def test_other_formats_can_be_asked_for(llama: Checkpoint, tmp_path: Path) -> No
     spec = load_spec(path)
     int4 = weight_formats(ModelConfig(quantization="int4"))
     model = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=int4))
-    assert set(packed_formats(model).values()) == {"int4", "int8"}
+    assert set(packed_formats(model).values()) == {"int4_multiples", "int8"}
     assert weight_formats(ModelConfig(quantization="none")) == IN_THE_DTYPE
     exact = load_model(path, spec, torch.float64, CPU)
     assert packed_formats(exact) == {}

@@ -114,7 +114,7 @@ def test_preview_knows_the_bytes() -> None:
         sizes[name] = preview_runner(config, source).weights_bytes / 1e6
     assert sizes[None] == pytest.approx(1192, rel=0.01)
     assert sizes["int8"] == pytest.approx(596 * (1 + 2 / 128), rel=0.01)
-    assert sizes["int4"] == pytest.approx(440.4 * 0.5625 + 155.6 * (1 + 2 / 128), rel=0.01)
+    assert sizes["int4"] == pytest.approx(440.4 * 68 / 128 + 155.6 * (1 + 2 / 128), rel=0.01)
 
 
 def test_the_demo_model_says_the_same_in_int8() -> None:

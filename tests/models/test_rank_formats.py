@@ -118,8 +118,8 @@ def test_groups_that_are_not_whole(tmp_path: Path) -> None:
 @needs_core
 @pytest.mark.parametrize("format", [Quantization("int8", 32), Quantization("int4", 32)])
 def test_ranks_round_as_one_does(format: Quantization, tmp_path: Path) -> None:
-    """Where a rank has whole groups."""
-    path = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=INNER)[1]
+    """Where a rank has whole groups, of int4 four of 32 inputs."""
+    path = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=2 * INNER)[1]
     spec, formats = load_spec(path), WeightFormats(format, None)
     whole = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=formats))
     parts = [

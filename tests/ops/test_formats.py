@@ -15,6 +15,7 @@ from quire.ops.formats import (
     Quantization,
     check_quantization,
     packed_bytes,
+    packed_form,
     panel_of,
     variants,
 )
@@ -38,8 +39,9 @@ def test_bytes_are_the_cores(index: int, format: str) -> None:
     shapes = [(outputs, 256 * inputs) for outputs, inputs in SHAPES] if own.block_bytes else SHAPES
     for (outputs, inputs), size in itertools.product(shapes, [own.group] if own.group else sizes):
         chosen = Quantization(format, size) if is_quantised else None
-        group = chosen.group_of(inputs) if chosen is not None else 1
-        layout = WeightLayout(NAMES.index(format), index, outputs, inputs, group)
+        form = packed_form(chosen) if chosen is not None else None
+        name, group = (format, 1) if form is None else (form.format, form.group_of(inputs))
+        layout = WeightLayout(NAMES.index(name), index, outputs, inputs, group)
         got = packed_bytes((outputs, inputs), format, chosen, panel_of(variant))
         assert got == module.linear_bytes(layout.at(0, module)), (outputs, inputs, size)
 

@@ -41,7 +41,7 @@ from quire.ops.pages import ALIGNMENT, aligned
 
 logger = logging.getLogger("quire")
 
-VERSION = 3  # raised whenever what is written, or what packing makes of a weight, changes
+VERSION = 4  # raised whenever what is written, or what packing makes of a weight, changes
 
 
 def entry_of(

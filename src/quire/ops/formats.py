@@ -29,6 +29,7 @@ MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
 ROUND_INPUTS = 8
 MOST_OF_A_STORED_GROUP = 128  # inputs: activations become int8 in groups, so larger ones are parted
 NESTED_INPUTS = 256  # of a block of GGUF's K formats
+MULTIPLIED_INPUTS = 128  # of a group of int4_multiples
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ SIZES = {
     "float16": FormatSizes(16, "float16"),
     "int8": FormatSizes(8, "int8", 2),
     "int4": FormatSizes(4, "int4", 2),
+    "int4_multiples": FormatSizes(4, "int4", 4, group=MULTIPLIED_INPUTS),
     "fp8": FormatSizes(8, "float16", 4),
     "mxfp4": FormatSizes(4, "int4", 1, group=32),
     **{name: sizes for name, sizes in _integer_sizes().items() if name not in FORMATS},
@@ -101,6 +103,14 @@ class Quantization:
         return -(-num_inputs // ROUND_INPUTS) * ROUND_INPUTS
 
 
+def packed_form(quantization: Quantization) -> Quantization:
+    """Return how the core packs weights that quire rounds: of int4 in groups of 32 the scales are
+    multiples of one scale for 128 inputs (ops/quantise.py), so products are summed over those."""
+    if quantization == Quantization("int4", 32):
+        return Quantization("int4_multiples", MULTIPLIED_INPUTS)
+    return quantization
+
+
 @dataclass(frozen=True)
 class Packing:
     """How a device stores the weights of linear layers.
@@ -128,7 +138,7 @@ class Packing:
             group = quantization.group_size or sizes.group
             return gpu_weight_bytes(shape, sizes.bits, group, sizes.factor_bytes)
         if self.panel:
-            name = self.dtype if quantization is None else quantization.format
+            name = self.dtype if quantization is None else packed_form(quantization).format
             panel = dict(self.other_panels).get(name, self.panel)
             return packed_bytes(shape, self.dtype, quantization, panel)
         return math.prod(shape) * self.dtype_bytes
@@ -155,6 +165,7 @@ def packed_bytes(
     rows = -(-outputs // panel) * panel
     if quantization is None:
         return rows * 4 * -(-inputs * SIZES[dtype].bits // 32)
+    quantization = packed_form(quantization)
     sizes, group = SIZES[quantization.format], quantization.group_of(inputs)
     groups = -(-inputs // group)
     blocks = inputs // NESTED_INPUTS if sizes.block_bytes else 0

@@ -21,6 +21,7 @@ from quire.ops.formats import (
     SIZES,
     Quantization,
     chosen_variant,
+    packed_form,
     panel_of,
     rounds_activations,
     variants,
@@ -87,7 +88,7 @@ class PackedWeight(OpaqueWeight):
     @property
     def serves_look_up(self) -> bool:
         """Those of 4 bits are too coarse."""
-        return self.format != "int4"
+        return self.format not in ("int4", "int4_multiples")
 
     @property
     def variant(self) -> str:
@@ -477,6 +478,7 @@ def _layout(
     variant: str | None,
 ) -> WeightLayout:
     outputs, inputs = shape
-    name = str(dtype).removeprefix("torch.") if quantization is None else quantization.format
-    group = 1 if quantization is None else quantization.group_of(inputs)
-    return _layout_of(name, (outputs, inputs), group, variant)
+    if quantization is None:
+        return _layout_of(str(dtype).removeprefix("torch."), (outputs, inputs), 1, variant)
+    form = packed_form(quantization)
+    return _layout_of(form.format, (outputs, inputs), form.group_of(inputs), variant)
