@@ -86,10 +86,11 @@ NAMES = tuple(SIZES)
 class Quantization:
     """How weights are stored: one of NAMES, with a scale per `group_size` inputs of an output, or
     with 0 per output. The C++ core rounds activations to int8 in the groups of integers, as they
-    come."""
+    come. is_stored: whether they are the numbers of a file, which stay what they are."""
 
     format: str
     group_size: int
+    is_stored: bool = False
 
     def group_of(self, num_inputs: int) -> int:
         """Count the inputs that share a scale, filled up where the number of inputs asks for it."""

@@ -24,9 +24,9 @@ def quantization_of(
     if how.form in (FLOAT4, FLOAT4_BLOCKS):
         return Quantization("mxfp4", FLOAT4_BLOCK)
     if is_gpu:
-        return Quantization(f"int{how.bits}", group)
+        return Quantization(f"int{how.bits}", group, is_stored=True)
     name = f"int{how.bits}{KINDS.get(scales, '')}{'_zeros' if how.has_zeros else ''}"
-    return Quantization(name, stored_group(group or num_inputs, num_inputs))
+    return Quantization(name, stored_group(group or num_inputs, num_inputs), is_stored=True)
 
 
 def check_inputs(module: str, columns: Cut, step: int) -> None:
