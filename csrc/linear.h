@@ -164,8 +164,8 @@ struct WeightRows {
 constexpr int kFileEnds = -1, kNotFinite = -2;
 
 // data: packed_bytes(weight). rows: of the format's own element for float32, bfloat16 and float16.
-// search: kInt4's scales are chosen for the least squared error, as those of kInt4Multiples always are. Returns 0, or why it could not be packed:
-// formats with scales need finite numbers.
+// search: kInt4's scales are chosen for the least squared error, as those of kInt4Multiples always are.
+// Returns 0, or why it could not be packed: formats with scales need finite numbers.
 int pack_weight(uint8_t* data, const PackedWeight& weight, const WeightRows& rows, bool search,
                 int num_threads);
 

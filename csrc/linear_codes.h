@@ -1,7 +1,8 @@
 // How the integers of a group, 8 bits or fewer each and not negative, stand in 32-bit words.
 //
 // An operand is 4 integers, a byte each. 8 bits: a word is an operand. 4 bits: a word's low halves
-// are an operand, its high halves the next. What is multiplied stands as it was before.
+// are an operand, its high halves the next. Integers with multiples stand as they are before
+// they are multiplied.
 //
 //   5 bits, operands 0..7 in words 0..4       6 bits, operands 0..3 in words 0..2
 //     bits 0..4   0  1  2  3  4                 bits 0..5   0   1   2

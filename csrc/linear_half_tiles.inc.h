@@ -16,9 +16,6 @@ constexpr int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // is waited for, and is read best in one stream.
 constexpr bool takes_half_tiles(int64_t rows) { return rows > Isa::kTileRows; }
 
-// Whether integers with multiples are multiplied with these once for all rows, rather than sums.
-constexpr bool multiplies_weights(int64_t rows) { return takes_half_tiles(rows); }
-
 // Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs. Before
 // each block_groups of them, but the first, stand `gap` bytes. bias: what was added to integers.
 struct HalfGroups {

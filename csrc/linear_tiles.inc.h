@@ -335,15 +335,15 @@ void run_tile_of(int64_t rows, const Ahead& ahead, const Fields&... fields) {
 
 template <class Weight>
 void dense_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
-                const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
+                 const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     const int64_t steps = (weight.inputs + Weight::kDepth - 1) / Weight::kDepth;
     constexpr int64_t kChunk = kChunkBytes / (kPanel * 4);
     constexpr int64_t kStepBytes = Weight::kDepth * sizeof(typename Weight::X);
     const auto tile = [&](int64_t first, int64_t count, const Ahead& ahead, int64_t s) {
         const uint8_t* values = x.values + (row + first) * x.stride + s * kStepBytes;
         const int64_t some = steps - s < kChunk ? steps - s : kChunk;
-        run_tile_of<DenseTile, Weight>(count, ahead, acc.from(first, 0), values, x.stride, w + s * kPanel * 4,
-                                       some, s == 0);
+        run_tile_of<DenseTile, Weight>(count, ahead, acc.from(first, 0), values, x.stride,
+                                       w + s * kPanel * 4, some, s == 0);
     };
     for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, 0, tile, s);
 }
@@ -425,10 +425,10 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 using PanelFunction = void (*)(const Sums&, const PackedWeight&, const PanelLayout&, const Operand&,
                                int64_t, int64_t, const uint8_t*);
 
-void multiples_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
-                     int64_t row, int64_t rows, const uint8_t* w) {
+void multiples_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
+                     const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
 #ifdef QUIRE_HALF_TILES
-    if (multiplies_weights(rows)) {
+    if (takes_half_tiles(rows)) {
         return half_panel<WeightFormat::kInt4Multiples>(acc, weight, layout, x, row, rows, w);
     }
 #endif

@@ -6,8 +6,6 @@ namespace {
 
 // 32 inputs, a part of a group, in four words; what is loaded are products with the part's multiple.
 struct MultiplesWeight {
-    using X = int8_t;
-    using Sum = typename Isa::I;
     static constexpr int64_t kDepth = kMultipleInputs, kWords = kDepth / 8;
     static constexpr int64_t kVectorBytes = kWords * Isa::kLanes * 4;
     struct Loaded {

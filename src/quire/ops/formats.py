@@ -86,7 +86,7 @@ NAMES = tuple(SIZES)
 class Quantization:
     """How weights are stored: one of NAMES, with a scale per `group_size` inputs of an output, or
     with 0 per output. The C++ core rounds activations to int8 in the groups of integers, as they
-    come. is_stored: whether they are the numbers of a file, which stay what they are."""
+    come. is_stored: whether integers are a checkpoint's own, which stay what they are."""
 
     format: str
     group_size: int

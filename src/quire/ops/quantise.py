@@ -12,7 +12,7 @@ Float8 has a float32 scale for each output, of which the largest weight is 448.
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.formats import MULTIPLIED_INPUTS, Quantization
+from quire.ops.formats import MULTIPLIED_INPUTS, Quantization, packed_form
 from quire.ops.stored_rows import Float8Rows, IntegerRows, StoredRows
 
 LEVELS = {"int8": 127, "int4": 7}
@@ -52,7 +52,7 @@ def _float8(values_NK: torch.Tensor) -> Float8Rows:
 
 def _integers(values_NK: torch.Tensor, quantization: Quantization) -> IntegerRows:
     num_inputs, size = values_NK.shape[1], quantization.group_of(values_NK.shape[1])
-    if quantization == Quantization("int4", 32):
+    if packed_form(quantization).format == "int4_multiples":
         return _multiplied(values_NK)
     bits, levels = (8, LEVELS["int8"]) if quantization.format == "int8" else (4, LEVELS["int4"])
     padded_NK = torch.nn.functional.pad(values_NK, (0, -num_inputs % size))
