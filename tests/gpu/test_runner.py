@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.ops.attention.torch_cpu import TorchBackend
 from tests.serve.checkpoints import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -65,28 +66,54 @@ def test_preempted_sequences_give_the_same_tokens(mode: str) -> None:
         assert rounds(llm, GREEDY) == 3 * wanted
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
-def test_log_probabilities_are_near_those_of_torch(dtype: str, kv_format: str) -> None:
-    """Of prompts and answers that are given, in half precision."""
+def given_logprobs(backend: str, dtype: str, kv_format: str) -> torch.Tensor:
+    """Of the prompts' tokens, [all of them but the first]."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
-    found = []
-    for backend, stored in (("torch", "auto"), ("triton", kv_format)):
-        with open_llm("llama", backend, dtype=dtype, kv_cache_dtype=stored) as llm:
-            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-        found.append(
-            torch.tensor(
-                [
-                    position[token].logprob
-                    for output in outputs
-                    for token, position in zip(
-                        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
-                    )
-                ]
+    with open_llm("llama", backend, dtype=dtype, kv_cache_dtype=kv_format) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return torch.tensor(
+        [
+            position[token].logprob
+            for output in outputs
+            for token, position in zip(
+                output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
             )
-        )
-    near = 0.06 if kv_format == "auto" else 0.3
-    assert float((found[0] - found[1]).abs().max()) < near
+        ]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("kv_format", "near"), [("auto", 0.06), ("int8", 0.3)])
+def test_log_probabilities_are_near_those_of_torch(kv_format: str, near: float, dtype: str) -> None:
+    """Of prompts that are given, in half precision."""
+    wanted = given_logprobs("torch", dtype, "auto")
+    found = given_logprobs("triton", dtype, kv_format)
+    assert float((found - wanted).abs().max()) < near
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("bfloat16", 0.1), ("float16", 0.03)])
+def test_log_probabilities_with_fp8_are_those_of_rounded_keys_and_values(
+    dtype: str, near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's backend stores what e4m3 leaves of them.
+
+    Where a last bit of 16 decides to which number of e4m3 a key is rounded, a log-probability may
+    differ by some tenths: the mean is what tells. It is 0.007 in float16 under the interpreter,
+    0.05 in bfloat16 if each key and value is a bit off; but 0.14 if one side does not round (one
+    log-probability differs by 1.8 then), and 0.6 or more if a scale is wrong by 2.
+    """
+    write = TorchBackend.write
+
+    def write_rounded(
+        backend: TorchBackend, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor
+    ) -> None:
+        rounded = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (k_TKH, v_TKH))
+        write(backend, layer, *rounded)
+
+    found = given_logprobs("triton", dtype, "fp8")
+    monkeypatch.setattr(TorchBackend, "write", write_rounded)
+    wanted = given_logprobs("torch", dtype, "auto")
+    assert float((found - wanted).abs().mean()) < near
 
 
 def test_a_second_start_knows_what_the_first_one_used(tmp_path: Any, monkeypatch: Any) -> None:
