@@ -26,6 +26,8 @@ CUTS = {
     "group_7": replace(FINE, group_size=7),
     "wide_group": replace(FINE, group_size=20),
     "usual": Cut(4),
+    "few_items": replace(FINE, group_size=2, items=2),
+    "few_items_window": replace(FINE, group_size=7, items=3, window=50),
     "one_split": replace(FINE, group_size=4, max_splits=1),
     "fixed": FIXED.of_group(4, None, 64),
     "fixed_window": FIXED.of_group(16, 50, 64),
@@ -110,18 +112,37 @@ def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
     assert not every or max(every) < work.most.slots
 
 
-def test_a_row_is_cut_alike_in_any_batch(device: torch.device) -> None:
-    cut, rows = CUTS["fine"], MIXES["mixed"]
-    items, _ = listed(make_work(cut, rows, device))
-    for row, size in enumerate(rows):
-        alone, _ = listed(make_work(cut, [size], device))
-        start = sum(queries for _, queries in rows[:row])
-        mine = [[i[1] - start, *i[2:6], i[6] >= 0] for i in items if i[0] == row]
-        assert mine == [[*i[1:6], i[6] >= 0] for i in alone]
+@pytest.mark.parametrize("rows", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_any_rows_may_share_the_tokens_that_the_host_knows(
+    cut: Cut, rows: list[tuple[int, int]], device: torch.device
+) -> None:
+    """As in a recorded step: it holds so many tokens and rows, and no context is longer."""
+    if cut.is_fixed:
+        pytest.skip("each row's own lengths count")
+    step = make_step(rows, device)
+    tokens = np.zeros(len(rows), np.int32)
+    tokens[0] = sum(queries for _, queries in rows)
+    contexts = np.full(len(rows), max(context for context, _ in rows), np.int32)
+    step = replace(step, query_lens_host=tokens, context_lens_host=contexts)
+    work = plan_work(cut, step, step.block_tables_SL[0])
+    check_work(work, cut, rows)
+
+
+@pytest.mark.parametrize("items", [1, 3, 20])
+def test_a_step_is_cut_into_as_many_items_as_the_device_has_programs_for(
+    items: int, device: torch.device
+) -> None:
+    """Few rows into many chunks, many into none."""
+    cut = replace(FINE, group_size=4, items=items, max_splits=64)
+    for rows in ([(640, 1)], [(320, 1)] * 2, [(64, 1)] * 10, [(16, 1)] * 40):
+        found, merges = listed(make_work(cut, rows, device))
+        assert items / 2 <= len(found) <= items + len(rows)
+        assert not merges or len(rows) <= items
 
 
 def test_long_tiles_come_first_and_the_longest_of_a_row(device: torch.device) -> None:
-    cut = CUTS["usual"]
+    cut = replace(CUTS["usual"], long_chunk=1024)
     items, _ = listed(make_work(cut, MIXES["mixed"], device))
     is_long = [count * cut.group_size > cut.short_rows for _, _, count, *_ in items]
     row_is_long = [MIXES["mixed"][row][1] * cut.group_size > cut.short_rows for row, *_ in items]

@@ -236,9 +236,11 @@ class ModelRunner:
         self.rows.expect_nothing()
 
     def largest_shape(self, size: Size) -> StepShape:
-        """Return the shape of the step that takes most, of those that a size has room for."""
+        """Return the shape of the step that takes most, of those that a size has room for: of a
+        mixed one's rows the first has all tokens."""
         query_lens = np.ones(size.rows, np.int32)
-        query_lens[0] += max(size.tokens - size.rows, 0)
+        if size.is_mixed:
+            query_lens[:] = size.tokens, *[0] * (size.rows - 1)
         context_lens = np.full(size.rows, self.rows.max_model_len, np.int32)
         return StepShape(query_lens, context_lens, size.rows)
 

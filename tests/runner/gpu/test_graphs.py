@@ -22,8 +22,9 @@ PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 class Decoder:
     """Notes what is recorded. most: graphs that find room."""
 
-    def __init__(self, most: int = 1000) -> None:
+    def __init__(self, most: int = 1000, takes_any_lengths: bool = True) -> None:
         self.backend: Any = self
+        self.takes_any_lengths = takes_any_lengths
         self.sizes: list[Size] = []
         self.most = most
 
@@ -86,13 +87,16 @@ def test_the_second_step_of_a_kind_is_recorded_and_the_largest_before_all() -> N
     assert found.find(3, 0, Needs(num_candidates=500)) is None
 
 
-def test_mixed_steps_have_places_for_rows_and_tokens_and_are_cut() -> None:
-    decoder = Decoder()
+@pytest.mark.parametrize("takes_any_lengths", [True, False])
+def test_mixed_steps_have_places_for_rows_and_tokens(takes_any_lengths: bool) -> None:
+    """They are cut where attention must know lengths."""
+    decoder = Decoder(takes_any_lengths=takes_any_lengths)
     found = make(64, decoder)
     for _ in range(FIRST_TIMES_MIXED):
         assert found.find(3, 17, PLAIN) is None
     recorded = found.find(3, 17, PLAIN)
-    assert recorded is not None and recorded.in_pieces and recorded.size == Size(4, 32)
+    assert recorded is not None and recorded.size == Size(4, 32)
+    assert recorded.in_pieces != takes_any_lengths
     assert found.find(4, 32, PLAIN) is recorded
     assert found.find(4, 33, PLAIN) is None
     for _ in range(FIRST_TIMES_MIXED):

@@ -90,10 +90,13 @@ class AttentionBackend(ABC):
 
     can_be_recorded: whether a graph can hold what it launches: nothing of that depends on the
     host's lengths but how work is cut by `run`, slot -1 is nowhere, and rows may have no tokens.
+    takes_any_lengths: whether `run`, too, asks the host for no more than the number of rows, their
+    tokens together, and the longest context.
     """
 
     name: str
     can_be_recorded = False
+    takes_any_lengths = False
 
     @abstractmethod
     def prepare(self, step: AttentionStep) -> None:

@@ -1,9 +1,10 @@
 """Attention on a GPU by Triton kernels: all rows of a step in one launch, where their blocks stand.
 
 Shape legend as in `base.py`, and: G = N / K query heads of one KV head. A step's work is cut on the
-device, once per cache group, when the group's first layer runs and says how many heads it has. A
-query's result has the same bits in any batch, unless what the rows of a step leave to be merged
-would take more than PARTS_BYTES: then all of its rows are cut into fewer parts.
+device, once per cache group, when the group's first layer runs and says how many heads it has: into
+as many items as the device runs at once, so a query's bits depend on what else is in its step. What
+the rows of a step leave to be merged takes at most PARTS_BYTES: else they are cut into fewer parts.
+What is launched serves any rows that share as many tokens, so mixed steps can be recorded whole.
 
 Layers with states take kernels of their own, which find all they need on the device. Rows of up to
 Chunks.few tokens go through the delta rule token by token, others in chunks.
@@ -109,6 +110,7 @@ class TritonBackend(MovesBlocks):
         self._chunks = chunks or delta_chunks.Chunks()
         self._attention, self._plan, self._write = attention, attention_plan, attention_write
         self._cut = replace(cut or attention_plan.Cut(), is_fixed=deterministic)
+        self.takes_any_lengths = not deterministic
         self._layout = layout
         self._memory = KVMemory(layout)
         self._place = self._memory.place
@@ -122,6 +124,7 @@ class TritonBackend(MovesBlocks):
             if layout.groups[g].kind != STATE
         }
         self._machine = attention.machine_of(layout.device)
+        self._programs = 0 if cut else self._machine.num_programs
         self._work: list[Work | None] = [None] * len(layout.groups)
         self._step: AttentionStep | None = None
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of groups of states
@@ -258,6 +261,8 @@ class TritonBackend(MovesBlocks):
             assert step is not None, "prepare comes first"
             window = self._layout.groups[group].window
             cut = self._cut.of_group(group_size, window, size, self._layout.dtype.itemsize)
+            if self._programs:
+                cut = replace(cut, items=max(1, self._programs * group_size // num_heads))
             slot_bytes = 4 * num_heads * (size + 2)
             while cut.fewer is not None and slot_bytes * _slots(cut, step) > PARTS_BYTES:
                 cut = cut.fewer

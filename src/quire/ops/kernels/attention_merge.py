@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.attention_plan import Work
+from quire.ops.kernels.attention_plan import Cut, Work
 from quire.ops.kernels.launch import Config, next_power_of_2
 
 MERGE_WARPS = 4
@@ -248,7 +248,7 @@ def _configs(size: int) -> list[Config]:
     shared = {"NUM_HEADS": 32, "HEAD_DIM": size, "WIDTH": size, "KEEPS": size == 128}
     ordered = shared | {"HEADS": ORDERED_HEADS, "AT_ONCE": AT_ONCE, "HAS_SINKS": size == 64}
     return [
-        Config(_merge_kernel, _SIGNATURE, shared | {"SPLITS": 32}, num_warps=MERGE_WARPS),
+        Config(_merge_kernel, _SIGNATURE, shared | {"SPLITS": Cut.max_splits}, MERGE_WARPS),
         Config(
             _ordered_kernel, _SIGNATURE | {"sinks_ptr": "*fp32"}, ordered, num_warps=MERGE_WARPS
         ),

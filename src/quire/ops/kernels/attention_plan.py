@@ -4,8 +4,9 @@ An item of work is a tile of queries of one row and a range of the keys that the
 does all items. A tile is so many tokens that they, times the G query heads of a KV head, fill the
 rows of a matrix product: SHORT_ROWS for rows with few new tokens (decoding, verification of
 drafts), `long_rows` for others. Keys are cut into chunks, so that few rows with long contexts keep
-a whole GPU busy. Where is decided by the row's own lengths alone: a row has the same bits in any
-batch. Items of long tiles come first, since they take longest.
+a whole GPU busy: short tiles, and long ones, into about `items` items each, all of a step's chunks
+alike, and into no more parts where there are as many tiles. So what becomes of parts is bounded by
+`items` alone, whatever rows a step has. Items of long tiles come first, since they take longest.
 
     counts  [items, tokens of rows that are cut]
     items   [row, first token in the step, tokens, position of the first, first key, end of keys,
@@ -49,10 +50,10 @@ FIXED_ROWS = 64  # of all products of a fixed cut: the fewest of Hopper's matrix
 class Cut:
     """How the work of a cache group is cut. Sizes are tokens, if nothing else is said.
 
-    group_size: G query heads of one KV head. window: 0 for none. max_splits: most chunks of a short
-    tile, and of all tiles of a long row together. short_chunk, long_chunk: the least that is worth
-    a chunk. align: chunks begin at multiples of it behind the row's first visible key, which is
-    rounded down to one. long_rows: rows of a matrix product of long tiles.
+    group_size: G query heads of one KV head. window: 0 for none. items: of each kind of tile that
+    are worth having. max_splits: most chunks of a tile. short_chunk, long_chunk: the least that is
+    worth a chunk. align: chunks begin at multiples of it behind the row's first visible key, which
+    is rounded down to one. long_rows: rows of a matrix product of long tiles.
 
     is_fixed: chunks are of fixed_chunk, a multiple of align, which is one of the kernel's tiles of
     keys; split_tiles: the most tiles of a row whose chunks are different items. Results do not
@@ -61,10 +62,11 @@ class Cut:
 
     group_size: int = 1
     window: int = 0
-    max_splits: int = 32
-    short_chunk: int = 256
-    long_chunk: int = 1024
-    align: int = 128
+    items: int = 32
+    max_splits: int = 64
+    short_chunk: int = 64
+    long_chunk: int = 512
+    align: int = 64
     long_rows: int = 128
     is_fixed: bool = False
     fixed_chunk: int = 1024
@@ -91,7 +93,7 @@ class Cut:
         becomes of a fixed one gives the same bits."""
         if self.is_fixed:
             return replace(self, split_tiles=self.split_tiles // 2) if self.split_tiles else None
-        return replace(self, max_splits=self.max_splits // 2) if self.max_splits > 1 else None
+        return replace(self, items=self.items // 2) if self.items > 1 else None
 
     @property
     def short_rows(self) -> int:
@@ -103,22 +105,25 @@ class Cut:
         return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
 
     def most(self, query_lens: np.ndarray, context_lens: np.ndarray) -> "Most":
-        """Bound what a step with lengths up to these needs. Grows with each length."""
+        """Bound what a step with lengths up to these needs. Grows with each length. Unless the cut
+        is fixed, rows may share all tokens in any way."""
         if self.is_fixed:
             return self._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
-        queries, contexts = query_lens.astype(np.int64), context_lens.astype(np.int64)
-        if self.window:
-            visible = self.window + self.long_rows // self.group_size + self.align
-            contexts = np.minimum(contexts, visible)
-        least = min(self.short_chunk, self.long_chunk)
-        tile = self.long_rows // self.group_size
-        tiles = -(-queries // tile)
-        chunks = np.minimum(-(-contexts // least), self.max_splits)
-        items = np.minimum(tiles * chunks, np.maximum(tiles, self.max_splits))
-        is_cut = (chunks > 1) & (queries > 0)
-        merges = np.where(is_cut, np.minimum(queries, tile * max(1, self.max_splits // 2)), 0)
-        slots = np.where(is_cut, np.minimum(queries * chunks, tile * self.max_splits), 0)
-        return Most(int(items.sum()), int(merges.sum()), int(slots.sum()))
+        num_rows, num_tokens = len(query_lens), int(query_lens.sum())
+        short, long = self.short_rows // self.group_size, self.long_rows // self.group_size
+        if not self.has_long(query_lens):
+            short, long = min(short, int(query_lens.max())), 0
+        # A tile that is cut sees more than a chunk, and all tiles together see `items` of them.
+        longest, items = int(context_lens.max()), self.items if self.items > 1 else 0
+        short_items = items if longest > self.short_chunk else 0
+        long_items = items if long and longest > self.long_chunk else 0
+        cut_tokens = short * short_items + long * long_items
+        tiles = num_rows + (num_tokens // long if long else 0)
+        return Most(
+            items=tiles + short_items + long_items,
+            merges=min(num_tokens, cut_tokens),
+            slots=2 * cut_tokens,
+        )
 
     def _most_fixed(self, queries: np.ndarray, contexts: np.ndarray) -> "Most":
         tile = self.short_rows // self.group_size
@@ -197,6 +202,7 @@ def _constants(cut: Cut) -> dict[str, int]:
     return {
         "GROUP": cut.group_size,
         "WINDOW": cut.window,
+        "ITEMS": cut.items,
         "SPLITS": cut.split_tiles if cut.is_fixed else cut.max_splits,
         "SHORT_CHUNK": cut.short_chunk,
         "LONG_CHUNK": cut.long_chunk,
@@ -208,9 +214,48 @@ def _constants(cut: Cut) -> dict[str, int]:
 
 
 @triton.jit
+def _tiles_of(query_len, GROUP: tl.constexpr, SHORT_ROWS: tl.constexpr, LONG_ROWS: tl.constexpr):
+    """Of a row, or of each of many: whether it is long, tokens of a tile, tiles."""
+    is_long = query_len * GROUP > SHORT_ROWS
+    tile = tl.where(is_long, LONG_ROWS // GROUP, SHORT_ROWS // GROUP)
+    return is_long, tile, (query_len + tile - 1) // tile
+
+
+@triton.jit
+def _span(context_len, tile, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """The most keys that a tile sees."""
+    if WINDOW > 0:
+        context_len = tl.minimum(context_len, WINDOW + tile + ALIGN)
+    return context_len
+
+
+@triton.jit
+def _even_chunks(
+    query_len,
+    context_len,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ITEMS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
+):
+    """The keys of chunks with which all rows' short tiles, and their long ones, are ITEMS items."""
+    is_long, tile, tiles = _tiles_of(query_len, GROUP, SHORT_ROWS, LONG_ROWS)
+    keys = tiles.to(tl.int64) * _span(context_len, tile, WINDOW, ALIGN)
+    short = tl.cdiv(tl.sum(tl.where(is_long, 0, keys), 0), ITEMS)
+    long = tl.cdiv(tl.sum(tl.where(is_long, keys, 0), 0), ITEMS)
+    # No row has more keys than fit: what is larger cuts none.
+    most = 1 << 30
+    return tl.minimum(short, most).to(tl.int32), tl.minimum(long, most).to(tl.int32)
+
+
+@triton.jit
 def _cut_row(
     query_len,
     context_len,
+    even_short,
+    even_long,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -231,14 +276,9 @@ def _cut_row(
             query_len, context_len, GROUP, WINDOW, SPLITS, ALIGN, SHORT_ROWS, FIXED_CHUNK
         )
     else:
-        is_long = query_len * GROUP > SHORT_ROWS
-        tile = tl.where(is_long, LONG_ROWS // GROUP, SHORT_ROWS // GROUP)
-        tiles = (query_len + tile - 1) // tile
-        splits = tl.where(is_long, tl.maximum(SPLITS // tl.maximum(tiles, 1), 1), SPLITS)
-        span = context_len
-        if WINDOW > 0:
-            span = tl.minimum(span, WINDOW + tile + ALIGN)
-        even = (span + splits - 1) // splits
+        is_long, tile, tiles = _tiles_of(query_len, GROUP, SHORT_ROWS, LONG_ROWS)
+        span = _span(context_len, tile, WINDOW, ALIGN)
+        even = tl.maximum(tl.where(is_long, even_long, even_short), (span + SPLITS - 1) // SPLITS)
         even = (even + ALIGN - 1) // ALIGN * ALIGN
         chunk = tl.maximum(tl.where(is_long, LONG_CHUNK, SHORT_CHUNK), even)
         chunks = tl.where(query_len > 0, (span + chunk - 1) // chunk, 0)
@@ -284,6 +324,7 @@ def _plan_kernel(
     merges_at,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
+    ITEMS: tl.constexpr,
     SPLITS: tl.constexpr,
     SHORT_CHUNK: tl.constexpr,
     LONG_CHUNK: tl.constexpr,
@@ -299,9 +340,12 @@ def _plan_kernel(
     begin = tl.load(starts_ptr + rows, mask=inside, other=0)
     query_len = tl.load(starts_ptr + rows + 1, mask=inside, other=0) - begin
     context_len = tl.load(context_lens_ptr + rows, mask=inside, other=0)
+    even_short, even_long = _even_chunks(
+        query_len, context_len, GROUP, WINDOW, ITEMS, ALIGN, SHORT_ROWS, LONG_ROWS
+    )
     is_long, tile, tiles, chunk, chunks = _cut_row(
-        query_len, context_len, GROUP, WINDOW, SPLITS, SHORT_CHUNK, LONG_CHUNK, ALIGN,
-        SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
+        query_len, context_len, even_short, even_long, GROUP, WINDOW, SPLITS, SHORT_CHUNK,
+        LONG_CHUNK, ALIGN, SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
     items = tiles * chunks
     long_items = tl.where(is_long, items, 0)
@@ -321,8 +365,8 @@ def _plan_kernel(
     queries = tl.load(starts_ptr + own + 1) - start
     context = tl.load(context_lens_ptr + own)
     own_long, own_tile, own_tiles, own_chunk, own_chunks = _cut_row(
-        queries, context, GROUP, WINDOW, SPLITS, SHORT_CHUNK, LONG_CHUNK, ALIGN,
-        SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
+        queries, context, even_short, even_long, GROUP, WINDOW, SPLITS, SHORT_CHUNK,
+        LONG_CHUNK, ALIGN, SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
     items_ptr = lists_ptr + 8 + tl.where(own_long, long_at, short_at) * 8
     _write_items(

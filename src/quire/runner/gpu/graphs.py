@@ -1,9 +1,9 @@
 """Recorded steps: one launch, or some dozens, in place of hundreds (T 4.6, fig. 4.6).
 
-Steps of one token a row are recorded whole, at a ladder of sizes: a step takes the next size that
-has room for its rows. Mixed steps of up to 2,048 tokens are recorded in pieces, between the calls
-of attention, which cuts its work by their true lengths; so are all if that is asked for. Larger
-steps keep the device busy for longer than their launches take.
+Steps are recorded whole, at a ladder of sizes: a step takes the next size that has room for its
+rows, and for its tokens, if it is a mixed one of up to 2,048 tokens. Where attention must know each
+row's lengths, mixed steps are recorded in pieces, between its calls; so are all if that is asked
+for. Larger steps keep the device busy for longer than their launches take.
 
 The first steps of a kind (sizes, and what the sampling needs) are launched as they are, the next is
 recorded, so nobody waits at the start. The largest one of the ladder is recorded first, and others
@@ -202,7 +202,8 @@ class Graphs:
     def _record(self, size: Size, needs: Needs) -> Recorded:
         """Carry it out once, for a step without rows, so that all is compiled; then record it. The
         recorded one's inputs are in the memory of graphs, which all sizes share."""
-        decoder, in_pieces = self._decoder, self._in_pieces or size.is_mixed
+        decoder = self._decoder
+        in_pieces = self._in_pieces or (size.is_mixed and not decoder.backend.takes_any_lengths)
         shape, recorded = decoder.largest_shape(size), Recorded(decoder, size, in_pieces)
         decoder.expect_nothing()
 
