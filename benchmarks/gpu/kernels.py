@@ -103,6 +103,15 @@ def rotary_case(bench: Bench, model: Model, tokens: int) -> Made:
     return lambda: rotary_write.rotary_write(qkv, rows, slots, kv, weight, 1e-6), cost
 
 
+def factors_case(bench: Bench, model: Model, tokens: int) -> Made:
+    from quire.ops.kernels import rotary_rows
+
+    positions = bench.randint(4096, tokens)
+    frequencies = torch.rand(model.head_dim // 2, dtype=torch.float64, device=bench.device)
+    cost = Cost(num_bytes=tokens * 2 * model.head_dim * 4 + positions.nbytes)
+    return lambda: rotary_rows.rotary_rows(positions, frequencies, 1.0), cost
+
+
 def write_case(bench: Bench, model: Model, tokens: int) -> Made:
     from quire.ops.kernels import attention_write
 
@@ -274,6 +283,7 @@ def cases(is_tiny: bool) -> Iterator[KernelCase]:
             for module, make in (
                 ("norm", norm_case),
                 ("gate", silu_case),
+                ("rotary_rows", factors_case),
                 ("rotary_write", rotary_case),
                 ("embedding", embedding_case),
                 ("attention_write", write_case),

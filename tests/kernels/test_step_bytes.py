@@ -58,6 +58,9 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", 
 FREE |= {"_local_scalar_dense", "resize_"}
 # Of the step's logits in float32: one that samples reads them once, in 16 bits.
 LOGIT_PASSES = 0.75
+# Changes of rows, inputs, embedding, factors of the rotation, the first norm, attention's plan;
+# rows that sample, head, two of the choice of tokens, the step's end, a copy of the results.
+STEP_LAUNCHES = 12
 REST_BYTES = 3000  # of a row: ids, positions, factors of the rotation, the first norm and the last
 
 
@@ -237,6 +240,7 @@ def test_a_layer_moves_its_bytes_once(
     short = step_of(1, tmp_path / "short", monkeypatch)
     long = step_of(2, tmp_path / "long", monkeypatch)
     assert len(long.launches) - len(short.launches) == 9, long.launches
+    assert len(short.launches) - 9 == STEP_LAUNCHES, short.launches
     kv = ROWS * CONTEXT * 2 * K * H
     wanted = WIDTH * (layer_weights() + kv + ROWS * layer_activations())
     found = long.total - short.total

@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> ModuleType | None:
     """The module `quire.ops.kernels.NAME`, if it can serve this tensor: on a GPU, and not in
-    float64, which the kernels compute in float32. any_dtype: it computes nothing."""
+    float64, which the kernels compute in float32. any_dtype: nothing is computed in its dtype."""
     is_served = is_on_gpu(tensor) and (any_dtype or tensor.dtype in DTYPES)
     if not is_served or not has_triton():
         return None

@@ -7,6 +7,7 @@ the angle position * frequency[e].
 
 import torch
 
+from quire.ops.gpu import DTYPES, kernels_for
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
@@ -22,6 +23,9 @@ def rotary_rows(
     position of 10^5 in float32 is off by 10^-2 radians. They are returned in `dtype`'s
     accumulation type.
     """
+    if dtype in DTYPES and (kernels := kernels_for(positions_T, "rotary_rows", any_dtype=True)):
+        found: torch.Tensor = kernels.rotary_rows(positions_T, frequencies_E, scale)
+        return found
     angles_TE = positions_T.to(torch.float64)[:, None] * frequencies_E
     scale_E = torch.full_like(frequencies_E, scale).masked_fill_(frequencies_E == 0, 1.0)
     cos_TE, sin_TE = angles_TE.cos() * scale_E, angles_TE.sin() * scale_E

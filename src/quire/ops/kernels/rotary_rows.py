@@ -1,0 +1,130 @@
+"""The factors by which positions turn queries and keys, all of a step in one launch.
+
+Everything is in float64 up to the results. Sines and cosines are made here: those of the compiler's
+library keep numbers in local memory for angles beyond 10^5, which positions reach.
+
+Bound by memory: 16 E bytes per token are written. Expected on an H200, at 4.3 TB/s: the time of a
+launch for a few tokens; 2 us for 8192 tokens with heads of 128, whose 20 million instructions in
+float64 take about as long.
+Shape legend: T tokens, E frequencies (half of a head), H = 2 E.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launch import Config, next_power_of_2
+
+TILE = 128  # angles in a program, one for each thread
+WARP = 32
+
+_QUARTERS_PER_RADIAN = tl.constexpr(0.6366197723675814)
+# A quarter of a turn, pi / 2, in two parts: the first has so few bits that its product with a whole
+# number below 2^20 is exact.
+_QUARTER = tl.constexpr(1.5707963267341256)
+_QUARTER_REST = tl.constexpr(6.077100506506192e-11)
+_TERMS = tl.constexpr(8)  # of each series behind its first; the next is 10^-17 at pi / 4
+
+
+@triton.jit
+def _cos_sin(angle):
+    """Of float64: the nearest quarter of a turn, and series for what is left, at most pi / 4."""
+    quarters = tl.floor(angle * _QUARTERS_PER_RADIAN + 0.5)
+    left = angle - quarters * _QUARTER - quarters * _QUARTER_REST
+    square = left * left
+    cos, sin = tl.full(left.shape, 1.0, tl.float64), tl.full(left.shape, 1.0, tl.float64)
+    for i in tl.static_range(_TERMS, 0, -1):
+        cos = 1.0 - cos * (square * (1.0 / ((2 * i - 1) * (2 * i))))
+        sin = 1.0 - sin * (square * (1.0 / ((2 * i) * (2 * i + 1))))
+    sin *= left
+    quarter = quarters.to(tl.int64) & 3
+    is_odd = (quarter & 1) == 1
+    turned_cos, turned_sin = tl.where(is_odd, sin, cos), tl.where(is_odd, cos, sin)
+    is_left, is_lower = (quarter == 1) | (quarter == 2), quarter >= 2
+    return tl.where(is_left, -turned_cos, turned_cos), tl.where(is_lower, -turned_sin, turned_sin)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rotary_rows_kernel(
+    positions_ptr,
+    frequencies_ptr,
+    out_ptr,
+    num_tokens,
+    num_frequencies,
+    SCALE: tl.constexpr,  # Triton would round an argument to float32
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    at = tl.arange(0, WIDTH)
+    is_token, is_frequency = token < num_tokens, at < num_frequencies
+    position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.float64)
+    frequency = tl.load(frequencies_ptr + at, mask=is_frequency, other=0.0)[None, :]
+    cos, sin = _cos_sin(position[:, None] * frequency)
+    # Of what is not turned the sine is 0, and the cosine 1 whatever the scale.
+    cos = tl.where(frequency == 0.0, cos, cos * SCALE).to(tl.float32)
+    sin = (sin * SCALE).to(tl.float32)
+    inside = is_token[:, None] & is_frequency[None, :]
+    out = out_ptr + token[:, None] * (4 * num_frequencies) + at[None, :]
+    tl.store(out, cos, mask=inside)
+    tl.store(out + num_frequencies, cos, mask=inside)
+    tl.store(out + 2 * num_frequencies, -sin, mask=inside)
+    tl.store(out + 3 * num_frequencies, sin, mask=inside)
+
+
+def rotary_rows(
+    positions_T: torch.Tensor, frequencies_E: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Do as `quire.ops.rotary.rotary_rows` for what is computed in float32: [T, 1, 2 H] of it."""
+    assert positions_T.dim() == 1 and not positions_T.is_floating_point()
+    assert frequencies_E.dtype == torch.float64 and frequencies_E.is_contiguous()
+    positions_T = positions_T.contiguous()
+    num_tokens, num_frequencies = len(positions_T), len(frequencies_E)
+    out = torch.empty(
+        num_tokens, 1, 4 * num_frequencies, dtype=torch.float32, device=positions_T.device
+    )
+    width = next_power_of_2(num_frequencies)
+    tokens = _tokens(width)
+    if out.numel():
+        _rotary_rows_kernel[(triton.cdiv(num_tokens, tokens),)](
+            positions_T,
+            frequencies_E,
+            out,
+            num_tokens,
+            num_frequencies,
+            SCALE=float(scale),
+            TOKENS=tokens,
+            WIDTH=width,
+            num_warps=_num_warps(width),
+        )
+    return out
+
+
+def _tokens(width: int) -> int:
+    return max(1, TILE // width)
+
+
+def _num_warps(width: int) -> int:
+    return min(8, max(TILE, width) // WARP)
+
+
+CONFIGS = [
+    Config(
+        _rotary_rows_kernel,
+        {
+            "positions_ptr": f"*{positions}",
+            "frequencies_ptr": "*fp64",
+            "out_ptr": "*fp32",
+            "num_tokens": "i32",
+            "num_frequencies": "i32",
+        },
+        {"SCALE": scale, "TOKENS": _tokens(width), "WIDTH": width},
+        num_warps=_num_warps(width),
+    )
+    for positions, scale, width in (
+        ("i64", 1.0, 64),
+        ("i32", 1.0, 64),
+        ("i64", 1.37, 32),
+        ("i64", 1.0, 128),
+    )
+]
