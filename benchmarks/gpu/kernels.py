@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu import quantised, row_state, states
+from benchmarks.gpu import few_rows, quantised, row_state, states
 from benchmarks.gpu.context import Bench, Made
 from benchmarks.gpu.floors import Cost
 from benchmarks.gpu.report import timed_row
@@ -300,6 +300,7 @@ def cases(is_tiny: bool) -> Iterator[KernelCase]:
         for tokens in (2, 9) if is_tiny else (1, 32, 256, 2048):
             name = f"{models[0].name}, {tokens} tokens"
             yield KernelCase("matmul", name, lambda b, t=tokens: matmul_case(b, models[0], t))
+    yield from (KernelCase(*each) for each in few_rows.cases(is_tiny))
     yield from (KernelCase(*each) for each in quantised.cases(is_tiny))
     yield from (KernelCase(*each) for each in states.cases(is_tiny))
     yield from _sampling_cases(models[-1], 2 if is_tiny else 256)

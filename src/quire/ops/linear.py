@@ -6,8 +6,9 @@ On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all qu
 multiplied by it: faster than torch with few tokens, equal with many, and each token's result has
 the same bits in any batch. Without the core oneDNN's packed order is taken where it is faster than
 plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md). A GPU multiplies a weight
-of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that same promise, and
-quantised ones by others (`gpu_weights.py`).
+of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that same promise, one to
+four rows with a plain weight by another (`ops/kernels/few_rows.py`), where it is faster than the
+library, and quantised ones by others (`gpu_weights.py`).
 """
 
 from collections.abc import Sequence
@@ -63,6 +64,10 @@ def linear(
         packed_linear = torch.ops.mkldnn._linear_pointwise
         result_TN: torch.Tensor = packed_linear(x_TK, weight_NK, bias_N, "none", [], "")
         return result_TN
+    few = kernels_for(x_TK, "few_rows")
+    if few is not None and few.serves(x_TK, weight_NK):
+        few_TN: torch.Tensor = few.few_rows(x_TK, weight_NK, bias_N)
+        return few_TN
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 

@@ -1,0 +1,169 @@
+"""x W^T + b of one to four rows with a plain weight of 16 bits, in one launch that reads it once.
+
+Shape legend: T tokens, I inputs, O outputs.
+
+A program has one or a few outputs and all inputs. Its steps over them are unrolled, so that loads
+of the weight are on their way while others are added; products, exact in float32, are added place
+by place, the places at the end, and the result is rounded once. A matrix instruction would have
+most of its rows empty, and the library, with few outputs, cuts the inputs into parts and adds these
+in a second launch.
+
+Measured on an NVIDIA H200, 2026-11-27, bfloat16, one product after the other in a CUDA graph, each
+with its own weight, in microseconds (`reading`: the weight at 4.35 TB/s):
+
+    weight [O, I]                  rows   reading   library   here
+    Qwen3-0.6B qkv   4096 x 1024   1, 2       1.9   4.9, 5.3    4.0, 4.6
+               o     1024 x 2048   1, 2       1.0  12.0, 10.1   2.7, 3.5
+               gate  6144 x 1024   1, 2       2.9   5.9, 6.0    4.9, 5.9
+               down  1024 x 3072   1, 2       1.4   7.5, 7.5    3.6, 4.2
+               o, down                 4           8.3, 7.6     3.7, 5.0
+    8B         qkv   6144 x 4096   1, 2      11.6  16.9, 16.7  14.2, 16.6
+
+Three rows were not measured. With four and many outputs (qkv, gate) none of these tiles was among
+the five fastest, and the library needed 5.2 and 6.0. Large weights it reads nearly as fast as the
+memory gives them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
+
+MOST_ROWS = 4
+MANY_ROWS = 3  # from here on only weights of few outputs
+FEW_OUTPUTS = 2048  # so few programs that the library cuts the inputs
+MOST_WEIGHT_BYTES = 96 << 20  # the library reads larger ones about as fast; not measured yet
+
+TILE = 2048  # numbers of the weight that a program reads in a step
+NARROW_INPUTS, NARROW_STEPS = 1024, 8  # of a step; with more steps registers would be spilled
+MOST_STEPS = 16  # of TILE inputs
+LEAST_INPUTS, INPUTS_MULTIPLE = 256, 16  # loads of 16 bytes in each row of the weight
+
+
+def serves(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
+    """Tell whether `few_rows` is for this product: rows, dtypes and the weight's size."""
+    if x_TI.dim() != 2 or not 1 <= len(x_TI) <= MOST_ROWS or x_TI.dtype.itemsize != 2:
+        return False
+    if weight_OI.dim() != 2 or weight_OI.dtype != x_TI.dtype or not weight_OI.is_contiguous():
+        return False
+    num_outputs, num_inputs = weight_OI.shape
+    if num_inputs < LEAST_INPUTS or num_inputs % INPUTS_MULTIPLE or num_outputs == 0:
+        return False
+    if len(x_TI) >= MANY_ROWS and num_outputs > FEW_OUTPUTS:
+        return False
+    return weight_OI.nbytes <= MOST_WEIGHT_BYTES and num_inputs <= MOST_STEPS * TILE
+
+
+def step_inputs(num_inputs: int) -> int:
+    """Choose how many inputs a step reads of each of its TILE / that many outputs."""
+    if num_inputs % TILE == 0 or num_inputs > NARROW_STEPS * NARROW_INPUTS:
+        return TILE
+    return min(NARROW_INPUTS, next_power_of_2(num_inputs))
+
+
+@triton.jit
+def _load(at, inside, IS_FULL: tl.constexpr):
+    if IS_FULL:
+        return tl.load(at).to(tl.float32)
+    else:
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_row(out_ptr, row, total, bias, outputs, num_outputs):
+    found = (tl.sum(total, 1) + bias).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_outputs + outputs, found, mask=outputs < num_outputs)
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def _few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_outputs,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    # Outputs outside repeat the last one and are not stored.
+    weight_rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    weight_at = weight_ptr + weight_rows[:, None] * INPUTS + depth[None, :]
+    x_at = x_ptr + depth[None, :]
+    # Totals of rows that x does not have are never used.
+    total_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    total_1, total_2, total_3 = total_0, total_0, total_0
+    for start in tl.static_range(0, INPUTS, BLOCK_K):
+        inside = (start + depth < INPUTS)[None, :]
+        weight = _load(weight_at + start, inside, start + BLOCK_K <= INPUTS)
+        x = x_at + start
+        total_0 += weight * _load(x, inside, start + BLOCK_K <= INPUTS)
+        if ROWS > 1:
+            total_1 += weight * _load(x + INPUTS, inside, start + BLOCK_K <= INPUTS)
+        if ROWS > 2:
+            total_2 += weight * _load(x + 2 * INPUTS, inside, start + BLOCK_K <= INPUTS)
+        if ROWS > 3:
+            total_3 += weight * _load(x + 3 * INPUTS, inside, start + BLOCK_K <= INPUTS)
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + weight_rows).to(tl.float32)
+    _store_row(out_ptr, 0, total_0, bias, outputs, num_outputs)
+    if ROWS > 1:
+        _store_row(out_ptr, 1, total_1, bias, outputs, num_outputs)
+    if ROWS > 2:
+        _store_row(out_ptr, 2, total_2, bias, outputs, num_outputs)
+    if ROWS > 3:
+        _store_row(out_ptr, 3, total_3, bias, outputs, num_outputs)
+
+
+def few_rows(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x W^T + b, [T, O] in x's dtype, of what `serves` tells, or of the same in float32."""
+    (num_tokens, num_inputs), num_outputs = x_TI.shape, weight_OI.shape[0]
+    assert 1 <= num_tokens <= MOST_ROWS and weight_OI.shape[1] == num_inputs
+    assert num_inputs <= MOST_STEPS * TILE and weight_OI.is_contiguous()
+    out_TO = x_TI.new_empty(num_tokens, num_outputs)
+    constants = _constants(num_tokens, num_inputs)
+    _few_rows_kernel[(triton.cdiv(num_outputs, constants["BLOCK_N"]),)](
+        x_TI.contiguous(),
+        weight_OI,
+        weight_OI if bias_O is None else bias_O.contiguous(),
+        out_TO,
+        num_outputs,
+        HAS_BIAS=bias_O is not None,
+        **constants,
+    )
+    return out_TO
+
+
+def _constants(num_tokens: int, num_inputs: int) -> dict[str, int]:
+    inputs = step_inputs(num_inputs)
+    return {
+        "ROWS": num_tokens,
+        "INPUTS": num_inputs,
+        "BLOCK_N": TILE // inputs,
+        "BLOCK_K": inputs,
+    }
+
+
+def _config(num_tokens: int, num_inputs: int, dtype: torch.dtype = torch.bfloat16) -> Config:
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{DTYPES[dtype]}")
+    return Config(
+        _few_rows_kernel,
+        pointers | {"num_outputs": "i32"},
+        _constants(num_tokens, num_inputs) | {"HAS_BIAS": dtype == torch.float16},
+    )
+
+
+# Inputs of Qwen3-0.6B (qkv, gate and up; o; down) and of 8B (qkv, o; down); what takes the most
+# registers, and no multiple of a step.
+CONFIGS = [
+    *(_config(rows, inputs) for inputs in (1024, 2048, 3072, 4096, 14336) for rows in (4, 1, 2)),
+    *(_config(4, steps - 16, torch.float16) for steps in (MOST_STEPS * TILE, 8192, 512)),
+]
