@@ -1,7 +1,7 @@
 """Time of one layer's attention on this CPU.
 
     python -m benchmarks.attention [--part cases,paged,split,cascade,formats] [--dtype bfloat16]
-                                   [--backend cpu] [--threads 2]
+                                   [--backend cpu] [--threads 2] [--variant amx avx512_bf16]
 
 The parts, each a table of one layer's times, of the keys and values that it needs per second, and
 of the share of that in the bandwidth of reading memory that fits in no cache:
@@ -13,8 +13,9 @@ of the share of that in the bandwidth of reading memory that fits in no cache:
     cascade   16 rows that share their first tokens, read once for all against once for each
     formats   how keys and values are stored
 
-`cases` runs with any backend, the others with `cpu`. The shape is that of Qwen3-0.6B: 16 query
-heads, 8 KV heads, head dim 128.
+`cases` runs with any backend, the others with `cpu`. --variant: instruction sets of `cpu`, each of
+which runs the parts; without it the one that is chosen here. The shape is that of Qwen3-0.6B: 16
+query heads, 8 KV heads, head dim 128.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import torch
 from benchmarks.timing import best_time
 from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
-from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.select import make_backend
 from quire.ops.threads import num_threads, set_num_threads
 
@@ -150,17 +151,25 @@ def read_bandwidth(size_bytes: int = 256 << 20) -> float:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the parts share. limit: bytes read per second."""
+    """What the parts share. limit: bytes read per second. variant: of `cpu`; None: what it
+    chooses."""
 
     dtype: torch.dtype
     backend: str
     limit: float
+    variant: str | None = None
+
+    def cpu(self, layout: KVLayout, **options: bool) -> CpuBackend:
+        return CpuBackend(layout, variant=self.variant, **options)
+
+    def any(self, layout: KVLayout) -> AttentionBackend:
+        return self.cpu(layout) if self.backend == "cpu" else make_backend(self.backend, layout)
 
     def cases(self) -> Iterator[str]:
         heads = ("layer", 9), ("prepare", 9), ("KV", 10), ("of reading", 10), ("products", 12)
         yield f"{'case':32s}" + "".join(f" {text:>{width}s}" for text, width in heads)
         for case in CASES:
-            layer_s, prepare_s = measure(lambda x: make_backend(self.backend, x), case, self.dtype)
+            layer_s, prepare_s = measure(self.any, case, self.dtype)
             rate = case.kv_bytes(self.dtype) / layer_s
             yield (
                 f"{case.name:32s} {layer_s * 1e6:6.0f} us {prepare_s * 1e6:6.0f} us"
@@ -173,8 +182,8 @@ class Bench:
             rows = ((tokens, 1),) * ROWS
             yield self._pair(
                 f"16 rows of {tokens:,}",
-                ("blocks of 16", Case("", rows), CpuBackend),
-                ("one block", Case("", rows, block_size=tokens), CpuBackend),
+                ("blocks of 16", Case("", rows), self.cpu),
+                ("one block", Case("", rows, block_size=tokens), self.cpu),
             )
 
     def split(self) -> Iterator[str]:
@@ -183,8 +192,8 @@ class Bench:
             case = Case("", ((tokens, 1),), kv_heads=kv_heads)
             yield self._pair(
                 f"1 row of {tokens:,}, {kv_heads} KV heads",
-                ("split", case, CpuBackend),
-                ("one pass", case, lambda x: CpuBackend(x, split=False)),
+                ("split", case, self.cpu),
+                ("one pass", case, lambda x: self.cpu(x, split=False)),
             )
 
     def cascade(self) -> Iterator[str]:
@@ -192,8 +201,8 @@ class Bench:
             case = Case("", ((shared + 64, 1),) * ROWS, shared=shared)
             yield self._pair(
                 f"16 rows share {shared:,}, own 64",
-                ("cascade", case, CpuBackend),
-                ("each alone", case, lambda x: CpuBackend(x, cascade=False)),
+                ("cascade", case, self.cpu),
+                ("each alone", case, lambda x: self.cpu(x, cascade=False)),
             )
 
     def formats(self) -> Iterator[str]:
@@ -202,7 +211,7 @@ class Bench:
             kv_format = "int8" if name == "int8" else "auto"
             for rows in ((1024, 1),) * ROWS, ((2048, 256),):
                 case = Case("", rows, kv_format=kv_format)
-                layer_s, _ = measure(CpuBackend, case, dtype)
+                layer_s, _ = measure(self.cpu, case, dtype)
                 rate = case.kv_bytes(dtype) / layer_s
                 title = "chunk, 256 after 1792" if len(rows) == 1 else "decode, 16 rows of 1024"
                 yield (
@@ -231,19 +240,21 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--threads", type=int, default=num_threads())
+    parser.add_argument("--variant", nargs="+", choices=variants(), default=[None])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     set_num_threads(options.threads)
     with torch.inference_mode():
-        bench = Bench(getattr(torch, options.dtype), options.backend, read_bandwidth())
+        dtype, limit = getattr(torch, options.dtype), read_bandwidth()
         print(
-            f"{options.backend}, {bench.dtype}, {options.threads} threads;"
-            f" reading {bench.limit / 1e9:.1f} GB/s"
+            f"{options.backend}, {dtype}, {options.threads} threads; reading {limit / 1e9:.1f} GB/s"
         )
         for part in options.part.split(","):
-            print(f"--- {part}")
-            for line in getattr(bench, part)():
-                print(line, flush=True)
+            for variant in options.variant:
+                print(f"--- {part}" + (f", {variant}" if variant else ""))
+                bench = Bench(dtype, options.backend, limit, variant)
+                for line in getattr(bench, part)():
+                    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ constexpr int64_t kAloneTokens = 8;  // that one thread stores before another wa
 const AttentionKernels& attention_kernels(int variant) {
     if (variant < 0) variant = num_attention_variants() - 1;
 #if defined(QUIRE_X86_VARIANTS)
+    if (variant == static_cast<int>(Variant::kAmx)) return kAttentionAmx;
     if (variant == static_cast<int>(Variant::kAvx512Bf16)) return kAttentionAvx512Bf16;
     if (variant == static_cast<int>(Variant::kAvx512)) return kAttentionAvx512;
     if (variant == static_cast<int>(Variant::kAvx2)) return kAttentionAvx2;
@@ -37,7 +38,7 @@ int num_attention_variants() {
 #ifdef QUIRE_ARM_VARIANTS
     constexpr Variant kBest = Variant::kNeon;
 #else
-    constexpr Variant kBest = Variant::kAvx512Bf16;
+    constexpr Variant kBest = Variant::kAmx;
 #endif
     return std::min(static_cast<int>(best_variant()), static_cast<int>(kBest)) + 1;
 }

@@ -11,7 +11,9 @@
 // and the spans' (peak, sum, part) are folded in the order of their positions. A soft cap is applied to
 // a score as soon as it is there; a sink joins the sum when the last span is folded. Where the variant
 // has dots of bfloat16 and keys and values are such, h and t go in pairs (2 i, 2 i + 1), and queries times
-// the scale, and weights in the last line, are rounded to bfloat16 (attention_dots.inc.h). No query's
+// the scale, and weights in the last line, are rounded to bfloat16 (attention_dots.inc.h). In tiles of AMX
+// they go in steps of 32: the even ones and the odd ones of a step are summed apart, the two are added, and
+// that is added to the steps before (attention_matrices.inc.h). No query's
 // arithmetic depends on another's, on how the work is cut or on where the blocks stand: its bits are
 // the same alone, in any batch, chunked in any way, and on any number of threads.
 #pragma once

@@ -9,7 +9,9 @@ struct Isa {
     using F = __m512;
     typedef int32_t I __attribute__((vector_size(64)));
     static constexpr int kLanes = 16, kTileRows = 6, kWideRows = 6;
-#ifdef QUIRE_BFLOAT16_DOTS
+#if defined(QUIRE_AMX)
+    static constexpr const char* kName = "amx";
+#elif defined(QUIRE_BFLOAT16_DOTS)
     static constexpr const char* kName = "avx512_bf16";
 #else
     static constexpr const char* kName = "avx512";

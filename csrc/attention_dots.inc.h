@@ -8,22 +8,14 @@
 namespace quire {
 namespace {
 
-struct Bfloat16Dots : Bfloat16Kv {
-    static constexpr bool kDots = true;
-    static QUIRE_INLINE void store_weights(float* row, int64_t t, F weights) {
-        Isa::store_bfloat16(reinterpret_cast<uint8_t*>(row) + 2 * t, weights);
-    }
-    static QUIRE_INLINE void clear_weights(float* row, int64_t begin, int64_t end) {
-        if (begin >= end) return;
-        const auto bytes = static_cast<size_t>(2 * (end - begin));
-        std::memset(reinterpret_cast<uint8_t*>(row) + 2 * begin, 0, bytes);
-    }
-};
+constexpr int64_t kWordsTogether = 16;  // to multiples of which queries are filled up with zeros
 
-// `count` numbers, a multiple of kLanes, become bfloat16 in the first half of their memory.
-inline void narrow_row(float* row, int64_t count) {
-    auto* to = reinterpret_cast<uint8_t*>(row);
-    for (int64_t i = 0; i < count; i += kLanes) Isa::store_bfloat16(to + 2 * i, Isa::load(row + i));
+// `words` pairs of numbers become bfloat16.
+inline void narrow_row(float* to, const float* row, int64_t words) {
+    auto* bytes = reinterpret_cast<uint8_t*>(to);
+    for (int64_t i = 0; i < 2 * words; i += kLanes) {
+        Isa::store_bfloat16(bytes + 2 * i, Isa::load(row + i));
+    }
 }
 
 // Words of keys where they stand, and words that were brought together. kFetches: whether they are read
@@ -46,9 +38,10 @@ struct TileWords {
     }
 };
 
-// tile[word][t] = the words of `tokens` tokens, a multiple of 16.
+// tile[word][t] = the words of `tokens` tokens, a multiple of 16, filled up to `words` with zeros.
 template <bool kTogether>
-void gather_words(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens) {
+void gather_words(float* tile, const KeyBlocks& keys, const int64_t* columns, int64_t tokens,
+                  int64_t words) {
     for (int64_t t = 0; t < tokens; t += kLanes) {
         float* to = tile + t;
         for (int64_t word = 0; word < keys.words(); ++word, to += kTile) {
@@ -58,6 +51,9 @@ void gather_words(float* tile, const KeyBlocks& keys, const int64_t* columns, in
             Isa::store_words(to, load_key_words<kTogether>(keys, columns + t, word));
         }
         if (keys.rest() > 0) Isa::store_words(to, load_key_rest(keys, columns + t));
+        for (int64_t word = (keys.row_bytes + 3) / 4; word < words; ++word) {
+            Isa::store_words(tile + t + word * kTile, I{});
+        }
     }
 }
 
@@ -164,6 +160,33 @@ struct DotValues {
             unrolled<kVectors>(
                 QUIRE_EACH(v) { Isa::store(to + r * stride + v * kLanes, sums[r][v]); });
         });
+    }
+};
+
+// How items multiply keys and values of bfloat16.
+struct Bfloat16Dots : Bfloat16Kv {
+    static constexpr bool kDots = true;
+    static constexpr int64_t kTokens = 2, kRowsBehind = 1, kBlockRows = Isa::kTileRows;
+    template <class Words>
+    using Scores = DotScores<Words>;
+    template <class Pairs>
+    using Values = DotValues<Pairs>;
+    using MadePairs = TilePairs;
+
+    static QUIRE_INLINE void store_weights(float* row, int64_t t, F weights) {
+        Isa::store_bfloat16(reinterpret_cast<uint8_t*>(row) + 2 * t, weights);
+    }
+    static QUIRE_INLINE void clear_weights(float* row, int64_t begin, int64_t end) {
+        if (begin >= end) return;
+        const auto bytes = static_cast<size_t>(2 * (end - begin));
+        std::memset(reinterpret_cast<uint8_t*>(row) + 2 * begin, 0, bytes);
+    }
+    static StoredPairs stored_pairs(const uint8_t* values, const int64_t* offsets, float*) {
+        return {values, offsets};
+    }
+    template <class Dots, class Reach>
+    static void over_rows(const Dots& dots, int64_t begin, int64_t end, const Reach& reach) {
+        run_rows(dots, begin, end, reach);
     }
 };
 

@@ -79,6 +79,7 @@ class ItemRun {
           head_(unit.head),
           dim_(call.kv.head_dim),
           padded_(call.padded_dim()),
+          q_stride_(Kv::kDots ? (dim_ + 31) / 32 * 16 : padded_),
           queries_(item_.tokens * step_.group),
           row_bytes_(kv_row_bytes(call.kv.format, dim_)),
           head_bytes_(call.kv.num_blocks * call.kv.block_size * row_bytes_) {
@@ -87,14 +88,15 @@ class ItemRun {
         values_ = call.kv.values + head_ * head_bytes_;
         const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
         const int64_t tile_size = (Kv::kDots ? kSpan / 2 : kTile) * padded_;
-        float* memory = attention_scratch(queries_ * (2 * call.state_size() + padded_ + kSpan) +
-                                          tile_size + tokens_size + kSpan);
+        const int64_t rows = queries_ + Kv::kRowsBehind;
+        float* memory = attention_scratch(rows * (q_stride_ + kSpan + call.state_size()) +
+                                          queries_ * call.state_size() + tile_size + tokens_size + kSpan);
         tile_ = memory;
         q_ = tile_ + tile_size;
-        weights_ = q_ + queries_ * padded_;
-        states_ = weights_ + queries_ * kSpan;
+        weights_ = q_ + rows * q_stride_;
+        states_ = weights_ + rows * kSpan;
         parts_ = states_ + queries_ * call.state_size();
-        scales_ = parts_ + queries_ * call.state_size();
+        scales_ = parts_ + rows * call.state_size();
         all_ = reinterpret_cast<Query*>(scales_ + kSpan);
     }
 
@@ -134,10 +136,12 @@ class ItemRun {
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
                     all_[m] = {piece.token + i, last, maximum(hidden, 0), 0, 0};
                     seen_ = maximum(seen_, last + 1);
-                    read_query(q_ + m * padded_, call_.q, piece.token + i,
-                               head_ * step_.group + g, factor, dim_, padded_);
+                    float* row = q_ + m * q_stride_;
+                    read_query(Kv::kDots ? tile_ : row, call_.q, piece.token + i,
+                               head_ * step_.group + g, factor, dim_,
+                               Kv::kDots ? 2 * q_stride_ : padded_);
 #ifdef QUIRE_BFLOAT16_DOTS
-                    if constexpr (Kv::kDots) narrow_row(q_ + m * padded_, padded_);
+                    if constexpr (Kv::kDots) narrow_row(row, tile_, q_stride_);
 #endif
                     clear(state(m));
                 }
@@ -170,7 +174,8 @@ class ItemRun {
         }
         fill(columns_ + begin_ / kTile * kTile, columns_ + first, columns_[first]);
         fill(columns_ + end_, columns_ + kSpan + kAhead, columns_[last]);
-        offsets_[begin_ / 2 * 2] = offsets_[begin_];  // in a pair with one that nobody sees
+        // Beside those that nobody sees.
+        fill(offsets_ + first_together(), offsets_ + begin_, offsets_[begin_]);
         fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
         look_ahead(start);
         return true;
@@ -201,8 +206,8 @@ class ItemRun {
     void look_at(int64_t position, int64_t context, int64_t row, const uint8_t* keys) {
         const int32_t* table = step_.tables + row * step_.table_stride;
         const int64_t from_values = reinterpret_cast<intptr_t>(keys) - reinterpret_cast<intptr_t>(values_);
-        const int64_t last = (end_ + 1) / 2 * 2;
-        int64_t t = maximum(begin_ / 2 * 2, last - kAhead);
+        const int64_t last = end_together();
+        int64_t t = maximum(first_together(), last - kAhead);
         while (t < last && position < context) {
             const int64_t block = position / step_.block_size;
             int64_t in_block = position - block * step_.block_size;
@@ -245,10 +250,17 @@ class ItemRun {
         };
     }
 
+    // Of what any query sees, with the tokens whose values are read together with those.
+    int64_t first_together() const { return begin_ / Kv::kTokens * Kv::kTokens; }
+    int64_t end_together() const { return (end_ + Kv::kTokens - 1) / Kv::kTokens * Kv::kTokens; }
+
+    // Of a key, whole tiles of them where those are multiplied.
+    int64_t words() const { return Kv::kMatrices ? q_stride_ : (row_bytes_ + 3) / 4; }
+
     void score() {
-        const bool in_place = keys_.together && keys_.rest() == 0;
+        const bool in_place = keys_.together && words() * 4 == row_bytes_;
         // Words for dots are read as they are, others are widened once for many queries.
-        const bool copies = !in_place || (!Kv::kDots && queries_ > Isa::kTileRows);
+        const bool copies = !in_place || (!Kv::kDots && queries_ > Kv::kFewRows);
         for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
             int64_t first, last;
             rows_of(tile, tile + kTile, first, last);
@@ -263,11 +275,11 @@ class ItemRun {
 #endif
             if (copies) {
                 load_keys<Kv>(tile_, keys_, columns_ + tile, tokens);
-                const ScoreTile<WidenedKeys> products{weights_ + tile, q_, padded_, {tile_}, dim_};
+                const ScoreTile<WidenedKeys> products{weights_ + tile, q_, q_stride_, {tile_}, dim_};
                 run_rows(products, first, last, seen);
             } else {
                 const StoredKeys<Kv> stored{keys_, columns_ + tile};
-                const ScoreTile<StoredKeys<Kv>> products{weights_ + tile, q_, padded_, stored, dim_};
+                const ScoreTile<StoredKeys<Kv>> products{weights_ + tile, q_, q_stride_, stored, dim_};
                 run_rows(products, first, last, seen);
             }
         }
@@ -276,43 +288,46 @@ class ItemRun {
 
 #ifdef QUIRE_BFLOAT16_DOTS
     void dot_scores(int64_t tile, int64_t first, int64_t last, int64_t tokens, bool copies) {
-        const int64_t words = (dim_ + 1) / 2;
         const auto seen = reach(tile, tokens);
         if (!copies) {
-            const int64_t others = minimum(first + Isa::kTileRows, last);
+            const int64_t others = minimum(first + Kv::kBlockRows, last);
             const auto run = [&](auto fetches, int64_t begin, int64_t end) {
                 using Words = StoredWords<decltype(fetches)::value>;
                 const Words stored{keys_, columns_ + tile};
-                const DotScores<Words> products{weights_ + tile, q_, padded_, stored, words};
-                run_rows(products, begin, end, seen);
+                const typename Kv::template Scores<Words> products{weights_ + tile, q_, q_stride_,
+                                                                   stored, words()};
+                Kv::over_rows(products, begin, end, seen);
             };
             run(std::true_type{}, first, others);
             return run(std::false_type{}, others, last);
         }
         if (keys_.together) {
-            gather_words<true>(tile_, keys_, columns_ + tile, tokens);
+            gather_words<true>(tile_, keys_, columns_ + tile, tokens, words());
         } else {
-            gather_words<false>(tile_, keys_, columns_ + tile, tokens);
+            gather_words<false>(tile_, keys_, columns_ + tile, tokens, words());
         }
-        const DotScores<TileWords> products{weights_ + tile, q_, padded_, {tile_}, words};
-        run_rows(products, first, last, seen);
+        const typename Kv::template Scores<TileWords> products{weights_ + tile, q_, q_stride_, {tile_},
+                                                               words()};
+        Kv::over_rows(products, first, last, seen);
     }
 
-    // The sums of weighted values of span positions [from, from + tokens) for queries [first, last).
-    // from: even; the token behind the last counts, if their number is odd.
-    void dot_values(int64_t first, int64_t last, int64_t from, int64_t tokens, bool pairs) {
+    // The sums of weighted values of span positions [from, from + tokens), both multiples of kTokens, for
+    // queries [first, last). acc: of query 0.
+    void dot_values(float* acc, int64_t first, int64_t last, int64_t from, int64_t tokens, bool pairs) {
         const int64_t stride = call_.state_size();
-        float* acc = parts_ + kStateHead;
         const uint8_t* weights = reinterpret_cast<const uint8_t*>(weights_) + 2 * from;
         const auto seen = reach(from, tokens);
         if (!pairs) {
-            const StoredPairs stored{values_, offsets_ + from};
-            const DotValues<StoredPairs> products{acc, stride, weights, stored, dim_};
-            return run_rows(products, first, last, seen);
+            const auto stored = Kv::stored_pairs(values_, offsets_ + from, tile_);
+            using Stored = std::remove_const_t<decltype(stored)>;
+            const typename Kv::template Values<Stored> products{acc, stride, weights, stored, dim_};
+            return Kv::over_rows(products, first, last, seen);
         }
         pair_values(tile_, padded_, values_, offsets_ + from, tokens, dim_);
-        const DotValues<TilePairs> products{acc, stride, weights, {tile_, padded_}, padded_};
-        run_rows(products, first, last, seen);
+        using Pairs = typename Kv::MadePairs;
+        const Pairs made{tile_, padded_};
+        const typename Kv::template Values<Pairs> products{acc, stride, weights, made, padded_};
+        Kv::over_rows(products, first, last, seen);
     }
 #endif
 
@@ -327,10 +342,9 @@ class ItemRun {
         for (int64_t t = low; t < high; ++t) row[t] *= scales_[t];
     }
 
-    // Weights of all queries, 0 wherever one of them does not see what another sees, and beside that up
-    // to whole pairs of tokens.
+    // Weights of all queries, 0 wherever one of them does not see what another sees, and beside that.
     void weigh() {
-        const int64_t begin = begin_ / 2 * 2, end = (end_ + 1) / 2 * 2;
+        const int64_t begin = first_together(), end = end_together();
         const auto cap = static_cast<float>(call_.weighing.soft_cap * kLog2E);
         for (int64_t m = 0; m < queries_; ++m) {
             const Query& query = all_[m];
@@ -359,13 +373,13 @@ class ItemRun {
     }
 
     void add_values() {
-        const bool widens = queries_ > Isa::kTileRows || dim_ % kLanes != 0;
+        const bool widens = queries_ > Kv::kFewRows || dim_ % kLanes != 0;
         int64_t first, last;
 #ifdef QUIRE_BFLOAT16_DOTS
         if constexpr (Kv::kDots) {
             rows_of(begin_, end_, first, last);
-            const int64_t from = begin_ / 2 * 2;
-            return dot_values(first, last, from, end_ - from, widens);
+            const int64_t from = first_together();
+            return dot_values(parts_ + kStateHead, first, last, from, end_together() - from, widens);
         }
 #endif
         for (int64_t m = 0; m < queries_; ++m) clear_sums(m);
@@ -416,17 +430,23 @@ class ItemRun {
         }
     }
 
-    // Where tokens are paired, one that the query sees stands in for one that it does not see.
+    // Where values are read together, one that the query sees stands in for those that it does not see.
+    // Sums of tiles go behind those of all queries, since they have more rows than one.
     void add_again(int64_t m, const Query& query) {
 #ifdef QUIRE_BFLOAT16_DOTS
         if constexpr (Kv::kDots) {
-            const int64_t low = query.low / 2 * 2, high = query.high;
-            const int64_t before = offsets_[low], behind = offsets_[high];
-            if (low < query.low) offsets_[low] = offsets_[query.low];
-            if (high % 2 != 0) offsets_[high] = offsets_[high - 1];
-            dot_values(m, m + 1, low, high - low, true);
-            offsets_[low] = before;
-            offsets_[high] = behind;
+            constexpr int64_t kTokens = Kv::kTokens;
+            const int64_t low = query.low / kTokens * kTokens;
+            const int64_t high = (query.high + kTokens - 1) / kTokens * kTokens;
+            int64_t kept[kSpan];
+            const auto bytes = static_cast<size_t>(high - low) * sizeof *kept;
+            std::memcpy(kept, offsets_ + low, bytes);
+            fill(offsets_ + low, offsets_ + query.low, offsets_[query.low]);
+            fill(offsets_ + query.high, offsets_ + high, offsets_[query.high - 1]);
+            const State behind = part(queries_);
+            dot_values(behind.acc - m * call_.state_size(), m, m + 1, low, high - low, true);
+            std::memcpy(part(m).acc, behind.acc, static_cast<size_t>(padded_) * sizeof(float));
+            std::memcpy(offsets_ + low, kept, bytes);
             return;
         }
 #endif
@@ -471,7 +491,7 @@ class ItemRun {
     const AttentionUnit& next_;
     const AttentionStep& step_;
     const QueryPiece* pieces_;
-    const int64_t head_, dim_, padded_, queries_, row_bytes_, head_bytes_;
+    const int64_t head_, dim_, padded_, q_stride_, queries_, row_bytes_, head_bytes_;
     KeyBlocks keys_;
     const uint8_t* values_;
     float *tile_, *q_, *weights_, *states_, *parts_, *scales_;
@@ -482,10 +502,20 @@ class ItemRun {
     int64_t columns_[kSpan + kAhead];  // and where the words of their keys begin
 };
 
+#ifdef QUIRE_AMX
+void run_in_tiles(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
+    TileConfiguration tiles;
+    tiles.set(minimum(unit.item->tokens * call.step.group, kTileHeight), kTileBytes);
+    ItemRun<Bfloat16Matrices>(call, unit, next).run();
+}
+#endif
+
 void run_item(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
     switch (call.kv.format) {
         case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, unit, next).run();
-#ifdef QUIRE_BFLOAT16_DOTS
+#if defined(QUIRE_AMX)
+        case KvFormat::kBfloat16: return run_in_tiles(call, unit, next);
+#elif defined(QUIRE_BFLOAT16_DOTS)
         case KvFormat::kBfloat16: return ItemRun<Bfloat16Dots>(call, unit, next).run();
 #else
         case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, unit, next).run();

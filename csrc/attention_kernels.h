@@ -47,7 +47,7 @@ struct AttentionKernels {
 };
 
 extern const AttentionKernels kAttentionPortable, kAttentionAvx2, kAttentionAvx512,
-    kAttentionAvx512Bf16, kAttentionNeon;
+    kAttentionAvx512Bf16, kAttentionAmx, kAttentionNeon;
 
 // This thread's memory for one item, aligned to 64 bytes; it grows and is kept.
 float* attention_scratch(int64_t floats);

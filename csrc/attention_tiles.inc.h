@@ -12,7 +12,7 @@
 //   float16_of(words)                 the lower halves of words, widened
 //
 // and with QUIRE_BFLOAT16_DOTS: all_word, store_words, store_bfloat16, pairs, store_pairs,
-// dot(sum, a, b) = sum + a . b
+// dot(sum, a, b) = sum + a . b. With QUIRE_AMX there are Tiles and their blocks as well (amx_blocks.h).
 #pragma once
 
 #include "attention_softmax.inc.h"
@@ -29,8 +29,11 @@ inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 
-// Weights as the products take them.
+// Weights as the products take them. kTokens: positions whose values are read together. kRowsBehind: for
+// how many rows more than there are queries memory is needed.
 struct FloatWeights {
+    static constexpr bool kMatrices = false;
+    static constexpr int64_t kTokens = 1, kRowsBehind = 0, kFewRows = Isa::kTileRows;
     static QUIRE_INLINE void store_weights(float* row, int64_t t, F weights) {
         Isa::store(row + t, weights);
     }
@@ -357,5 +360,8 @@ void run_rows(const Tile& tile, int64_t begin, int64_t end, const Reach& reach) 
 
 #ifdef QUIRE_BFLOAT16_DOTS
 #include "attention_dots.inc.h"
+#endif
+#ifdef QUIRE_AMX
+#include "attention_matrices.inc.h"
 #endif
 #include "attention_items.inc.h"

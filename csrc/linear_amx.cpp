@@ -6,31 +6,16 @@
 #include <cstring>
 #include <type_traits>
 
+#include "amx_blocks.h"
 #include "elements.h"
 #include "linear.h"
 #include <immintrin.h>
-
-#ifdef QUIRE_EMULATED_AMX
-#include "emulated_tiles.h"
-#else
-#include "amx.h"
-#endif
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #define QUIRE_BFLOAT16_DOTS
 #define QUIRE_AMX
 #include "linear_avx512.inc.h"
 #include "linear_tiles.inc.h"
-
-namespace quire {
-namespace {
-#ifdef QUIRE_EMULATED_AMX
-using Tiles = EmulatedTiles;
-#else
-using Tiles = HardwareTiles;
-#endif
-}  // namespace
-}  // namespace quire
 
 #include "linear_amx_tiles.inc.h"
 

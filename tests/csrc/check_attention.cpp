@@ -1,6 +1,6 @@
 // Checks every variant of attention that this CPU runs, without Python: against a softmax in double
 // precision over the stored keys and values; and that a row has the same bits alone, however the
-// work is cut, and on two threads.
+// work is cut, in blocks of another size, and on two threads. Whatever no query sees is no number.
 //
 // Prints a line per variant. The exit status is 1 if something was wrong.
 #include <algorithm>
@@ -30,6 +30,7 @@ struct Case {
     std::vector<Row> rows;
     float soft_cap = 0;
     bool has_sinks = false;
+    int64_t ahead = 0;
 
     int64_t heads() const { return kv_heads * group; }
 };
@@ -98,17 +99,16 @@ class Batch {
         : case_(c), num_blocks_(lay_out()), q_(c.element, starts_.back() * c.heads() * c.head_dim) {
         Random random;
         q_.fill(random, 2.0f);
-        const int64_t slots = num_blocks_ * c.block_size, stride = c.kv_heads * c.head_dim;
-        Values k(c.element, slots * stride), v(c.element, slots * stride);
+        for (int64_t head = 0; head < c.heads(); ++head) sinks_.push_back(4 * random.next());
+        const std::vector<int64_t> places = seen_slots();
+        const auto count = static_cast<int64_t>(places.size()), stride = c.kv_heads * c.head_dim;
+        Values k(c.element, count * stride), v(c.element, count * stride);
         k.fill(random, 2.0f);
         v.fill(random, 1.0f);
-        for (int64_t head = 0; head < c.heads(); ++head) sinks_.push_back(4 * random.next());
-        const auto bytes = static_cast<size_t>(slots * c.kv_heads * row_bytes());
-        keys_.resize(bytes);
-        values_.resize(bytes);
-        std::vector<int64_t> places;
-        for (int64_t slot = 0; slot < slots; ++slot) places.push_back(slot);
-        store_kv(layer(), k.rows(0, stride), v.rows(0, stride), places.data(), slots, 2);
+        const auto bytes = static_cast<size_t>(num_blocks_ * c.block_size * c.kv_heads * row_bytes());
+        keys_.assign(bytes, 0xFF);
+        values_.assign(bytes, 0xFF);
+        store_kv(layer(), k.rows(0, stride), v.rows(0, stride), places.data(), count, 2);
     }
 
     // Results of rows [first, first + count).
@@ -120,19 +120,15 @@ class Batch {
         for (int64_t r = first; r < first + count; ++r) {
             lens.push_back(static_cast<int32_t>(case_.rows[static_cast<size_t>(r)].context));
         }
-        const AttentionStep step{tables_.data() + first * table_stride_, table_stride_,
-                                 starts.data(), lens.data(), count, case_.block_size,
-                                 case_.window, 0, case_.kv_heads, case_.group, case_.head_dim};
-        AttentionPlan plan;
-        plan.prepare(step, num_threads, options);
-        Values out(case_.element, starts.back() * token_size());
-        paged_attention(plan, layer(), q_.rows(starts_[static_cast<size_t>(first)], token_size()),
-                        out.rows(0, token_size()),
-                        {scale(), case_.soft_cap, case_.has_sinks ? sinks_.data() : nullptr},
-                        num_threads, variant);
-        return out;
+        return run(variant, first, start(first), starts, lens, num_threads, options);
     }
 
+    // Of `count` new tokens of a row, from its `from`th on.
+    Values attend_chunk(int variant, int64_t row, int64_t from, int64_t count) {
+        const Row& whole = case_.rows[static_cast<size_t>(row)];
+        const auto len = static_cast<int32_t>(whole.context - whole.new_tokens + from + count);
+        return run(variant, row, start(row) + from, {0, static_cast<int32_t>(count)}, {len}, 1, {});
+    }
     int64_t token_size() const { return case_.heads() * case_.head_dim; }
     int64_t start(int64_t row) const { return starts_[static_cast<size_t>(row)]; }
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.head_dim)); }
@@ -144,7 +140,9 @@ class Batch {
         std::vector<double> scores, sums(static_cast<size_t>(dim));
         double peak = -1e300;
         const int64_t first = hidden > 0 ? hidden : 0;
-        for (int64_t t = first; t <= position; ++t) {
+        const int64_t context = case_.rows[static_cast<size_t>(row)].context;
+        const int64_t end = std::min(position + case_.ahead + 1, context);
+        for (int64_t t = first; t < end; ++t) {
             double score = 0;
             for (int64_t h = 0; h < dim; ++h) {
                 const double q = q_.at((token * case_.heads() + head) * dim + h);
@@ -157,7 +155,7 @@ class Batch {
         }
         const double sink = sinks_[static_cast<size_t>(head)];
         double total = case_.has_sinks ? std::exp(sink - peak) : 0;
-        for (int64_t t = first; t <= position; ++t) {
+        for (int64_t t = first; t < end; ++t) {
             const double weight = std::exp(scores[static_cast<size_t>(t - first)] - peak);
             total += weight;
             for (int64_t h = 0; h < dim; ++h) {
@@ -169,6 +167,45 @@ class Batch {
     }
 
    private:
+    // Of `starts.back()` step tokens, of rows from `first` on, whose queries begin at `token`.
+    Values run(int variant, int64_t first, int64_t token, const std::vector<int32_t>& starts,
+               const std::vector<int32_t>& lens, int num_threads, PlanOptions options) {
+        const AttentionStep step{tables_.data() + first * table_stride_,
+                                 table_stride_,
+                                 starts.data(),
+                                 lens.data(),
+                                 static_cast<int64_t>(lens.size()),
+                                 case_.block_size,
+                                 case_.window,
+                                 case_.ahead,
+                                 case_.kv_heads,
+                                 case_.group,
+                                 case_.head_dim};
+        AttentionPlan plan;
+        plan.prepare(step, num_threads, options);
+        Values out(case_.element, starts.back() * token_size());
+        paged_attention(plan, layer(), q_.rows(token, token_size()), out.rows(0, token_size()),
+                        {scale(), case_.soft_cap, case_.has_sinks ? sinks_.data() : nullptr},
+                        num_threads, variant);
+        return out;
+    }
+
+    // Where the tokens stand that some query sees, in an order that has nothing to do with blocks.
+    std::vector<int64_t> seen_slots() const {
+        std::vector<int64_t> slots;
+        for (size_t r = 0; r < case_.rows.size(); ++r) {
+            const Row& row = case_.rows[r];
+            const int64_t oldest = row.context - row.new_tokens;
+            const int64_t hidden = case_.window == 0 ? 0 : oldest - case_.window + 1;
+            for (int64_t t = std::max<int64_t>(hidden, r > 0 ? case_.shared : 0); t < row.context; ++t) {
+                const size_t entry = r * static_cast<size_t>(table_stride_) +
+                                     static_cast<size_t>(t / case_.block_size);
+                slots.push_back(tables_[entry] * case_.block_size + t % case_.block_size);
+            }
+        }
+        return slots;
+    }
+
     int64_t row_bytes() const { return kv_row_bytes(case_.format, case_.head_dim); }
 
     KvLayer layer() {
@@ -205,20 +242,27 @@ class Batch {
         return block * case_.block_size * row_bytes();
     }
 
-    // A key's bytes are put together from the words of its block, [W, P], and from [P, rest].
+    // A key's bytes stand in the words of its block, [W, P], and in [P, rest].
+    void copy_key(uint8_t* to, const uint8_t* block, int64_t in_block, int64_t from, int64_t count) const {
+        const int64_t size = case_.block_size, words = row_bytes() / 4, rest = row_bytes() % 4;
+        for (int64_t b = from; b < from + count; ++b) {
+            const int64_t at = b < words * 4 ? (b / 4 * size + in_block) * 4 + b % 4
+                                             : words * size * 4 + in_block * rest + b - words * 4;
+            *to++ = block[at];
+        }
+    }
+
     double stored_key(int64_t row, int64_t head, int64_t position, int64_t h) const {
         const uint8_t* block = keys_.data() + block_at(row, head, position);
-        const int64_t size = case_.block_size, in_block = position % size;
-        const int64_t words = row_bytes() / 4, rest = row_bytes() % 4;
-        std::vector<uint8_t> bytes;
-        for (int64_t b = 0; b < words * 4; ++b) {
-            bytes.push_back(block[(b / 4 * size + in_block) * 4 + b % 4]);
+        const int64_t in_block = position % case_.block_size, size = row_bytes() / case_.head_dim;
+        uint8_t bytes[4], scale[4];
+        if (case_.format != KvFormat::kInt8) {
+            copy_key(bytes, block, in_block, h * size, size);
+            return number(bytes, 0);
         }
-        for (int64_t b = 0; b < rest; ++b) {
-            bytes.push_back(block[words * size * 4 + in_block * rest + b]);
-        }
-        if (case_.format != KvFormat::kInt8) return number(bytes.data(), h);
-        return static_cast<int8_t>(bytes[static_cast<size_t>(4 + h)]) * read_as<float>(bytes.data(), 0);
+        copy_key(scale, block, in_block, 0, 4);
+        copy_key(bytes, block, in_block, 4 + h, 1);
+        return static_cast<int8_t>(bytes[0]) * read_as<float>(scale, 0);
     }
 
     double stored_value(int64_t row, int64_t head, int64_t position, int64_t h) const {
@@ -255,7 +299,7 @@ void describe(const Case& c) {
 // Whether queries and weights are rounded to bfloat16 for its dots.
 bool rounds_queries(const Case& c, int variant) {
     const std::string name = attention_variant_name(variant);
-    return c.format == KvFormat::kBfloat16 && name == "avx512_bf16";
+    return c.format == KvFormat::kBfloat16 && (name == "avx512_bf16" || name == "amx");
 }
 
 // Values are below 1, so errors are absolute.
@@ -293,12 +337,24 @@ void check_case(Check<Case>& check, const Case& c, int variant) {
                          "other bits where the work was cut in another way");
         }
     }
+    const auto is_same = [&](int64_t token, const Values& other, int64_t count) {
+        return out.is_same(token * batch.token_size(), other, count * batch.token_size());
+    };
     for (int64_t row = 0; row < rows; ++row) {
         const Values alone = batch.attend(variant, row, 1, 1, {});
         const int64_t first = batch.start(row), count = batch.start(row + 1) - first;
-        check.expect(out.is_same(first * batch.token_size(), alone, count * batch.token_size()), c,
-                     "a row has other bits in a batch");
+        check.expect(is_same(first, alone, count), c, "a row has other bits in a batch");
+        if (c.ahead > 0) continue;
+        for (int64_t i = 0, size = 1; i < count; i += size, size = size % 23 + 5) {
+            const int64_t some = std::min(size, count - i);
+            const Values chunk = batch.attend_chunk(variant, row, i, some);
+            check.expect(is_same(first + i, chunk, some), c, "a chunk has other bits");
+        }
     }
+    Case other = c;
+    other.block_size = c.block_size % 16 == 0 ? 4 : 16;
+    const Values moved = Batch(other).attend(variant, 0, rows, 2, {});
+    check.expect(is_same(0, moved, batch.start(rows)), c, "other bits in blocks of another size");
 }
 
 std::vector<Case> cases() {
@@ -320,8 +376,18 @@ std::vector<Case> cases() {
             all.push_back({format, e, 64, 2, 2, 16, 0, 0, mixed, 1.5f, true});
             all.push_back({format, e, 27, 2, 3, 3, 100, 0, mixed, 30.0f, false});
             all.push_back({format, e, 128, 1, 4, 32, 0, 576, shared, 0, true});
+            all.push_back({format, e, 32, 1, 2, 16, 0, 0, {{70, 70}, {290, 290}}, 0, false, 400});
         }
     }
+    // Whole steps of 32 tokens and elements, and less than that.
+    const std::vector<Row> steps = {{31, 31}, {33, 2}, {288, 1}, {289, 40}, {511, 17}, {512, 16}};
+    const int64_t dims[] = {16, 80, 96, 256, 66, 48, 64, 128}, sizes[] = {16, 48, 256, 64};
+    for (int64_t i = 0; i < 8; ++i) {
+        const int64_t window = i % 3 == 0 ? 45 : 0, size = sizes[i % 4];
+        all.push_back({KvFormat::kBfloat16, bf16, dims[i], 1, i + 1, size, window, 0, steps});
+    }
+    all.push_back({KvFormat::kBfloat16, f32, 64, 1, 40, 16, 0, 0, {{300, 40}, {20, 1}}});
+    all.push_back({KvFormat::kBfloat16, bf16, 64, 1, 5, 16, 0, 512, {{513, 1}, {530, 9}, {600, 16}}});
     return all;
 }
 

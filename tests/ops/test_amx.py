@@ -22,8 +22,9 @@ def test_emulated_tiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_products_of_emulated_tiles(tmp_path: Path) -> None:
-    program = build("linear", tool("g++", "g++"), tmp_path, flags=("-DQUIRE_EMULATED_AMX",))
+@pytest.mark.parametrize("check", ["linear", "attention"])
+def test_products_of_emulated_tiles(check: str, tmp_path: Path) -> None:
+    program = build(check, tool("g++", "g++"), tmp_path, flags=("-DQUIRE_EMULATED_AMX",))
     variants = checked_variants([str(program)])
     if "avx512_bf16" not in variants:
         pytest.skip("what is not done in tiles needs a CPU with avx512_bf16")

@@ -7,7 +7,7 @@ No torch here.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-BLOCK_LAYOUT = 5  # of keys and values; raised when their bytes or their rounding are others
+BLOCK_LAYOUT = 6  # of keys and values; raised when their bytes or their rounding are others
 
 
 class CorePlan(Protocol):
