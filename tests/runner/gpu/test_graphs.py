@@ -134,11 +134,13 @@ def test_idle_moments_begin_with_what_was_used_before(tmp_path: Path) -> None:
     decoder = Decoder()
     second = make(8, decoder, used=UsedSizes(tmp_path, facts))
     second.find(1, 0, PLAIN)
+    second.find(4, 50, PLAIN)
     while second.record_next():
         pass
     known = {Size(8), Size(2), Size(4, 32)}
     assert set(decoder.sizes[:3]) == known
-    assert decoder.sizes[3:] == [Size(4), Size(2), Size(1)], "the ladder, from the top"
+    assert decoder.sizes[3:6] == [Size(4), Size(2), Size(1)], "the ladder, from the top"
+    assert decoder.sizes[6:] == [Size(4, 64)], "mixed steps that came"
     assert second.find(2, 0, FILTERED) is not None
     third = make(8, Decoder(), used=UsedSizes(tmp_path, ["another model", "a GPU"]))
     third.find(1, 0, PLAIN)

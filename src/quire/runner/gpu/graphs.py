@@ -8,9 +8,9 @@ for. Larger steps keep the device busy for longer than their launches take.
 The first steps of a kind (sizes, and what the sampling needs) are launched as they are, the next is
 recorded, so nobody waits at the start. The largest one of the ladder is recorded first, and others
 find room in its memory. In idle moments (`record_next`) what an earlier run used comes first, then
-the ladder from the top. Recording fails if the device's memory is full; then nothing more is
-recorded, and steps that are not run as they are. So it is with whatever else a recording meets:
-what is wrong with a device, or a step, the step as it is will tell.
+the ladder from the top, then mixed steps of a kind that came. Recording fails if the device's memory is
+full; then nothing more is recorded, and steps that are not run as they are. So it is with whatever
+else a recording meets: what is wrong with a device, or a step, the step as it is will tell.
 """
 
 import dataclasses
@@ -136,8 +136,6 @@ class Graphs:
         self._times[key] = self._times.get(key, 0) + 1
         if self._times[key] <= (FIRST_TIMES_MIXED if size.is_mixed else FIRST_TIMES):
             return None
-        if size.is_mixed and sum(each.is_mixed for each, _ in self._recorded) >= MOST_MIXED:
-            return None
         if not self._recorded:
             self._try(self.sizes[-1], Needs())
         return self._try(size, needs)
@@ -162,14 +160,17 @@ class Graphs:
             size, needs = Size(rows, tokens), Needs(filters, penalties, None, num, masks)
             if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
                 return self._try(size, needs) is not None
-        for size in reversed(self.sizes):
-            if (size, Needs()) not in self._recorded:
-                return self._try(size, Needs()) is not None
+        came = [key for key in self._times if key[0].is_mixed and key[1].edits is None]
+        for size, needs in (*((size, Needs()) for size in reversed(self.sizes)), *came):
+            if (size, needs) not in self._recorded:
+                return self._try(size, needs) is not None
         return False
 
     def _try(self, size: Size, needs: Needs) -> Recorded | None:
         if self._is_full or (size, needs) in self._recorded:
             return self._recorded.get((size, needs))
+        if size.is_mixed and sum(each.is_mixed for each, _ in self._recorded) >= MOST_MIXED:
+            return None
         try:
             recorded = self._record(size, needs)
         except torch.OutOfMemoryError:
