@@ -88,8 +88,11 @@ def test_bytes_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_steps_tile() -> None:
-    steps = {n: kernels.step_inputs(n) for n in (256, 768, 1024, 2048, 3072, 5120, 11008, 14336)}
-    assert list(steps.values()) == [256, 1024, 1024, 2048, 1024, 1024, 2048, 2048]
+    inputs = (256, 768, 1024, 2048, 3072, 5120, 11008, 14336)
+    one, two = ([kernels.step_tile(rows, each) for each in inputs] for rows in (1, 2))
+    assert [each for _, each in one] == [256, 1024, 1024, 2048, 1024, 1024, 2048, 2048]
+    assert [each for _, each in two] == [256, 1024, 1024, 1024, 1024, 1024, 2048, 2048]
+    assert {a * b for a, b in one} == {2048} and {a * b for a, b in two[:6]} == {4096}
 
 
 @pytest.mark.skipif(INTERPRETED, reason="only a GPU records")
@@ -169,9 +172,11 @@ def test_linear_leaves_others_to_torch(taken: list[int], device: torch.device) -
 def test_large_weights_are_the_librarys(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the bound, and not a row more."""
     x = torch.ones(1, 256, dtype=torch.float16)
-    monkeypatch.setattr(kernels, "MOST_WEIGHT_BYTES", 9 * 256 * 2)
-    assert kernels.serves(x, torch.ones(9, 256, dtype=torch.float16))
-    assert not kernels.serves(x, torch.ones(10, 256, dtype=torch.float16))
+    monkeypatch.setattr(kernels, "MOST_WEIGHT_BYTES", (9 * 256 * 2, 5 * 256 * 2))
+    for rows, most in ((1, 9), (2, 5)):
+        rows_of_x = x.expand(rows, -1)
+        assert kernels.serves(rows_of_x, torch.ones(most, 256, dtype=torch.float16))
+        assert not kernels.serves(rows_of_x, torch.ones(most + 1, 256, dtype=torch.float16))
 
 
 def test_on_a_cpu_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +201,8 @@ def test_a_model_with_it(
         SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=1) for n in (3, 5)
     ]
     found = []
-    for limit in (kernels.MOST_WEIGHT_BYTES, 0):
-        monkeypatch.setattr(kernels, "MOST_WEIGHT_BYTES", limit)
+    for limit in (kernels.MOST_WEIGHT_BYTES[0], 0):
+        monkeypatch.setattr(kernels, "MOST_WEIGHT_BYTES", 4 * (limit,))
         with LLM(str(tmp_path), **settings) as llm:
             outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
         assert set(taken) >= {1, 2} if limit else not taken

@@ -11,17 +11,20 @@ in a second launch.
 Measured on an NVIDIA H200, 2026-11-27, bfloat16, one product after the other in a CUDA graph, each
 with its own weight, in microseconds (`reading`: the weight at 4.35 TB/s):
 
-    weight [O, I]                  rows   reading   library   here
-    Qwen3-0.6B qkv   4096 x 1024   1, 2       1.9   4.9, 5.3    4.0, 4.6
-               o     1024 x 2048   1, 2       1.0  12.0, 10.1   2.7, 3.5
-               gate  6144 x 1024   1, 2       2.9   5.9, 6.0    4.9, 5.9
-               down  1024 x 3072   1, 2       1.4   7.5, 7.5    3.6, 4.2
+    weight [O, I]                  rows   reading   library     here
+    Qwen3-0.6B qkv   4096 x 1024   1, 2       1.9   4.9, 5.3    4.0, 4.8
+               o     1024 x 2048   1, 2       1.0  12.0, 10.1   2.7, 3.1
+               gate  6144 x 1024   1, 2       2.9   5.9, 6.0    4.9, 6.0
+               down  1024 x 3072   1, 2       1.4   7.5, 7.5    3.6, 4.5
                o, down                 4           8.3, 7.6     3.7, 5.0
-    8B         qkv   6144 x 4096   1, 2      11.6  16.9, 16.7  14.2, 16.6
+    1.7B       gate 12288 x 2048   1, 2      11.6  15.5, 15.9  13.7, 14.8
+    4B         o     2560 x 4096   1, 2       4.8   9.8, 10.6   7.2, 8.9
+    8B         qkv   6144 x 4096   1, 2      11.6  15.9, 16.0  14.0, 15.9
+               o     4096 x 4096   1, 2       7.7  13.2, 13.4  10.0, 11.9
+               gate 28672 x 4096   1, 2      54.0  59.7, 59.3  56.6, 58.6
+               down 4096 x 14336   1, 2      27.0  32.8, 32.3  31.6, 34.2
 
-Three rows were not measured. With four and many outputs (qkv, gate) none of these tiles was among
-the five fastest, and the library needed 5.2 and 6.0. Large weights it reads nearly as fast as the
-memory gives them.
+Four rows of more outputs are the library's (4B o 10.5 and 11.2, 8B o 13.5 and 15.7).
 """
 
 import torch
@@ -33,9 +36,10 @@ from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
 MOST_ROWS = 4
 MANY_ROWS = 3  # from here on only weights of few outputs
 FEW_OUTPUTS = 2048  # so few programs that the library cuts the inputs
-MOST_WEIGHT_BYTES = 96 << 20  # the library reads larger ones about as fast; not measured yet
+# By rows. Larger ones the library reads as fast, or faster.
+MOST_WEIGHT_BYTES = (256 << 20, 64 << 20, 64 << 20, 64 << 20)
 
-TILE = 2048  # numbers of the weight that a program reads in a step
+TILE = 2048  # numbers of the weight that a program reads in a step; of two rows twice as many
 NARROW_INPUTS, NARROW_STEPS = 1024, 8  # of a step; with more steps registers would be spilled
 MOST_STEPS = 16  # of TILE inputs
 LEAST_INPUTS, INPUTS_MULTIPLE = 256, 16  # loads of 16 bytes in each row of the weight
@@ -52,14 +56,19 @@ def serves(x_TI: torch.Tensor, weight_OI: torch.Tensor) -> bool:
         return False
     if len(x_TI) >= MANY_ROWS and num_outputs > FEW_OUTPUTS:
         return False
-    return weight_OI.nbytes <= MOST_WEIGHT_BYTES and num_inputs <= MOST_STEPS * TILE
+    most_bytes = MOST_WEIGHT_BYTES[len(x_TI) - 1]
+    return weight_OI.nbytes <= most_bytes and num_inputs <= MOST_STEPS * TILE
 
 
-def step_inputs(num_inputs: int) -> int:
-    """Choose how many inputs a step reads of each of its TILE / that many outputs."""
-    if num_inputs % TILE == 0 or num_inputs > NARROW_STEPS * NARROW_INPUTS:
-        return TILE
-    return min(NARROW_INPUTS, next_power_of_2(num_inputs))
+def step_tile(num_rows: int, num_inputs: int) -> tuple[int, int]:
+    """Choose how many outputs a program has, and how many inputs of each it reads in a step."""
+    is_narrow = num_inputs <= NARROW_STEPS * NARROW_INPUTS
+    inputs = min(NARROW_INPUTS, next_power_of_2(num_inputs)) if is_narrow else TILE
+    if num_rows == 2 and is_narrow:
+        return 2 * TILE // inputs, inputs
+    if num_inputs % TILE == 0:
+        inputs = TILE
+    return TILE // inputs, inputs
 
 
 @triton.jit
@@ -143,13 +152,8 @@ def few_rows(
 
 
 def _constants(num_tokens: int, num_inputs: int) -> dict[str, int]:
-    inputs = step_inputs(num_inputs)
-    return {
-        "ROWS": num_tokens,
-        "INPUTS": num_inputs,
-        "BLOCK_N": TILE // inputs,
-        "BLOCK_K": inputs,
-    }
+    outputs, inputs = step_tile(num_tokens, num_inputs)
+    return {"ROWS": num_tokens, "INPUTS": num_inputs, "BLOCK_N": outputs, "BLOCK_K": inputs}
 
 
 def _config(num_tokens: int, num_inputs: int, dtype: torch.dtype = torch.bfloat16) -> Config:

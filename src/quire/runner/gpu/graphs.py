@@ -8,9 +8,10 @@ for. Larger steps keep the device busy for longer than their launches take.
 The first steps of a kind (sizes, and what the sampling needs) are launched as they are, the next is
 recorded, so nobody waits at the start. The largest one of the ladder is recorded first, and others
 find room in its memory. In idle moments (`record_next`) what an earlier run used comes first, then
-the ladder from the top, then mixed steps of a kind that came. Recording fails if the device's memory is
-full; then nothing more is recorded, and steps that are not run as they are. So it is with whatever
-else a recording meets: what is wrong with a device, or a step, the step as it is will tell.
+the ladder from the top, then mixed steps of a kind that came. Recording fails if the device's
+memory is full; then nothing more is recorded, and steps that are not run as they are. So it is with
+whatever else a recording meets: what is wrong with a device, or a step, the step as it is will
+tell.
 """
 
 import dataclasses
