@@ -6,7 +6,8 @@
 The parts, each a table of one layer's times, of the keys and values that it needs per second, and
 of the share of that in the bandwidth of reading memory that fits in no cache:
 
-    cases     decode rows, prompts and chunks; also GFLOP/s of the products that the mask leaves
+    cases     decode rows, prompts and chunks; also GFLOP/s of the products that the mask leaves,
+              and the share of that in what the instructions do on the same few cache lines
     paged     16 rows in scattered blocks of 16 tokens against the same rows in one block each
     split     one row, its context cut for all threads against one pass; also with one KV head, of
               which one pass is work for one thread
@@ -30,6 +31,9 @@ from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.select import make_backend
+from quire.ops.formats import ATTENTION, NAMES, chosen_variant
+from quire.ops.formats import variants as linear_variants
+from quire.ops.native import needed_core
 from quire.ops.threads import num_threads, set_num_threads
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
@@ -165,9 +169,22 @@ class Bench:
     def any(self, layout: KVLayout) -> AttentionBackend:
         return self.cpu(layout) if self.backend == "cpu" else make_backend(self.backend, layout)
 
+    def peak_flops(self) -> float:
+        """Operations per second of the products that keys of this type go by, as the products of
+        weights measure it."""
+        format = "bfloat16" if self.dtype == torch.bfloat16 else ATTENTION
+        name = self.variant or chosen_variant(format)
+        index, number = NAMES.index(format), linear_variants().index(name)
+        return max(needed_core().linear_peak(index, number, num_threads()) for _ in range(7))
+
     def cases(self) -> Iterator[str]:
         heads = ("layer", 9), ("prepare", 9), ("KV", 10), ("of reading", 10), ("products", 12)
-        yield f"{'case':32s}" + "".join(f" {text:>{width}s}" for text, width in heads)
+        peak = self.peak_flops() if self.backend == "cpu" else 0.0
+        yield (
+            f"{'case':32s}"
+            + "".join(f" {text:>{width}s}" for text, width in heads)
+            + (f" of {peak / 1e9:,.0f}" if peak else "")
+        )
         for case in CASES:
             layer_s, prepare_s = measure(self.any, case, self.dtype)
             rate = case.kv_bytes(self.dtype) / layer_s
@@ -175,6 +192,7 @@ class Bench:
                 f"{case.name:32s} {layer_s * 1e6:6.0f} us {prepare_s * 1e6:6.0f} us"
                 f" {rate / 1e9:5.1f} GB/s {rate / self.limit:10.0%}"
                 f" {case.flops / layer_s / 1e9:5.0f} GFLOP/s"
+                + (f" {case.flops / layer_s / peak:5.0%}" if peak else "")
             )
 
     def paged(self) -> Iterator[str]:
