@@ -29,7 +29,8 @@ inline void fetch_line(const uint8_t* at) { __builtin_prefetch(at, 0, 2); }
 
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 
-// Weights as the products take them. kTokens: positions whose values are read together. kRowsBehind: for
+// Weights as the products take them. kTokens: positions whose values are read together. kFewRows: most
+// queries for which keys and values are read where they stand without being widened. kRowsBehind: for
 // how many rows more than there are queries memory is needed.
 struct FloatWeights {
     static constexpr bool kMatrices = false;
