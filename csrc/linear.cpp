@@ -57,31 +57,73 @@ class OperandMemory {
     MutableOperand operand_;
 };
 
-int64_t panels_of(const PackedWeight& weight) {
-    const int64_t panel = linear_kernels(weight.variant).panel;
-    return (weight.outputs + panel - 1) / panel;
-}
+constexpr int64_t kSharedRows = 64;     // at least, that a thread has of a panel which others share
+constexpr int64_t kPanelsPerThread = 8;  // with fewer, some threads would have much more than others
+
+// What threads share of a product: its panels, and where these are few blocks of each one's rows.
+struct Parts {
+    int64_t panels, blocks, rows;
+
+    Parts(const PackedWeight& weight, int64_t all_rows, int num_threads) : rows(all_rows) {
+        const int64_t panel = linear_kernels(weight.variant).panel;
+        panels = (weight.outputs + panel - 1) / panel;
+        const bool are_few = num_threads > 1 && panels < kPanelsPerThread * num_threads;
+        blocks = are_few ? std::max<int64_t>(1, rows / kSharedRows) : 1;
+    }
+    int64_t count() const { return panels * blocks; }
+    int64_t first_row(int64_t block) const { return block == blocks ? rows : block * kSharedRows; }
+};
 
 // Where a thread's stretch of a weight's panels begins.
-const uint8_t* begin_of(const PackedWeight& weight, int64_t stretch, int num_threads) {
-    const int64_t panels = panels_of(weight), stretches = num_stretches(panels, num_threads);
-    const int64_t first = std::min(stretch, stretches - 1) * panels / stretches;
-    return weight.data + first * packed_panel_bytes(weight);
+const uint8_t* begin_of(const PackedWeight& weight, int64_t rows, int64_t stretch, int num_threads) {
+    const Parts parts(weight, rows, num_threads);
+    const int64_t stretches = num_stretches(parts.count(), num_threads);
+    const int64_t first = std::min(stretch, stretches - 1) * parts.count() / stretches;
+    return weight.data + first / parts.blocks * packed_panel_bytes(weight);
+}
+
+Operand rows_of(const Operand& x, const PackedWeight& weight, int64_t begin, int64_t end) {
+    const int64_t at = weight.rounds_activations() ? begin * weight.groups() : 0;
+    return {end - begin, x.stride, x.values + begin * x.stride, x.scales + at, x.sums + at};
+}
+
+MutableMatrix rows_of(const MutableMatrix& out, int64_t begin, int64_t end) {
+    const int64_t at = begin * out.stride * (out.element == Element::kFloat32 ? 4 : 2);
+    return {out.element, end - begin, out.columns, out.stride, static_cast<uint8_t*>(out.data) + at};
+}
+
+// Parts [begin, end): panels as a whole, but at the ends. The weight's `next` comes behind the last.
+void multiply_parts(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
+                    const Operand& x, const Parts& parts, int64_t begin, int64_t end) {
+    const LinearKernels& kernels = linear_kernels(weight.variant);
+    PackedWeight own = weight;
+    while (begin < end) {
+        const int64_t panel = begin / parts.blocks, block = begin % parts.blocks;
+        const int64_t whole = block == 0 ? (end - begin) / parts.blocks : 0;
+        const int64_t last = whole > 0 ? parts.blocks : std::min(parts.blocks, block + end - begin);
+        begin += std::max<int64_t>(whole, 1) * (last - block);
+        own.next = begin == end ? weight.next : nullptr;
+        const int64_t from = parts.first_row(block), to = parts.first_row(last);
+        kernels.multiply(rows_of(out, from, to), bias, own, rows_of(x, own, from, to), panel,
+                         panel + std::max<int64_t>(whole, 1));
+    }
 }
 
 }  // namespace
 
 void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operand& operand,
               const void* bias, int num_threads, const PackedWeight* next) {
-    const LinearKernels& kernels = linear_kernels(weight.variant);
-    const int64_t panels = panels_of(weight), stretches = num_stretches(panels, num_threads);
-    parallel_stretches(panels, num_threads, [&](int64_t begin, int64_t end) {
-        PackedWeight own = weight;
-        const int64_t done = end * stretches / panels;
-        const bool ends_stretch = done > 0 && done * panels / stretches == end;
-        if (next != nullptr && ends_stretch) own.next = begin_of(*next, done - 1, num_threads);
-        kernels.multiply(out, bias, own, operand, begin, end);
-    });
+    const Parts parts(weight, operand.rows, num_threads);
+    const int64_t count = parts.count(), stretches = num_stretches(count, num_threads);
+    const auto work = [&](int64_t begin, int64_t end) {
+        PackedWeight own = weight;  // with what its thread reads then
+        const int64_t done = end * stretches / count;
+        if (next != nullptr && done > 0 && done * count / stretches == end) {
+            own.next = begin_of(*next, operand.rows, done - 1, num_threads);
+        }
+        multiply_parts(out, bias, own, operand, parts, begin, end);
+    };
+    parallel_stretches(count, num_threads, work, parts.blocks);
 }
 
 void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,

@@ -12,10 +12,12 @@
 namespace quire {
 
 // [0, count) in stretches of nearly equal length. Who has done its own takes the last half of the
-// longest that is left, so that threads end together however fast each of them is.
+// longest that is left, so that threads end together however fast each of them is. granule: indices from
+// one of its multiples to the next are taken together, but at the ends of stretches.
 class Stretches {
    public:
-    Stretches(int64_t count, int64_t num_stretches) : left_(static_cast<size_t>(num_stretches)) {
+    Stretches(int64_t count, int64_t num_stretches, int64_t granule = 1)
+        : left_(static_cast<size_t>(num_stretches)), granule_(granule) {
         for (int64_t i = 0; i < num_stretches; ++i) {
             left_[static_cast<size_t>(i)].range =
                 packed(i * count / num_stretches, (i + 1) * count / num_stretches);
@@ -31,7 +33,7 @@ class Stretches {
         left.is_begun.store(true, std::memory_order_relaxed);
         do {
             for (uint64_t seen = range.load(); length(seen) > 0;) {
-                const int64_t end = first(seen) + std::max<int64_t>(1, length(seen) / kPieces);
+                const int64_t end = end_of_piece(seen);
                 if (!range.compare_exchange_weak(seen, packed(end, last(seen)))) continue;
                 work(first(seen), end);
                 seen = range.load();
@@ -52,6 +54,11 @@ class Stretches {
     static int64_t first(uint64_t range) { return static_cast<int64_t>(range >> 32); }
     static int64_t last(uint64_t range) { return static_cast<int64_t>(range & 0xFFFFFFFFu); }
     static int64_t length(uint64_t range) { return last(range) - first(range); }
+
+    int64_t end_of_piece(uint64_t range) const {
+        const int64_t end = first(range) + std::max<int64_t>(1, length(range) / kPieces);
+        return std::min(last(range), (end + granule_ - 1) / granule_ * granule_);
+    }
 
     // Moves the last half of the longest stretch to `own`, which is empty: nobody else writes there. All
     // of it where no thread has come for it yet. No range comes twice, so one that is still the same has
@@ -74,6 +81,7 @@ class Stretches {
     }
 
     std::vector<Left> left_;
+    const int64_t granule_;
 };
 
 inline int64_t num_stretches(int64_t count, int num_threads) {
@@ -82,9 +90,9 @@ inline int64_t num_stretches(int64_t count, int num_threads) {
 
 // Calls work(begin, end) for parts of [0, count) on at most num_threads threads, of which this is one.
 template <class Work>
-void parallel_stretches(int64_t count, int num_threads, Work work) {
+void parallel_stretches(int64_t count, int num_threads, Work work, int64_t granule = 1) {
     const int64_t num = num_stretches(count, num_threads);
-    Stretches stretches(count, num);
+    Stretches stretches(count, num, granule);
     parallel_parts(num, num_threads, [&](int64_t own) { stretches.run(own, work); });
 }
 

@@ -64,9 +64,11 @@ int main(int argc, char** argv) {
         if (number % 2 == 0) {
             quire::parallel_parts(num_parts, num_threads, work);
         } else {
-            quire::parallel_stretches(num_parts, num_threads, [&work](int64_t begin, int64_t end) {
+            const auto all = [&work](int64_t begin, int64_t end) {
                 for (int64_t part = begin; part < end; ++part) work(part);
-            });
+            };
+            const int64_t granule = 1 + static_cast<int64_t>(state >> 40) % 6;
+            quire::parallel_stretches(num_parts, num_threads, all, granule);
         }
         for (int64_t part = 0; part < num_parts; ++part) expected[static_cast<size_t>(part)] += 1;
         for (size_t part = 0; part < kMaxParts; ++part) {

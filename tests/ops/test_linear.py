@@ -181,15 +181,19 @@ def test_a_row_has_the_same_bits_in_any_batch(
     assert torch.equal(linear(x.flip(0), weight), alone.flip(0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
-def test_threads_change_no_bit(quantization: Quantization | None) -> None:
-    weight, x = random(700, 520, seed=1), random(40, 520)
+def test_threads_change_no_bit(quantization: Quantization | None, dtype: torch.dtype) -> None:
+    """Neither where they share the rows of a panel, of which there are fewer than threads."""
+    weight, x = random(700, 520, dtype=dtype, seed=1), random(220, 520, dtype=dtype)
+    bias = random(700, dtype=dtype, seed=2)
     results = []
     try:
-        for threads in (1, 2, 3, 5):
+        for threads in (1, 2, 3, 5, 31):
             set_num_threads(threads)
             opaque = pack(weight, quantization)
-            results.append((opaque.data, linear(x, opaque), linear(x[:1], opaque)))
+            products = [linear(x[:rows], opaque, bias) for rows in (1, 40, 127, 128, 220)]
+            results.append((opaque.data, linear(x, opaque), *products))
     finally:
         set_num_threads(None)
     for result in results[1:]:
