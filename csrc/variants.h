@@ -4,9 +4,8 @@
 // picks. Kernels that are written for an instruction set have a source file each, whose functions
 // carry that target, and are picked by variant: the fastest measured here, for each weight format
 // (src/quire/ops/kernel_choice.py). A variant is chosen by itself only if the tests have run it.
-// Those of x86 they ran on CPUs (amx also in emulation, tests/ops/test_amx.py, and its attention so far
-// there alone); those of ARM in emulation alone: by tests/ops/test_neon.py with QEMU 7.2 in user mode
-// (Linux), whose CPU
+// Those of x86 they ran on CPUs (amx also in emulation, tests/ops/test_amx.py); those of ARM in
+// emulation alone: by tests/ops/test_neon.py with QEMU 7.2 in user mode (Linux), whose CPU
 //
 //   cortex-a53     chooses neon
 //   neoverse-n1    chooses neon_dotprod
