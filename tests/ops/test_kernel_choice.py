@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from quire.ops import formats, kernel_choice
-from quire.ops.formats import FORMATS, Quantization, chosen_variant, packed_bytes, panel_of
+from quire.ops.formats import (
+    FORMATS,
+    Quantization,
+    chosen_variant,
+    packed_bytes,
+    panel_of,
+    timed_formats,
+)
 from quire.ops.kernel_choice import KernelFile, Measurement, Speed, choose_variant, machine_facts
 from quire.ops.kernel_timing import FORMAT_S, ROUNDS, fastest, measure_kernels
 from quire.ops.linear import linear, packing
@@ -124,9 +131,17 @@ def test_one_slow_shape_does_not_make_hopeless() -> None:
     assert machine.order.count("row") == 2 * ROUNDS
 
 
+def test_what_is_timed_is_what_quire_packs() -> None:
+    timed = {
+        name: (formats.NAMES[number], group) for name, (number, group) in timed_formats().items()
+    }
+    assert list(timed) == list(FORMATS) and timed["bfloat16"] == ("bfloat16", 1)
+    assert timed["int8"] == ("int8", 128) and timed["int4"] == ("int4_multiples", 128)
+
+
 @needs_two
 def test_this_machine_is_measured() -> None:
-    found = measure_kernels(core(), HERE, FORMATS)
+    found = measure_kernels(core(), HERE, timed_formats())
     assert list(found) == list(FORMATS)
     for name, each in found.items():
         assert list(each) == list(HERE)

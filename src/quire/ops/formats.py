@@ -225,7 +225,15 @@ def measurement() -> Measurement:
 def _measure() -> dict[str, dict[str, Speed]]:
     from quire.ops.kernel_timing import measure_kernels  # it needs numpy, which fit does without
 
-    return measure_kernels(needed_core(), variants(), FORMATS)
+    return measure_kernels(needed_core(), variants(), timed_formats())
+
+
+def timed_formats() -> dict[str, tuple[int, int]]:
+    """Return what is timed for each of FORMATS, as quire packs weights that it rounds itself: the
+    core's number of a format, and inputs of its groups."""
+    timed = {each: Quantization(each, 1) for each in FORMATS}
+    timed |= {"int8": Quantization("int8", 128), "int4": packed_form(Quantization("int4", 32))}
+    return {name: (NAMES.index(each.format), each.group_size) for name, each in timed.items()}
 
 
 def measurement_file() -> KernelFile:

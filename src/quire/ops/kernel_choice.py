@@ -25,7 +25,7 @@ from quire.base.version import QUIRE_VERSION
 
 logger = logging.getLogger("quire")
 
-VERSION = 1  # raised whenever what is measured changes
+VERSION = 2  # raised whenever what is measured changes
 CLEARLY = 1.1
 MOST_BYTES = 1 << 16  # of a file
 MOST_FILES = 32  # of other machines that share the directory, and of earlier builds

@@ -8,7 +8,7 @@ instruction sets and the fastest call counts, so that a busy machine hits none o
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from quire.ops.native_types import Core, WeightLayout
 INPUTS = 1024
 TILE_ROWS, TILE_OUTPUTS = 48, 256
 ROW_BYTES = 4 << 20  # of the weight that one row streams through: more than a core's own caches
-GROUP = {"int8": 32, "int4": 32}
 FLOAT32 = 0  # the core's number for activations, as they come in its programs
 NORMAL_BYTES = 0x38, 0x40  # of these, every float format makes normal numbers
 ROUNDS, FEWEST_ROUNDS = 12, 2
@@ -30,16 +29,17 @@ Clock = Callable[[], float]
 
 
 def measure_kernels(
-    core: Core, variants: Sequence[str], formats: Sequence[str]
+    core: Core, variants: Sequence[str], formats: Mapping[str, tuple[int, int]]
 ) -> dict[str, dict[str, Speed]]:
     """Time every instruction set with every format: {format: {variant: speed}}. Takes about 0.1 s.
 
-    variants, formats: the core's names, in the order of its numbers.
+    variants: the core's names, in the order of its numbers. formats: the core's number of what is
+    timed for each, and inputs of its groups.
     """
     weights = _some_weights()
     found = {}
-    for number, name in enumerate(formats):
-        shapes = [_shapes(core, number, v, GROUP.get(name, 1)) for v in range(len(variants))]
+    for name, (number, group) in formats.items():
+        shapes = [_shapes(core, number, variant, group) for variant in range(len(variants))]
         calls = [
             tuple(_product(core, weights, rows, layout) for rows, layout in pair) for pair in shapes
         ]
