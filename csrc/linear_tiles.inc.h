@@ -425,8 +425,9 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 using PanelFunction = void (*)(const Sums&, const PackedWeight&, const PanelLayout&, const Operand&,
                                int64_t, int64_t, const uint8_t*);
 
-void multiples_panel(const Sums& acc, const PackedWeight&, const PanelLayout& layout,
-                     const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
+void multiples_panel(const Sums& acc, [[maybe_unused]] const PackedWeight& weight,
+                     const PanelLayout& layout, const Operand& x, int64_t row, int64_t rows,
+                     const uint8_t* w) {
 #ifdef QUIRE_HALF_TILES
     if (takes_half_tiles(rows)) {
         return half_panel<WeightFormat::kInt4Multiples>(acc, weight, layout, x, row, rows, w);
