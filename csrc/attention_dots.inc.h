@@ -107,9 +107,9 @@ struct TilePairs {
     }
 };
 
-// tile[i][h] = the values of tokens 2 i and 2 i + 1, filled up to `stride` elements with zeros.
-inline void pair_values(float* tile, int64_t stride, const uint8_t* values, const int64_t* offsets,
-                        int64_t tokens, int64_t dim) {
+// tile[i][h] = the values of tokens 2 i and 2 i + 1, filled up to a whole vector with zeros.
+QUIRE_INLINE void pair_values(float* tile, int64_t stride, const uint8_t* values,
+                              const int64_t* offsets, int64_t tokens, int64_t dim) {
     const int64_t whole = dim / kLanes * kLanes;
     for (int64_t t = 0; t < tokens; t += 2, tile += stride) {
         const uint8_t *first = values + offsets[t], *second = values + offsets[t + 1];

@@ -98,21 +98,8 @@ struct WayPairs {
     float* place(int64_t step) const { return memory + step % 2 * kStepWords * kStride; }
     template <int kWidth>
     QUIRE_INLINE void make(int64_t step, int64_t h) const {
-        float* to = place(step);
-        for (int64_t t = step * kStepTokens; t < (step + 1) * kStepTokens; t += 2, to += kStride) {
-            const uint8_t *first = values + offsets[t] + 2 * h, *second = values + offsets[t + 1] + 2 * h;
-            unrolled<(kWidth + 1) / 2>(QUIRE_EACH(v) {
-                fetch_line(values + offsets[t + kAhead] + 2 * h + 64 * v);
-                fetch_line(values + offsets[t + kAhead + 1] + 2 * h + 64 * v);
-            });
-            unrolled<kWidth / 2>(QUIRE_EACH(v) {
-                Isa::store_pairs(to + 2 * kLanes * v, first + 64 * v, second + 64 * v);
-            });
-            if constexpr (kWidth % 2 != 0) {
-                constexpr int64_t v = kWidth - 1;
-                Isa::store_words(to + kLanes * v, Isa::pairs(first + 32 * v, second + 32 * v));
-            }
-        }
+        pair_values(place(step), kStride, values + 2 * h, offsets + step * kStepTokens, kStepTokens,
+                    kWidth * kLanes);
     }
     template <int kTileNumber>
     QUIRE_INLINE void load(int64_t step, int64_t, int64_t column) const {
