@@ -9,7 +9,9 @@ step, the bytes of memory and the arithmetic that it cannot do without, and the 
 the longer of reading these bytes at the machine's bandwidth and of the arithmetic at the peak of
 the format's instructions, both measured in the same run. What happens in the cache (norms,
 rotations, rounding of activations) has no limit there. `rest` is what the program does not do:
-gathering inputs, sampling, Python. The fastest of several steps counts, whole.
+gathering inputs, sampling, Python. The fastest of several steps counts, whole. How long a thread
+takes to see what another wrote is shown as well: a host that moves virtual cores about gives other
+times when they stand on one complex of its cores and on two.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.models.layers import LMHead
 from quire.models.source import resolve_model
 from quire.ops.formats import rounds_activations
+from quire.ops.native import needed_core
 from quire.ops.packed import PackedWeight
 from quire.ops.program import Instruction, Kind
 from quire.ops.threads import num_threads
@@ -134,12 +137,14 @@ class Machine:
         if blocks > self.built.memory.num_blocks[0]:
             raise SystemExit(f"the steps need {blocks} blocks of {BLOCK_SIZE}; take shorter ones.")
         self._ceilings = [measure_ceilings(num_threads())]
+        self.seconds_apart = [needed_core().seconds_between_threads()]
         self.weight = head_weight(model)
         self._step_id = 0
 
     def ceilings(self) -> Ceilings:
         """Measure again what the machine can do: the best that was seen counts."""
         self._ceilings.append(measure_ceilings(num_threads()))
+        self.seconds_apart.append(needed_core().seconds_between_threads())
         names = self._ceilings[0]
         return Ceilings.of({name: max(each[name] for each in self._ceilings) for name in names})
 
@@ -296,6 +301,8 @@ def main() -> None:
         f"# reading {ceilings.bytes_per_s / 1e9:.1f} GB/s, floats"
         f" {ceilings.float_per_s / 1e9:.0f} GFLOP/s, int8 {ceilings.int8_per_s / 1e9:.0f} GOP/s"
     )
+    apart = " and ".join(f"{seconds * 1e9:.0f}" for seconds in machine.seconds_apart)
+    print(f"# from thread to thread, before and behind: {apart} ns")
     for name, costs in found.items():
         show(name, costs, ceilings)
     results = {

@@ -10,8 +10,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kPartsPerThread = 8;  // at least, if there are so many units
-constexpr int64_t kTogether = 4;        // most units of a part: of all but its last the next is known
 constexpr int64_t kAloneTokens = 8;  // that one thread stores before another wakes
 
 const AttentionKernels& attention_kernels(int variant) {
@@ -57,16 +55,15 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     const auto items = static_cast<int64_t>(plan.items().size());
     const int64_t units = items * kv.heads;
     const auto unit_at = [&](int64_t i) -> AttentionUnit {
-        if (i >= units) return {nullptr, 0};
         const int32_t item = plan.order()[static_cast<size_t>(i % items)];
         return {&plan.items()[static_cast<size_t>(item)], i / items};
     };
-    const int64_t together = std::clamp<int64_t>(units / (threads * kPartsPerThread), 1, kTogether);
-    parallel_parts((units + together - 1) / together, threads, [&](int64_t part) {
-        const int64_t end = std::min(units, (part + 1) * together);
-        const int64_t behind = end + (threads - 1) * together;  // the part that it takes then, mostly
-        for (int64_t i = part * together; i < end; ++i) {
-            kernels.run_item(call, unit_at(i), unit_at(i + 1 < end ? i + 1 : behind));
+    const int64_t stretches = num_stretches(units, threads);
+    parallel_stretches(units, threads, [&](int64_t begin, int64_t end) {
+        const bool is_last = ends_stretch(end, units, stretches);
+        for (int64_t i = begin; i < end; ++i) {
+            const bool goes_on = i + 1 < end || !is_last;  // with what stands behind it, mostly
+            kernels.run_item(call, unit_at(i), goes_on ? unit_at(i + 1) : AttentionUnit{nullptr, 0});
         }
     });
     const auto merges = static_cast<int64_t>(plan.merges().size());

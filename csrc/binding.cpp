@@ -19,6 +19,7 @@
 #include "attention.h"
 #include "find_runs.h"
 #include "linear.h"
+#include "parallel.h"
 #include "philox.h"
 #include "program.h"
 #include "sampling.h"
@@ -426,6 +427,7 @@ NB_MODULE(_core, m) {
     m.def("linear", &linear, Unlocked());
     m.def("linear_operand_bytes", &linear_operand_bytes);
     m.def("linear_peak", &linear_peak, Unlocked());
+    m.def("seconds_between_threads", &quire::seconds_between_threads, Unlocked());
     nb::register_exception_translator(tell_of_lost_ranks);
     using Group = quire::SharedGroup;
     nb::class_<Group>(m, "SharedGroup")

@@ -7,7 +7,6 @@
 
 #include "parallel.h"
 #include "row_ops.h"
-#include "stretches.h"
 
 namespace quire {
 namespace {

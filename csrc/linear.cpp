@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "parallel.h"
-#include "stretches.h"
 #include "variants.h"
 
 namespace quire {
@@ -117,9 +116,8 @@ void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operan
     const int64_t count = parts.count(), stretches = num_stretches(count, num_threads);
     const auto work = [&](int64_t begin, int64_t end) {
         PackedWeight own = weight;  // with what its thread reads then
-        const int64_t done = end * stretches / count;
-        if (next != nullptr && done > 0 && done * count / stretches == end) {
-            own.next = begin_of(*next, operand.rows, done - 1, num_threads);
+        if (next != nullptr && ends_stretch(end, count, stretches)) {
+            own.next = begin_of(*next, operand.rows, end * stretches / count - 1, num_threads);
         }
         multiply_parts(out, bias, own, operand, parts, begin, end);
     };

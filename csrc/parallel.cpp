@@ -1,8 +1,8 @@
 // The core's own threads. A step is some hundred phases of a few microseconds to milliseconds, so idle
 // threads first look for the next phase, giving their core to whoever wants it, and sleep only later.
 //
-// A phase is over when its parts are done, not when all threads have come: one that the operating
-// system keeps from running holds up nobody unless it has taken a part.
+// A phase is over when everything is done, not when all threads have come: one that the operating
+// system keeps from running holds up nobody unless it has begun.
 #include "parallel.h"
 
 #include <unistd.h>
@@ -23,58 +23,55 @@ constexpr auto kAwake = std::chrono::microseconds(200);  // how long an idle thr
 
 class Pool {
    public:
-    void run(int64_t num_parts, int num_threads, void (*work)(void*, int64_t), void* context) {
+    void run(int num_threads, void (*work)(void*, int), void* context) {
         for (; num_workers_ < num_threads - 1; ++num_workers_) {
-            std::thread([this, index = num_workers_] { serve(index); }).detach();
+            std::thread([this, index = num_workers_] { serve(index + 1); }).detach();
         }
-        const uint32_t over = phase_of(ticket_.load(std::memory_order_relaxed));
-        // Before anything that a late thread may read: it shall not take a part of what it sees.
-        ticket_.store(ticket_of(over, kNoPart), std::memory_order_relaxed);
-        work_.store(work, std::memory_order_release);
-        context_.store(context, std::memory_order_release);
-        num_parts_.store(num_parts, std::memory_order_release);
-        helpers_.store(num_threads - 1, std::memory_order_relaxed);
-        done_.store(0, std::memory_order_relaxed);
-        const uint32_t phase = over + 1;
+        work_.store(work, std::memory_order_relaxed);
+        context_.store(context, std::memory_order_relaxed);
+        num_threads_.store(num_threads, std::memory_order_relaxed);
+        num_left_.store(0, std::memory_order_relaxed);
+        const uint32_t phase = phase_of(ticket_.load(std::memory_order_relaxed)) + 1;
         ticket_.store(ticket_of(phase, 0));
         if (sleeping_.load() > 0) wake();
-        take_parts(phase);
-        for (int looks = 0; done_.load(std::memory_order_acquire) < num_parts; ++looks) {
+        work(context, 0);
+        // Whoever has not come is no longer let in: the next phase may be described.
+        const uint32_t entered = entered_of(ticket_.exchange(ticket_of(phase, kClosed)));
+        for (int looks = 0; num_left_.load(std::memory_order_acquire) < entered; ++looks) {
             looks < kPatientLooks ? pause_briefly() : std::this_thread::yield();
         }
     }
 
    private:
-    static constexpr uint32_t kNoPart = ~uint32_t{0};  // more than any phase has
+    static constexpr uint32_t kClosed = ~uint32_t{0};  // instead of how many have come
 
     static uint32_t phase_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
-    static uint64_t ticket_of(uint32_t phase, uint32_t part) {
-        return uint64_t{phase} << 32 | part;
+    static uint32_t entered_of(uint64_t ticket) { return static_cast<uint32_t>(ticket); }
+    static uint64_t ticket_of(uint32_t phase, uint32_t entered) {
+        return uint64_t{phase} << 32 | entered;
     }
 
-    // Takes parts of this phase until none is left. What the phase is is read before a part is taken:
-    // if it was the next phase's already, the ticket is no longer the one that was looked at.
-    void take_parts(uint32_t phase) {
+    // Whether this thread takes part in the phase. If the number of threads that was read is another
+    // phase's, the ticket is no longer the one that was looked at.
+    bool enter(uint32_t phase, int thread) {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
-        while (phase_of(ticket) == phase) {
-            const auto part = static_cast<int64_t>(static_cast<uint32_t>(ticket));
-            const auto work = work_.load(std::memory_order_acquire);
-            void* context = context_.load(std::memory_order_acquire);
-            if (part >= num_parts_.load(std::memory_order_acquire)) return;
-            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-                continue;
+        while (phase_of(ticket) == phase && entered_of(ticket) != kClosed) {
+            if (thread >= num_threads_.load(std::memory_order_acquire)) return false;
+            if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
+                return true;
             }
-            work(context, part);
-            done_.fetch_add(1, std::memory_order_acq_rel);
-            ticket = ticket_.load(std::memory_order_acquire);
         }
+        return false;
     }
 
-    void serve(int index) {
+    void serve(int thread) {
         uint32_t seen = 0;
         while (true) {
             seen = next_phase(seen);
-            if (index < helpers_.load(std::memory_order_relaxed)) take_parts(seen);
+            if (!enter(seen, thread)) continue;
+            const auto work = work_.load(std::memory_order_relaxed);
+            work(context_.load(std::memory_order_relaxed), thread);
+            num_left_.fetch_add(1, std::memory_order_acq_rel);
         }
     }
 
@@ -101,13 +98,12 @@ class Pool {
         awake_.notify_all();
     }
 
-    // The phase in the upper half, its next part in the lower one.
+    // The phase in the upper half, how many workers have come in the lower one.
     alignas(64) std::atomic<uint64_t> ticket_{0};
-    alignas(64) std::atomic<int64_t> done_{0};
-    alignas(64) std::atomic<void (*)(void*, int64_t)> work_{nullptr};
+    alignas(64) std::atomic<uint32_t> num_left_{0};  // workers that came and are done
+    alignas(64) std::atomic<void (*)(void*, int)> work_{nullptr};
     std::atomic<void*> context_{nullptr};
-    std::atomic<int64_t> num_parts_{0};
-    std::atomic<int> helpers_{0};  // workers that may take part
+    std::atomic<int> num_threads_{0};  // that may take part
     std::atomic<int> sleeping_{0};
     int num_workers_ = 0;
     std::mutex mutex_;
@@ -120,18 +116,46 @@ pid_t owner = 0;
 
 }  // namespace
 
-void run_parts(int64_t num_parts, int num_threads, void (*work)(void*, int64_t), void* context) {
-    const int threads = static_cast<int>(std::min<int64_t>(num_threads, num_parts));
-    if (threads <= 1 || in_use.test_and_set(std::memory_order_acquire)) {
-        for (int64_t part = 0; part < num_parts; ++part) work(context, part);
-        return;
-    }
+void run_threads(int num_threads, void (*work)(void*, int), void* context) {
+    if (num_threads <= 1 || in_use.test_and_set(std::memory_order_acquire)) return work(context, 0);
     if (owner != getpid()) {  // the threads of a forked process stayed in its parent
         pool = new Pool;
         owner = getpid();
     }
-    pool->run(num_parts, threads, work, context);
+    pool->run(num_threads, work, context);
     in_use.clear(std::memory_order_release);
+}
+
+double seconds_between_threads() {
+    static constexpr int kTimes = 20'000;
+    static constexpr std::chrono::seconds kPatience(1);
+    struct Exchange {
+        alignas(64) std::atomic<int> turn{0};  // odd: the other thread's; below 0: over
+        double seconds = 0;
+    } exchange;
+    const auto run = [](void* context, int thread) {
+        auto& [turn, seconds] = *static_cast<Exchange*>(context);
+        if (thread > 0) {
+            for (int seen = turn.load(); seen >= 0; seen = turn.load()) {
+                if (seen % 2 == 1) turn.store(seen + 1);
+            }
+            return;
+        }
+        auto began = Clock::now();
+        const auto until = began + kPatience;
+        for (int i = 0; i < kTimes; ++i) {
+            turn.store(2 * i + 1);
+            while (turn.load() != 2 * i + 2) {
+                if (i == 0 && Clock::now() > until) return turn.store(-1);
+            }
+            if (i == 0) began = Clock::now();  // now it is there
+        }
+        const std::chrono::duration<double> took = Clock::now() - began;
+        seconds = took.count() / (2.0 * (kTimes - 1));
+        turn.store(-1);
+    };
+    run_threads(2, run, &exchange);
+    return exchange.seconds;
 }
 
 }  // namespace quire

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "stretches.h"
+
 // The function is compiled for each of these and the best one is chosen when the object is loaded.
 // x86-64 with an ELF loader only; elsewhere the baseline is what there is.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
@@ -23,17 +25,43 @@ inline void pause_briefly() {
 #endif
 }
 
-// Calls work(context, part) for every part of [0, num_parts), each once, on at most num_threads
-// threads of which this is one. A thread that is done with a part takes the next. Called from within
-// such work, or while another thread has the pool, it does all parts itself.
-void run_parts(int64_t num_parts, int num_threads, void (*work)(void*, int64_t), void* context);
+// Calls work(context, 0) on this thread, and work(context, i) on thread i of the others, i < num_threads,
+// where it comes before this one's call is over. So whoever is called must do all that nobody else has
+// begun. Within such work, or while another thread has the pool, there are no others.
+void run_threads(int num_threads, void (*work)(void*, int), void* context);
 
-// The same for anything that can be called with a part.
+// Seconds that it takes a thread to see what another one wrote, the mean of many times there and back; 0
+// if no other thread came.
+double seconds_between_threads();
+
+// Calls work(begin, end) for parts of [0, count) on at most num_threads threads, of which this is one.
+// Stretch i is thread i's, so that what it wrote in one phase is in its cache in the next.
+template <class Work>
+void parallel_stretches(int64_t count, int num_threads, Work work, int64_t granule = 1) {
+    const int64_t num = num_stretches(count, num_threads);
+    if (num == 1) {
+        if (count > 0) work(int64_t{0}, count);
+        return;
+    }
+    struct Phase {
+        Stretches stretches;
+        Work& work;
+    } phase{Stretches(count, num, granule), work};
+    run_threads(
+        static_cast<int>(num),
+        [](void* context, int thread) {
+            auto* own = static_cast<Phase*>(context);
+            own->stretches.run(thread, own->work);
+        },
+        &phase);
+}
+
+// Calls work(part) for every part of [0, num_parts).
 template <class Work>
 void parallel_parts(int64_t num_parts, int num_threads, Work work) {
-    run_parts(
-        num_parts, num_threads,
-        [](void* context, int64_t part) { (*static_cast<Work*>(context))(part); }, &work);
+    parallel_stretches(num_parts, num_threads, [&](int64_t begin, int64_t end) {
+        for (int64_t part = begin; part < end; ++part) work(part);
+    });
 }
 
 // Calls work(begin, end) for contiguous parts of [0, count), so many for each thread: with several, one

@@ -15,7 +15,20 @@ using Clock = std::chrono::steady_clock;
 
 // Floats that a phase must write before its rows are shared between threads.
 constexpr int64_t kAloneFloats = 8 * 1024;
-constexpr int64_t kPartsPerThread = 4;
+constexpr int64_t kPiecesPerThread = 4;  // of rows, at least
+constexpr int64_t kLineFloats = 16;
+
+bool has_own_phase(Kind kind) {
+    switch (kind) {
+        case Kind::kMultiply:
+        case Kind::kExperts:
+        case Kind::kAttend:
+        case Kind::kConvolve:
+        case Kind::kDeltaRule:
+        case Kind::kAllReduce: return true;
+        default: return false;
+    }
+}
 
 void clear_row(float* out, int64_t size) { std::fill_n(out, size, 0.0f); }
 
@@ -26,7 +39,8 @@ Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64
     : widths_(std::move(widths)),
       places_(std::move(places)),
       arena_width_(arena_width),
-      attention_variant_(attention_variant) {}
+      attention_variant_(attention_variant),
+      are_results_(widths_.size()) {}
 
 void Program::add(const Instruction& instruction, bool begins_phase) {
     const size_t place = instructions_.size();
@@ -35,10 +49,19 @@ void Program::add(const Instruction& instruction, bool begins_phase) {
             phases_[i - 1].next_product = place;
         }
     }
-    if (begins_phase) phases_.push_back({place, place, 0, 0});
+    if (begins_phase) phases_.push_back({place, place, 0, {}, 0});
     instructions_.push_back(instruction);
     Phase& phase = phases_.back();
     phase.end = instructions_.size();
+    if (has_own_phase(instruction.kind)) {
+        are_results_[static_cast<size_t>(instruction.views[0].buffer)] = true;
+    } else {
+        for (const View& view : instruction.views) {
+            if (!are_results_[static_cast<size_t>(view.buffer)]) continue;
+            std::vector<int64_t>& all = phase.results;
+            if (std::find(all.begin(), all.end(), view.buffer) == all.end()) all.push_back(view.buffer);
+        }
+    }
     phase.width += widths_[static_cast<size_t>(instruction.views[0].buffer)];
 }
 
@@ -125,13 +148,27 @@ void Program::run_phase(const Phase& phase, int num_threads) {
         return first.group->all_reduce(row(first.views[0], 0), count, Number::kFloat32,
                                        num_threads);
     }
-    const int64_t rows = step_.rows;
-    const bool alone = rows * phase.width < kAloneFloats;
-    const int64_t parts = alone ? 1 : std::min(rows, kPartsPerThread * num_threads);
-    parallel_parts(parts, num_threads, [&](int64_t part) {
-        const int64_t begin = part * rows / parts, end = (part + 1) * rows / parts;
+    run_row_phase(phase, num_threads);
+}
+
+void Program::run_row_phase(const Phase& phase, int num_threads) {
+    const int threads = step_.rows * phase.width < kAloneFloats ? 1 : num_threads;
+    const auto work = [&](int64_t begin, int64_t end) {
         for (size_t i = phase.begin; i < phase.end; ++i) run_rows(instructions_[i], begin, end);
-    });
+        if (num_threads == 1) return;
+        for (const int64_t buffer : phase.results) take_over(buffer, begin, end);
+    };
+    const int64_t together = std::max<int64_t>(1, step_.rows / (kPiecesPerThread * num_threads));
+    parallel_stretches(step_.rows, threads, work, together);
+}
+
+// Writes a number of each line of the rows back as it is, so that this thread has the line alone. Whoever
+// writes the next results there would otherwise wait for it: a line that its writer and another thread have
+// takes an AMD CPU up to ten times as long to write as one that another thread alone has.
+void Program::take_over(int64_t buffer, int64_t begin, int64_t end) {
+    if (static_cast<size_t>(buffer) < step_.outside.size()) return;
+    const float* last = row({buffer, 0}, end);
+    for (volatile float* line = row({buffer, 0}, begin); line < last; line += kLineFloats) *line = *line;
 }
 
 void Program::run_states(const Instruction& i, int num_threads) {

@@ -148,6 +148,7 @@ class Program {
     struct Phase {
         size_t begin, end;
         int64_t width;  // floats that its instructions write for a row
+        std::vector<int64_t> results;  // buffers that it uses row by row, written otherwise before
         size_t next_product;  // the instruction after the phase that multiplies; 0: none
     };
 
@@ -159,6 +160,8 @@ class Program {
     void run_phase(const Phase& phase, int num_threads);
     void run_states(const Instruction& instruction, int num_threads);
     void keep(const View& view, int64_t width);
+    void run_row_phase(const Phase& phase, int num_threads);
+    void take_over(int64_t buffer, int64_t begin, int64_t end);
     void run_rows(const Instruction& instruction, int64_t begin, int64_t end);
     void run_row(const Instruction& i, int64_t r);
     void reserve(int64_t rows);
@@ -172,6 +175,7 @@ class Program {
     std::atomic<int64_t> expert_pairs_ = 0;
     std::vector<Instruction> instructions_;
     std::vector<Phase> phases_;
+    std::vector<bool> are_results_;  // of the buffers: whether a kind with phases of its own writes it
     std::vector<double> phase_seconds_;  // empty unless they are measured
     ProgramStep step_{};
     HugeFloats arena_;

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "parallel.h"
-
 namespace quire {
 
 // [0, count) in stretches of nearly equal length. Who has done its own takes the last half of the
@@ -88,12 +86,10 @@ inline int64_t num_stretches(int64_t count, int num_threads) {
     return std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
 }
 
-// Calls work(begin, end) for parts of [0, count) on at most num_threads threads, of which this is one.
-template <class Work>
-void parallel_stretches(int64_t count, int num_threads, Work work, int64_t granule = 1) {
-    const int64_t num = num_stretches(count, num_threads);
-    Stretches stretches(count, num, granule);
-    parallel_parts(num, num_threads, [&](int64_t own) { stretches.run(own, work); });
+// Whether one of so many stretches of [0, count) ends here, but for its beginning.
+inline bool ends_stretch(int64_t end, int64_t count, int64_t num_stretches) {
+    const int64_t done = end * num_stretches / count;
+    return done > 0 && done * count / num_stretches == end;
 }
 
 }  // namespace quire

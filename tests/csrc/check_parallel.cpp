@@ -1,10 +1,10 @@
 // Checks the thread pool, without Python: many short phases with different numbers of parts, on more
 // threads than there are cores, so that threads come late to phases that are over. Every other phase
-// is one of stretches, whose threads take from each other. At last one of them is held up, and the
-// others do what is left of its stretch.
+// is one of stretches, whose threads take from each other. Then one of them is held up, and the
+// others do what is left of its stretch. At last all threads come, to the same stretches each time.
 //
 // Prints a line. The exit status is 1 if a part was not done exactly once, or with another phase's
-// work, or if nobody did the held up thread's. Argument: the number of phases.
+// work, if nobody did the held up thread's, or if stretches changed hands. Argument: the number of phases.
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "parallel.h"
-#include "stretches.h"
 
 namespace {
 
@@ -40,6 +39,29 @@ bool others_do_what_is_left() {
         done.fetch_add(end - begin);
     });
     return in_time.load() && done.load() == kMaxParts;
+}
+
+// In each of some phases nobody goes on before all threads have come. Returns whether each had the same
+// stretch every time, and all came within a minute.
+bool stretches_stay_with_their_threads() {
+    constexpr int kThreads = 4;
+    std::vector<std::thread::id> owners(kThreads);
+    std::atomic<bool> is_right{true};
+    for (int phase = 0; phase < 100; ++phase) {
+        std::atomic<int> come{0};
+        quire::parallel_stretches(kThreads, kThreads, [&](int64_t begin, int64_t end) {
+            if (end != begin + 1) is_right.store(false);
+            std::thread::id& owner = owners[static_cast<size_t>(begin)];
+            if (phase == 0) owner = std::this_thread::get_id();
+            if (owner != std::this_thread::get_id()) is_right.store(false);
+            const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+            for (come.fetch_add(1); come.load() < kThreads && is_right.load();) {
+                std::this_thread::yield();
+                if (std::chrono::steady_clock::now() > until) is_right.store(false);
+            }
+        });
+    }
+    return is_right.load();
 }
 
 }  // namespace
@@ -77,6 +99,7 @@ int main(int argc, char** argv) {
         if (wrong.load() > 0) break;
     }
     if (!others_do_what_is_left()) wrong.fetch_add(1);
+    if (!stretches_stay_with_their_threads()) wrong.fetch_add(1);
     std::printf("parallel: %lld phases, %lld wrong\n", static_cast<long long>(num_phases),
                 static_cast<long long>(wrong.load()));
     return wrong.load() > 0;

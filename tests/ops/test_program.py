@@ -132,6 +132,25 @@ def test_buffers_that_live_at_once_share_no_place(draft: ProgramDraft) -> None:
                 assert apart or places[b] + draft.widths[b] <= places[a]
 
 
+def test_buffers_share_places_by_who_writes_and_reads_them() -> None:
+    draft = ProgramDraft(widths=[16] * 8)
+    for kind, views in (
+        (Kind.RELU, (1, 7)),  # 1: of single rows
+        (Kind.PREPARE, (2, 1)),  # 2 and 5: all threads read all of it
+        (Kind.MULTIPLY, (3, 2)),  # 3 and 6: threads write columns of all rows
+        (Kind.RELU, (4, 3)),
+        (Kind.PREPARE, (5, 4)),
+        (Kind.MULTIPLY, (6, 5)),
+        (Kind.RELU, (0, 6)),
+    ):
+        draft.instructions.append(Instruction(kind, tuple(map(View, views))))
+    places, _ = draft.places()
+    assert places[2] == places[5]
+    assert places[3] == places[6]
+    assert len({places[1], places[2], places[3]}) == 3
+    assert not {places[1], places[4], places[7]} & {places[2], places[3]}
+
+
 @given(drafts())
 def test_phases_part_shared_work_from_rows(draft: ProgramDraft) -> None:
     members: dict[int, list[Kind]] = {}
