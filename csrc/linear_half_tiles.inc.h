@@ -215,15 +215,17 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
     });
 }
 
-// acc: where totals of half of the vectors wait between chunks.
+// acc: where totals of half of the vectors come from, if these are not a row's first groups; to: where they go.
 template <class Kind, int kRows, class Half>
-void half_tile(const Sums& acc, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
-               Half half, Stream stream) {
+void half_tile(const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
+               const Half& weights, const Stream& asked) {
+    Half half = weights;
+    Stream stream = asked;
     typename Isa::F totals[kRows][kHalfVectors];
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kHalfVectors>(QUIRE_EACH(v) {
-            float* place = acc.at + r * acc.stride + v * Isa::kLanes;
-            totals[r][v] = part.first == 0 ? Isa::zero() : Isa::load(place);
+            const float* from = acc.at + r * acc.stride + v * Isa::kLanes;
+            totals[r][v] = part.first == 0 ? Isa::zero() : Isa::load(from);
         });
     });
     const int64_t own = row * part.num_groups + part.first;
@@ -250,18 +252,18 @@ void half_tile(const Sums& acc, const Operand& x, int64_t row, const HalfGroups&
     }
     unrolled<kRows>(QUIRE_EACH(r) {
         unrolled<kHalfVectors>(
-            QUIRE_EACH(v) { Isa::store(acc.at + r * acc.stride + v * Isa::kLanes, totals[r][v]); });
+            QUIRE_EACH(v) { Isa::store(to.at + r * to.stride + v * Isa::kLanes, totals[r][v]); });
     });
 }
 
 template <class Kind, class Half>
-void half_tile(int64_t rows, const Sums& acc, const Operand& x, int64_t row, const HalfGroups& part,
-               int64_t lane, const Half& half, Stream stream) {
+void half_tile(int64_t rows, const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part,
+               int64_t lane, const Half& half, const Stream& stream) {
     switch (rows) {
-        case 3: return half_tile<Kind, 3>(acc, x, row, part, lane, half, stream);
-        case 4: return half_tile<Kind, 4>(acc, x, row, part, lane, half, stream);
-        case 5: return half_tile<Kind, 5>(acc, x, row, part, lane, half, stream);
-        default: return half_tile<Kind, 6>(acc, x, row, part, lane, half, stream);
+        case 3: return half_tile<Kind, 3>(acc, to, x, row, part, lane, half, stream);
+        case 4: return half_tile<Kind, 4>(acc, to, x, row, part, lane, half, stream);
+        case 5: return half_tile<Kind, 5>(acc, to, x, row, part, lane, half, stream);
+        default: return half_tile<Kind, 6>(acc, to, x, row, part, lane, half, stream);
     }
 }
 
@@ -271,28 +273,34 @@ constexpr int64_t kUnpackedBytes = 32 * 1024;
 // whether it is the first tile to read them. next: of `next_bytes` that will be read later each tile asks
 // memory for a part while it computes.
 template <class Kind, class HalfOf>
-void half_tiles(const Sums& acc, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
+void half_tiles(const Sums& acc, const Sums& to, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
                 const HalfOf& half_of, const uint8_t* next, int64_t next_bytes) {
     static_assert(Isa::kTileRows == 6);  // so, from 7 rows on, a tile has 3 to 6
     using Weight = typename Kind::Weight;
     const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows, units = 2 * tiles;
     const int64_t steps = part.inputs / Weight::kDepth;
     const int64_t own_bytes = up(next_bytes / part.groups, units), even = up(own_bytes, steps);
-    const int64_t step = even < 64 ? even : 64, rest = own_bytes - steps * step;
-    for (int64_t unit = 0; unit < units; ++unit) {
-        const int64_t tile = unit / 2, vector = unit % 2 * kHalfVectors, lane = vector * Isa::kLanes;
-        const int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
-        const Stream stream{next + unit * (next_bytes / units), step, rest};
-        half_of(vector, tile == 0, [&](const auto& half) {
-            half_tile<Kind>(end - first, acc.from(first, lane), x, row + first, part, lane, half,
-                            stream);
-        });
+    Stream stream{next, even < 64 ? even : 64, 0};
+    stream.rest = own_bytes - steps * stream.step;
+    const int64_t share = next_bytes / units, least = rows / tiles, more = rows % tiles;
+    int64_t first = 0;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t count = least + (tile < more ? 1 : 0);
+        for (int64_t vector = 0; vector < Isa::kVectors; vector += kHalfVectors) {
+            const int64_t lane = vector * Isa::kLanes;
+            half_of(vector, tile == 0, [&](const auto& half) {
+                half_tile<Kind>(count, acc.from(first, lane), to.from(first, lane), x, row + first,
+                                part, lane, half, stream);
+            });
+            stream.next += share;
+        }
+        first += count;
     }
 }
 
-// A panel for `rows` rows from `row` on.
+// A panel for `rows` rows from `row` on. last: where sums go that are complete.
 template <WeightFormat kFormat>
-void half_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
+void half_panel(const Sums& acc, const Sums& last, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
                 int64_t row, int64_t rows, const uint8_t* w) {
     using Stored = typename WeightOf<parts_of(kFormat).values>::Type;
     using Kind = typename HalfSumsOf<kFormat>::Type;
@@ -332,7 +340,8 @@ void half_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& 
             }
             run(PackedHalf<Weight>(values + vector * Weight::kVectorBytes, part));
         };
-        half_tiles<Kind>(acc, x, row, rows, part, half_of, block + layout.bytes, next_bytes);
+        const Sums& to = g + count == layout.groups ? last : acc;
+        half_tiles<Kind>(acc, to, x, row, rows, part, half_of, block + layout.bytes, next_bytes);
     }
 }
 

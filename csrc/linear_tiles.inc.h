@@ -25,6 +25,7 @@ static_assert(Isa::kVectors == kPanelVectors);
 constexpr int64_t kAheadBytes = 8192;  // measured: 4096 and 16384 are slower
 constexpr int64_t kBlockRows = 120;          // rows whose sums wait together
 constexpr int64_t kFetchRows = 10;  // rows from which on the next panel is fetched ahead
+constexpr int64_t kCachedBytes = 8 * 1024 * 1024;  // of results
 constexpr int64_t kChunkBytes = 256 * 1024;  // of a panel: half of a small L2 cache
 
 // --- tiles ---
@@ -334,7 +335,7 @@ void run_tile_of(int64_t rows, const Ahead& ahead, const Fields&... fields) {
 }
 
 template <class Weight>
-void dense_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
+void dense_panel(const Sums& acc, const Sums&, const PackedWeight& weight, const PanelLayout& layout,
                  const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     const int64_t steps = (weight.inputs + Weight::kDepth - 1) / Weight::kDepth;
     constexpr int64_t kChunk = kChunkBytes / (kPanel * 4);
@@ -368,8 +369,9 @@ namespace quire {
 namespace {
 
 template <WeightFormat kFormat>
-void grouped_panel(const Sums& acc, const PackedWeight& weight, const PanelLayout& layout,
-                   const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
+void grouped_panel(const Sums& acc, [[maybe_unused]] const Sums& last, const PackedWeight& weight,
+                   const PanelLayout& layout, const Operand& x, int64_t row, int64_t rows,
+                   const uint8_t* w) {
     using Weight = typename WeightOf<parts_of(kFormat).values>::Type;
     constexpr bool kOffsets = Factors<kFormat>::kHasOffsets;
     const int64_t steps = weight.group / Weight::kDepth;
@@ -384,7 +386,7 @@ void grouped_panel(const Sums& acc, const PackedWeight& weight, const PanelLayou
 #ifdef QUIRE_HALF_TILES
     if constexpr (parts_of(kFormat).values != Values::kFloat8) {
         if (takes_half_tiles(rows)) {
-            return half_panel<kFormat>(acc, weight, layout, x, row, rows, w);
+            return half_panel<kFormat>(acc, last, weight, layout, x, row, rows, w);
         }
     }
 #endif
@@ -422,15 +424,17 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
     }
 }
 
-using PanelFunction = void (*)(const Sums&, const PackedWeight&, const PanelLayout&, const Operand&,
+// Products of a panel. acc: where sums wait; last: where complete ones go, which is acc as well unless
+// weights have no groups or `ends_in_results`.
+using PanelFunction = void (*)(const Sums&, const Sums&, const PackedWeight&, const PanelLayout&, const Operand&,
                                int64_t, int64_t, const uint8_t*);
 
-void multiples_panel(const Sums& acc, [[maybe_unused]] const PackedWeight& weight,
+void multiples_panel(const Sums& acc, [[maybe_unused]] const Sums& last, [[maybe_unused]] const PackedWeight& weight,
                      const PanelLayout& layout, const Operand& x, int64_t row, int64_t rows,
                      const uint8_t* w) {
 #ifdef QUIRE_HALF_TILES
     if (takes_half_tiles(rows)) {
-        return half_panel<WeightFormat::kInt4Multiples>(acc, weight, layout, x, row, rows, w);
+        return half_panel<WeightFormat::kInt4Multiples>(acc, last, weight, layout, x, row, rows, w);
     }
 #endif
     multiplied_panel(acc, layout, x, row, rows, w);
@@ -458,12 +462,22 @@ PanelFunction panel_function(const PackedWeight& weight) {
     return panel_function(weight.format, std::make_integer_sequence<int, kCount>{});
 }
 
+bool ends_in_results([[maybe_unused]] const PackedWeight& weight, [[maybe_unused]] int64_t rows) {
+#ifdef QUIRE_HALF_TILES
+    return weight.rounds_activations() && takes_half_tiles(rows);
+#else
+    return false;
+#endif
+}
+
 void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
               const Operand& x, int64_t begin, int64_t end) {
     alignas(64) float acc[kBlockRows * kPanel];
     const PanelFunction panel_of = panel_function(weight);
     PanelLayout layout(weight);
     const int64_t panel_bytes = layout.bytes;
+    auto* results = static_cast<float*>(out.data);  // if they are float32
+    const bool are_few = x.rows * out.stride * 4 <= kCachedBytes;
     for (int64_t p = begin; p < end; ++p) {
         const uint8_t* w = weight.data + p * panel_bytes;
         // Those who read a panel take its bytes for how far it is to what they ask memory for.
@@ -471,14 +485,15 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
             // Sums wait in the results themselves where these are float32 and as wide as a panel: stores of
-            // one tile wait for memory while the next one computes. Half tiles store too little at a time.
+            // one tile wait for memory while the next one computes. Those of groups only end there, and
+            // where the caches have room for all results: half tiles store too little of a row at a time.
             const bool is_wide = out.element == Element::kFloat32 && (p + 1) * kPanel <= out.columns;
-            if (is_wide && bias == nullptr && !weight.has_groups()) {
-                float* to = static_cast<float*>(out.data) + row * out.stride + p * kPanel;
-                panel_of({to, out.stride}, weight, layout, x, row, rows, w);
-                continue;
-            }
-            panel_of({acc, kPanel}, weight, layout, x, row, rows, w);
+            const bool ends = is_wide && bias == nullptr &&
+                              (!weight.has_groups() || (are_few && ends_in_results(weight, rows)));
+            const Sums local{acc, kPanel};
+            const Sums last = ends ? Sums{results + row * out.stride + p * kPanel, out.stride} : local;
+            panel_of(weight.has_groups() ? local : last, last, weight, layout, x, row, rows, w);
+            if (ends) continue;
             switch (out.element) {
                 case Element::kFloat32:
                     write_rows<float>(out, bias, acc, row, rows, p * kPanel);
