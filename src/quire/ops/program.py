@@ -232,41 +232,38 @@ class ProgramDraft:
         """Find where each buffer begins in the arena, in floats per token, and the arena's width.
 
         A place is free again from the phase after the last that uses it: within a phase the
-        threads may be anywhere. Only buffers that the same kinds write and read share places: the
-        slowest line to write is one that several threads have read.
+        threads may be anywhere. Buffers that threads read beside rows of their own stand behind
+        all others: the slowest line to write is one that several threads have read.
         """
         first, last = self._lifetimes()
-        users = self._users()
         places, total = [0] * len(self.widths), 0
-        live: list[tuple[int, int, int]] = []  # begin, end, last phase
-        least, own_users = 0, None
-        for buffer in sorted(
-            range(self.num_outside, len(self.widths)), key=lambda b: (users[b], first[b])
-        ):
-            if users[buffer] != own_users:
-                live, least, own_users = [], total, users[buffer]
-            live = sorted(item for item in live if item[2] >= first[buffer])
-            width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
-            begin = least
-            for taken, end, _ in live:
-                if begin + width <= taken:
-                    break
-                begin = max(begin, end)
-            places[buffer] = begin
-            live.append((begin, begin + width, last[buffer]))
-            total = max(total, begin + width)
+        shared = self._read_by_all()
+        buffers = sorted(range(self.num_outside, len(self.widths)), key=lambda b: first[b])
+        for is_shared in (False, True):
+            live: list[tuple[int, int, int]] = []  # begin, end, last phase
+            least = total
+            for buffer in (each for each in buffers if (each in shared) == is_shared):
+                live = sorted(item for item in live if item[2] >= first[buffer])
+                width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
+                begin = least
+                for taken, end, _ in live:
+                    if begin + width <= taken:
+                        break
+                    begin = max(begin, end)
+                places[buffer] = begin
+                live.append((begin, begin + width, last[buffer]))
+                total = max(total, begin + width)
         return places, total
 
-    def _users(self) -> list[tuple[int, int]]:
-        """Find which of the kinds whose threads share all rows writes each buffer, and which reads
-        it; -1 is none."""
-        written, read = [-1] * len(self.widths), [-1] * len(self.widths)
-        for instruction in self.instructions:
-            if instruction.kind in SHARED:
-                for i, view in enumerate(instruction.views):
-                    kinds = written if i < instruction.num_written else read
-                    kinds[view.buffer] = int(instruction.kind)
-        return list(zip(written, read, strict=True))
+    def _read_by_all(self) -> set[int]:
+        """Find the buffers of which threads read more than the rows that they have in most phases."""
+        read = (
+            view.buffer
+            for instruction in self.instructions
+            if instruction.kind in SHARED
+            for view in instruction.views[instruction.num_written :]
+        )
+        return set(read)
 
     def _lifetimes(self) -> tuple[list[int], list[int]]:
         first, last = [0] * len(self.widths), [0] * len(self.widths)
