@@ -256,7 +256,7 @@ class ProgramDraft:
         return places, total
 
     def _read_by_all(self) -> set[int]:
-        """Find the buffers of which threads read more than the rows that they have in most phases."""
+        """Find the buffers of which threads read other rows than those that they have."""
         read = (
             view.buffer
             for instruction in self.instructions
