@@ -215,10 +215,12 @@ QUIRE_INLINE void add_groups(typename Isa::F (&totals)[kRows][kHalfVectors],
     });
 }
 
-// acc: where totals of half of the vectors come from, if these are not a row's first groups; to: where they go.
+// acc: where totals of half of the vectors come from, unless these are a row's first groups; to: where
+// they go. What a tile is given is copied here, a word at a time: copies for an argument, which are read
+// wider than they were written, wait until all that the tile before stores is in the cache.
 template <class Kind, int kRows, class Half>
-void half_tile(const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part, int64_t lane,
-               const Half& weights, const Stream& asked) {
+void half_tile(const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part,
+               int64_t lane, const Half& weights, const Stream& asked) {
     Half half = weights;
     Stream stream = asked;
     typename Isa::F totals[kRows][kHalfVectors];
@@ -257,8 +259,8 @@ void half_tile(const Sums& acc, const Sums& to, const Operand& x, int64_t row, c
 }
 
 template <class Kind, class Half>
-void half_tile(int64_t rows, const Sums& acc, const Sums& to, const Operand& x, int64_t row, const HalfGroups& part,
-               int64_t lane, const Half& half, const Stream& stream) {
+void half_tile(int64_t rows, const Sums& acc, const Sums& to, const Operand& x, int64_t row,
+               const HalfGroups& part, int64_t lane, const Half& half, const Stream& stream) {
     switch (rows) {
         case 3: return half_tile<Kind, 3>(acc, to, x, row, part, lane, half, stream);
         case 4: return half_tile<Kind, 4>(acc, to, x, row, part, lane, half, stream);
@@ -273,8 +275,8 @@ constexpr int64_t kUnpackedBytes = 32 * 1024;
 // whether it is the first tile to read them. next: of `next_bytes` that will be read later each tile asks
 // memory for a part while it computes.
 template <class Kind, class HalfOf>
-void half_tiles(const Sums& acc, const Sums& to, const Operand& x, int64_t row, int64_t rows, const HalfGroups& part,
-                const HalfOf& half_of, const uint8_t* next, int64_t next_bytes) {
+void half_tiles(const Sums& acc, const Sums& to, const Operand& x, int64_t row, int64_t rows,
+                const HalfGroups& part, const HalfOf& half_of, const uint8_t* next, int64_t next_bytes) {
     static_assert(Isa::kTileRows == 6);  // so, from 7 rows on, a tile has 3 to 6
     using Weight = typename Kind::Weight;
     const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows, units = 2 * tiles;
@@ -300,8 +302,8 @@ void half_tiles(const Sums& acc, const Sums& to, const Operand& x, int64_t row, 
 
 // A panel for `rows` rows from `row` on. last: where sums go that are complete.
 template <WeightFormat kFormat>
-void half_panel(const Sums& acc, const Sums& last, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
-                int64_t row, int64_t rows, const uint8_t* w) {
+void half_panel(const Sums& acc, const Sums& last, const PackedWeight& weight, const PanelLayout& layout,
+                const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
     using Stored = typename WeightOf<parts_of(kFormat).values>::Type;
     using Kind = typename HalfSumsOf<kFormat>::Type;
     constexpr bool kUnpacks = kTakesTurns<Stored>;

@@ -426,12 +426,12 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 
 // Products of a panel. acc: where sums wait; last: where complete ones go, which is acc as well unless
 // weights have no groups or `ends_in_results`.
-using PanelFunction = void (*)(const Sums&, const Sums&, const PackedWeight&, const PanelLayout&, const Operand&,
-                               int64_t, int64_t, const uint8_t*);
+using PanelFunction = void (*)(const Sums&, const Sums&, const PackedWeight&, const PanelLayout&,
+                               const Operand&, int64_t, int64_t, const uint8_t*);
 
-void multiples_panel(const Sums& acc, [[maybe_unused]] const Sums& last, [[maybe_unused]] const PackedWeight& weight,
-                     const PanelLayout& layout, const Operand& x, int64_t row, int64_t rows,
-                     const uint8_t* w) {
+void multiples_panel(const Sums& acc, [[maybe_unused]] const Sums& last,
+                     [[maybe_unused]] const PackedWeight& weight, const PanelLayout& layout,
+                     const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
 #ifdef QUIRE_HALF_TILES
     if (takes_half_tiles(rows)) {
         return half_panel<WeightFormat::kInt4Multiples>(acc, last, weight, layout, x, row, rows, w);
