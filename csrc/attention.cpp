@@ -60,7 +60,7 @@ void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRow
     };
     const int64_t stretches = num_stretches(units, threads);
     parallel_stretches(units, threads, [&](int64_t begin, int64_t end) {
-        const bool is_last = ends_stretch(end, units, stretches);
+        const bool is_last = stretch_ending_at(end, units, stretches) >= 0;
         for (int64_t i = begin; i < end; ++i) {
             const bool goes_on = i + 1 < end || !is_last;  // with what stands behind it, mostly
             kernels.run_item(call, unit_at(i), goes_on ? unit_at(i + 1) : AttentionUnit{nullptr, 0});

@@ -77,7 +77,8 @@ struct Parts {
 const uint8_t* begin_of(const PackedWeight& weight, int64_t rows, int64_t stretch, int num_threads) {
     const Parts parts(weight, rows, num_threads);
     const int64_t stretches = num_stretches(parts.count(), num_threads);
-    const int64_t first = std::min(stretch, stretches - 1) * parts.count() / stretches;
+    const int64_t own = std::min(stretch, stretches - 1);
+    const int64_t first = begin_of_stretch(own, parts.count(), stretches);
     return weight.data + first / parts.blocks * packed_panel_bytes(weight);
 }
 
@@ -116,8 +117,9 @@ void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operan
     const int64_t count = parts.count(), stretches = num_stretches(count, num_threads);
     const auto work = [&](int64_t begin, int64_t end) {
         PackedWeight own = weight;  // with what its thread reads then
-        if (next != nullptr && ends_stretch(end, count, stretches)) {
-            own.next = begin_of(*next, operand.rows, end * stretches / count - 1, num_threads);
+        const int64_t ended = stretch_ending_at(end, count, stretches);
+        if (next != nullptr && ended >= 0) {
+            own.next = begin_of(*next, operand.rows, ended, num_threads);
         }
         multiply_parts(out, bias, own, operand, parts, begin, end);
     };

@@ -282,21 +282,15 @@ void half_tiles(const Sums& acc, const Sums& to, const Operand& x, int64_t row, 
     const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows, units = 2 * tiles;
     const int64_t steps = part.inputs / Weight::kDepth;
     const int64_t own_bytes = up(next_bytes / part.groups, units), even = up(own_bytes, steps);
-    Stream stream{next, even < 64 ? even : 64, 0};
-    stream.rest = own_bytes - steps * stream.step;
-    const int64_t share = next_bytes / units, least = rows / tiles, more = rows % tiles;
-    int64_t first = 0;
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t count = least + (tile < more ? 1 : 0);
-        for (int64_t vector = 0; vector < Isa::kVectors; vector += kHalfVectors) {
-            const int64_t lane = vector * Isa::kLanes;
-            half_of(vector, tile == 0, [&](const auto& half) {
-                half_tile<Kind>(count, acc.from(first, lane), to.from(first, lane), x, row + first,
-                                part, lane, half, stream);
-            });
-            stream.next += share;
-        }
-        first += count;
+    const int64_t step = even < 64 ? even : 64, rest = own_bytes - steps * step;
+    for (int64_t unit = 0; unit < units; ++unit) {
+        const int64_t tile = unit / 2, vector = unit % 2 * kHalfVectors, lane = vector * Isa::kLanes;
+        const int64_t first = tile * rows / tiles, end = (tile + 1) * rows / tiles;
+        const Stream stream{next + unit * (next_bytes / units), step, rest};
+        half_of(vector, tile == 0, [&](const auto& half) {
+            half_tile<Kind>(end - first, acc.from(first, lane), to.from(first, lane), x, row + first,
+                            part, lane, half, stream);
+        });
     }
 }
 

@@ -126,35 +126,49 @@ void run_threads(int num_threads, void (*work)(void*, int), void* context) {
     in_use.clear(std::memory_order_release);
 }
 
-double seconds_between_threads() {
+namespace {
+
+// A word that two threads write in turns.
+struct Exchange {
     static constexpr int kTimes = 20'000;
-    static constexpr std::chrono::seconds kPatience(1);
-    struct Exchange {
-        alignas(64) std::atomic<int> turn{0};  // odd: the other thread's; below 0: over
-        double seconds = 0;
-    } exchange;
-    const auto run = [](void* context, int thread) {
-        auto& [turn, seconds] = *static_cast<Exchange*>(context);
-        if (thread > 0) {
-            for (int seen = turn.load(); seen >= 0; seen = turn.load()) {
-                if (seen % 2 == 1) turn.store(seen + 1);
-            }
-            return;
+    static constexpr std::chrono::seconds kMost{1};
+
+    alignas(64) std::atomic<int> turn{0};  // odd: the other thread's; below 0: over
+    double seconds = 0;
+
+    void answer() {
+        for (int seen = turn.load(); seen >= 0; seen = turn.load()) {
+            if (seen % 2 == 1) turn.compare_exchange_strong(seen, seen + 1);
         }
-        auto began = Clock::now();
-        const auto until = began + kPatience;
-        for (int i = 0; i < kTimes; ++i) {
-            turn.store(2 * i + 1);
-            while (turn.load() != 2 * i + 2) {
-                if (i == 0 && Clock::now() > until) return turn.store(-1);
-            }
-            if (i == 0) began = Clock::now();  // now it is there
+    }
+
+    // Ends after a second also where the two have one core between them.
+    void ask() {
+        const auto until = Clock::now() + kMost;
+        turn.store(1);
+        while (turn.load() == 1 && Clock::now() < until) {}
+        const bool has_come = turn.load() != 1;
+        const auto began = Clock::now();
+        int times = 0;
+        for (; has_come && times < kTimes && (times % 64 > 0 || Clock::now() < until); ++times) {
+            turn.store(2 * times + 3);
+            while (turn.load() == 2 * times + 3) {}
         }
         const std::chrono::duration<double> took = Clock::now() - began;
-        seconds = took.count() / (2.0 * (kTimes - 1));
         turn.store(-1);
+        if (times > 0) seconds = took.count() / (2.0 * times);
+    }
+};
+
+}  // namespace
+
+double seconds_between_threads() {
+    Exchange exchange;
+    const auto take_turns = [](void* context, int thread) {
+        auto& own = *static_cast<Exchange*>(context);
+        thread == 0 ? own.ask() : own.answer();
     };
-    run_threads(2, run, &exchange);
+    run_threads(2, take_turns, &exchange);
     return exchange.seconds;
 }
 

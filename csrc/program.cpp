@@ -119,6 +119,7 @@ MutableOperand Program::operand(const Instruction& instruction) const {
 
 void Program::run_phase(const Phase& phase, int num_threads) {
     const Instruction& first = instructions_[phase.begin];
+    if (!has_own_phase(first.kind)) return run_row_phase(phase, num_threads);
     if (first.kind == Kind::kMultiply) {
         const MutableMatrix out = matrix(first.views[0], first.packed.outputs);
         const PackedWeight* next =
@@ -143,12 +144,8 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     if (first.kind == Kind::kConvolve || first.kind == Kind::kDeltaRule) {
         return run_states(first, num_threads);
     }
-    if (first.kind == Kind::kAllReduce) {
-        const int64_t count = step_.rows * widths_[static_cast<size_t>(first.views[0].buffer)];
-        return first.group->all_reduce(row(first.views[0], 0), count, Number::kFloat32,
-                                       num_threads);
-    }
-    run_row_phase(phase, num_threads);
+    const int64_t count = step_.rows * widths_[static_cast<size_t>(first.views[0].buffer)];
+    first.group->all_reduce(row(first.views[0], 0), count, Number::kFloat32, num_threads);
 }
 
 void Program::run_row_phase(const Phase& phase, int num_threads) {

@@ -9,6 +9,21 @@
 
 namespace quire {
 
+inline int64_t num_stretches(int64_t count, int num_threads) {
+    return std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
+}
+
+// Where a stretch of [0, count) begins, and the one before it ends.
+inline int64_t begin_of_stretch(int64_t stretch, int64_t count, int64_t num_stretches) {
+    return stretch * count / num_stretches;
+}
+
+// The stretch of [0, count) that ends here, or -1.
+inline int64_t stretch_ending_at(int64_t end, int64_t count, int64_t num_stretches) {
+    const int64_t next = (end * num_stretches + count - 1) / count;
+    return begin_of_stretch(next, count, num_stretches) == end ? next - 1 : -1;
+}
+
 // [0, count) in stretches of nearly equal length. Who has done its own takes the last half of the
 // longest that is left, so that threads end together however fast each of them is. granule: indices from
 // one of its multiples to the next are taken together, but at the ends of stretches.
@@ -18,7 +33,8 @@ class Stretches {
         : left_(static_cast<size_t>(num_stretches)), granule_(granule) {
         for (int64_t i = 0; i < num_stretches; ++i) {
             left_[static_cast<size_t>(i)].range =
-                packed(i * count / num_stretches, (i + 1) * count / num_stretches);
+                packed(begin_of_stretch(i, count, num_stretches),
+                       begin_of_stretch(i + 1, count, num_stretches));
         }
     }
 
@@ -81,15 +97,5 @@ class Stretches {
     std::vector<Left> left_;
     const int64_t granule_;
 };
-
-inline int64_t num_stretches(int64_t count, int num_threads) {
-    return std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
-}
-
-// Whether one of so many stretches of [0, count) ends here, but for its beginning.
-inline bool ends_stretch(int64_t end, int64_t count, int64_t num_stretches) {
-    const int64_t done = end * num_stretches / count;
-    return done > 0 && done * count / num_stretches == end;
-}
 
 }  // namespace quire

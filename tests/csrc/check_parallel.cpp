@@ -4,7 +4,9 @@
 // others do what is left of its stretch. At last all threads come, to the same stretches each time.
 //
 // Prints a line. The exit status is 1 if a part was not done exactly once, or with another phase's
-// work, if nobody did the held up thread's, or if stretches changed hands. Argument: the number of phases.
+// work, if nobody did the held up thread's, if stretches changed hands, or if one's end is not found.
+// Argument: the number of phases.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -64,6 +66,21 @@ bool stretches_stay_with_their_threads() {
     return is_right.load();
 }
 
+// Whether exactly the ends of stretches are found to be such, and of the right ones.
+bool ends_of_stretches_are_found() {
+    for (int64_t count = 1; count <= 200; ++count) {
+        for (int64_t num = 1; num <= std::min<int64_t>(count, 17); ++num) {
+            std::vector<int64_t> expected(static_cast<size_t>(count + 1), -1);
+            for (int64_t i = 0; i < num; ++i) expected[static_cast<size_t>((i + 1) * count / num)] = i;
+            for (int64_t end = 0; end <= count; ++end) {
+                const int64_t found = quire::stretch_ending_at(end, count, num);
+                if (found != expected[static_cast<size_t>(end)]) return false;
+            }
+        }
+    }
+    return true;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -100,6 +117,7 @@ int main(int argc, char** argv) {
     }
     if (!others_do_what_is_left()) wrong.fetch_add(1);
     if (!stretches_stay_with_their_threads()) wrong.fetch_add(1);
+    if (!ends_of_stretches_are_found()) wrong.fetch_add(1);
     std::printf("parallel: %lld phases, %lld wrong\n", static_cast<long long>(num_phases),
                 static_cast<long long>(wrong.load()));
     return wrong.load() > 0;

@@ -235,25 +235,29 @@ class ProgramDraft:
         threads may be anywhere. Buffers that threads read beside rows of their own stand behind
         all others: the slowest line to write is one that several threads have read.
         """
-        first, last = self._lifetimes()
-        places, total = [0] * len(self.widths), 0
         shared = self._read_by_all()
-        buffers = sorted(range(self.num_outside, len(self.widths)), key=lambda b: first[b])
-        for is_shared in (False, True):
-            live: list[tuple[int, int, int]] = []  # begin, end, last phase
-            least = total
-            for buffer in (each for each in buffers if (each in shared) == is_shared):
-                live = sorted(item for item in live if item[2] >= first[buffer])
-                width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
-                begin = least
-                for taken, end, _ in live:
-                    if begin + width <= taken:
-                        break
-                    begin = max(begin, end)
-                places[buffer] = begin
-                live.append((begin, begin + width, last[buffer]))
-                total = max(total, begin + width)
-        return places, total
+        own = set(range(self.num_outside, len(self.widths))) - shared
+        places = [0] * len(self.widths)
+        behind_own = self._place(own, 0, places)
+        return places, self._place(shared - set(range(self.num_outside)), behind_own, places)
+
+    def _place(self, buffers: set[int], least: int, places: list[int]) -> int:
+        """Write the places of some buffers, from `least` on; return where the last one ends."""
+        first, last = self._lifetimes()
+        live: list[tuple[int, int, int]] = []  # begin, end, last phase
+        total = least
+        for buffer in sorted(buffers, key=lambda b: (first[b], b)):
+            live = sorted(item for item in live if item[2] >= first[buffer])
+            width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
+            begin = least
+            for taken, end, _ in live:
+                if begin + width <= taken:
+                    break
+                begin = max(begin, end)
+            places[buffer] = begin
+            live.append((begin, begin + width, last[buffer]))
+            total = max(total, begin + width)
+        return total
 
     def _read_by_all(self) -> set[int]:
         """Find the buffers of which threads read other rows than those that they have."""
