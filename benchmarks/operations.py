@@ -15,6 +15,7 @@ times when they stand on one complex of its cores and on two.
 """
 
 import argparse
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -56,11 +57,16 @@ class Step:
 
     @classmethod
     def parsed(cls, text: str, chunk: int) -> "Step":
-        """Read a step as the command line names it. Raises ValueError."""
-        if text.startswith("prompt:"):
-            return cls(text, 1, int(text.removeprefix("prompt:")), chunk)
-        num_rows, context = text.split("x")
-        return cls(text, int(num_rows), int(context))
+        """Read a step as the command line names it. Raises ValueError, with what it may be."""
+        found = re.fullmatch(r"(prompt:|[1-9]\d*x)([1-9]\d*)", text, re.ASCII)
+        if not found:
+            raise ValueError(
+                f"--steps: {text!r} is none; take ROWSxTOKENS, such as 16x128, or prompt:TOKENS."
+            )
+        rows, context = found.groups()
+        if rows == "prompt:":
+            return cls(text, 1, int(context), chunk)
+        return cls(text, int(rows[:-1]), int(context))
 
     @property
     def parts(self) -> list[tuple[int, int]]:
@@ -292,7 +298,10 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--steps", nargs="+", default=STEPS)
     options = parser.parse_args()
-    steps = [Step.parsed(text, options.chunk) for text in options.steps]
+    try:
+        steps = [Step.parsed(text, options.chunk) for text in options.steps]
+    except ValueError as error:
+        parser.error(str(error))
     machine = Machine(options, steps)
     print_head(f"{options.model}, {options.quantization or 'bfloat16'}: the operations of a step")
     found = {step.name: machine.best(step) for step in steps}

@@ -1,6 +1,8 @@
 """The GPU benchmarks without a GPU: their arithmetic, and that every piece runs on a tiny model."""
 
 import json
+import os
+import select
 import subprocess
 import sys
 import time
@@ -408,11 +410,14 @@ def test_two_commands_have_time_for_all_of_bench() -> None:
 
 
 def test_a_piece_that_hangs_is_stopped_with_what_it_started(tmp_path: Path) -> None:
-    marker = tmp_path / "pid"
-    hangs = f"(echo $BASHPID > {marker}; exec tail -f /dev/null) & wait"
-    assert driver.run_for(["bash", "-c", hangs], 2.0) == "stopped"
-    state = Path(f"/proc/{marker.read_text().strip()}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as writers:
+        hangs = f"(echo it writes; exec tail -f /dev/null) > {pipe} & wait"
+        assert driver.run_for(["bash", "-c", hangs], 2.0) == "stopped"
+        assert writers.read() == b"it writes\n"
+        assert select.select([writers], [], [], 60.0)[0], "what it started still runs"
+        assert writers.read() == b""  # the last writer has ended
     assert driver.run_for(["bash", "-c", "exit 3"], 60.0) == 3
 
 

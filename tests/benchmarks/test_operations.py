@@ -25,6 +25,12 @@ def test_steps_are_read_and_prompts_are_cut() -> None:
     assert Step.parsed("prompt:600", 256).parts == [(0, 256), (256, 256), (512, 88)]
 
 
+@pytest.mark.parametrize("text", ["16x", "x128", "0x128", "16x0", "prompt:", "prompt:-1", "1x2x3"])
+def test_what_is_no_step_is_said(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is none; take ROWSxTOKENS"):
+        Step.parsed(text, 256)
+
+
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 def test_a_product_reads_its_weight_once_and_counts_by_its_format() -> None:
     weight = pack(torch.ones(64, 128, dtype=torch.bfloat16), None)
