@@ -13,6 +13,9 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# The house's rules are `make check`'s.
+TEST := $(BIN)/python -m pytest -q -n auto --dist worksteal --ignore tests/structure
+
 # Without MODEL nothing is said, so that a --config file in ARGS may name it.
 GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 
@@ -51,10 +54,10 @@ run: $(VENV)/.installed ## generate text from PROMPT with the model that comes w
 	@$(BIN)/quire generate "$$PROMPT"
 
 test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
-	$(BIN)/python -m pytest -q -n auto --dist worksteal
+	$(TEST)
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
-	$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not gpu"
+	$(TEST) -m "not gpu"
 
 test-clients: $(VENV)/.installed ## openai, langchain and others against `quire serve`; first makes an environment for each
 	$(BIN)/python -m tests.clients $(ARGS)

@@ -42,9 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no garbage collection look through all tests again."""
+    """Let no garbage collection look through all tests again, and seldom through what they keep:
+    modules, models, checkpoints."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

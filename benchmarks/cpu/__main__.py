@@ -4,9 +4,11 @@
 
 Qwen3-0.6B's shape with random weights, random prompts, greedy, no end of sequence; every engine in
 an environment of its own, which is made on demand in the scratch directory (compiling llama.cpp
-takes minutes). Each round runs each workload by each engine in turn, one process each. Runs during
-which other processes took more than 0.15 cores do not count. An engine that cannot be installed,
-fails or takes longer than --timeout-s is listed with the reason, and not tried again.
+takes minutes). Each round runs each workload by each engine in turn, one process each. Beside each
+run stands what other processes took meanwhile, what the host took, and the rate at which memory was
+read just before. Runs during which others took more than 0.15 cores do not count, and their process
+is run again, twice at most. An engine that cannot be installed, fails or takes longer than
+--timeout-s is listed with the reason, and not tried again.
 """
 
 import argparse
@@ -14,12 +16,13 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.engines import ENGINES, Engine
-from benchmarks.cpu.limits import Ceilings
+from benchmarks.cpu.limits import Ceilings, quick_read_bytes_per_s
+from benchmarks.cpu.noise import stolen_s
 from benchmarks.cpu.preparation import Scratch, Unavailable, prepare
 from benchmarks.cpu.processes import (
     ROOT,
@@ -32,6 +35,8 @@ from benchmarks.cpu.processes import (
 from benchmarks.cpu.report import ceiling_lines, legend, ratios, start_lines, summary, table
 from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
 from quire.tools.report import benchmark_parser, plain_facts, write_report
+
+TRIES = 3  # of a process whose runs others disturb
 
 
 @dataclass
@@ -95,14 +100,22 @@ class Session:
         try:
             if workload.name == "start" and round_ == 0:
                 self.run(engine, workload, round_)
-            runs = self.run(engine, workload, round_)
+            for _ in range(TRIES):
+                runs = self.observed(engine, workload, round_)
+                self.runs += runs
+                print(*runs, sep="\n", flush=True)
+                if all(run.is_quiet for run in runs):
+                    break
         except Unavailable as error:
             self.fail(name, error)
-            return
-        self.runs += runs
-        for run in runs:
-            shown = ", ".join(f"{key} {value:.4g}" for key, value in run.metrics.items())
-            print(f"{name}: {shown} (others {run.others:.2f})", flush=True)
+
+    def observed(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
+        """One process, and what the machine did meanwhile. Raises Unavailable."""
+        read_bytes_per_s = quick_read_bytes_per_s(self.options.threads)
+        stolen, began = stolen_s(), time.monotonic()
+        runs = self.run(engine, workload, round_)
+        stolen = (stolen_s() - stolen) / (time.monotonic() - began)
+        return [replace(run, stolen=stolen, read_bytes_per_s=read_bytes_per_s) for run in runs]
 
 
 def chosen_engines(prefixes: list[str]) -> list[Engine]:

@@ -10,9 +10,18 @@ MOST_OTHERS = 0.15  # cores; runs in which others took more do not count
 
 def busy_s() -> float:
     """Time that all processors of the machine were not idle; what the host took counts as busy."""
-    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
-    user, nice, system, _, _, interrupts, soft_interrupts, stolen = fields[:8]
-    return (user + nice + system + interrupts + soft_interrupts + stolen) / TICKS_PER_S
+    user, nice, system, _, _, interrupts, soft_interrupts, stolen = _seconds_by_state()
+    return user + nice + system + interrupts + soft_interrupts + stolen
+
+
+def stolen_s() -> float:
+    """Time for which the host gave this machine's processors to others, though they had work."""
+    return _seconds_by_state()[-1]
+
+
+def _seconds_by_state() -> list[float]:
+    line = Path("/proc/stat").read_text().split("\n")[0]
+    return [int(field) / TICKS_PER_S for field in line.split()[1:9]]
 
 
 def _stat_fields(process: int) -> list[str]:

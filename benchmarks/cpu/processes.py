@@ -25,17 +25,26 @@ VARIABLES = {
 
 @dataclass(frozen=True)
 class Run:
-    """others: cores that other processes kept busy meanwhile."""
+    """others: cores that other processes kept busy meanwhile. stolen: cores that the host took
+    while its process lived. read_bytes_per_s: of memory, by all threads, just before."""
 
     engine: str
     workload: str
     round: int
     metrics: dict[str, float]
     others: float
+    stolen: float = 0.0
+    read_bytes_per_s: float = 0.0
 
     @property
     def is_quiet(self) -> bool:
         return self.others <= MOST_OTHERS
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{key} {value:.4g}" for key, value in self.metrics.items())
+        machine = f"others {self.others:.2f}, stolen {self.stolen:.2f}"
+        reading = f"reading {self.read_bytes_per_s / 1e9:.1f} GB/s"
+        return f"{self.engine}: {self.workload}: {shown} ({machine}, {reading})"
 
 
 @dataclass

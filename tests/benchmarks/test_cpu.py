@@ -1,20 +1,24 @@
 """The benchmark beside other engines: its limits, what counts of its runs, what its drivers do."""
 
+import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.cpu.__main__ import Session
 from benchmarks.cpu.checkpoints import is_written, write_checkpoint, write_gguf_file
 from benchmarks.cpu.compressed import write_compressed
 from benchmarks.cpu.drivers.common import Prompter, Prompts, run_workload
 from benchmarks.cpu.engines import FLOAT16, INT8, LLAMA, VLLM, Engine
 from benchmarks.cpu.limits import Ceilings, Format, least
+from benchmarks.cpu.noise import busy_s, stolen_s
 from benchmarks.cpu.preparation import Scratch, Unavailable, requirements_of
 from benchmarks.cpu.processes import Run, run_driver
 from benchmarks.cpu.report import ratios, summary
-from benchmarks.cpu.workloads import METRICS, Shape, chosen_workload
+from benchmarks.cpu.workloads import METRICS, Shape, Workload, chosen_workload
 from quire.base.gguf import GGUFFile
 from quire.base.model_spec import load_spec
 from quire.models.loading import load_model
@@ -71,6 +75,36 @@ def test_disturbed_runs_count_only_where_there_are_no_others() -> None:
     assert found["a"]["batch_rate"]["best"] == 10
     assert (found["a"]["batch_rate"]["num_runs"], found["a"]["batch_rate"]["num_quiet"]) == (2, 1)
     assert (found["b"]["batch_rate"]["best"], found["b"]["batch_rate"]["num_quiet"]) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "num_processes"), [([], 1), ([0], 2), ([0, 1], 3), ([0, 1, 2, 3], 3)]
+)
+def test_a_disturbed_process_is_run_again(
+    disturbed: list[int],
+    num_processes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    session = Session(argparse.Namespace(threads=1), Scratch(Path("nowhere")))
+    started: list[int] = []
+
+    def run(engine: Engine, workload: Workload, round_: int) -> list[Run]:
+        started.append(len(started))
+        others = 0.9 if started[-1] in disturbed else 0.0
+        return [made_run(engine.name, workload.name, at, ttft_s=0.5) for at in (0.0, others)]
+
+    monkeypatch.setattr(session, "run", run)
+    session.measure(OURS, chosen_workload("single", False), 1)
+    assert len(started) == num_processes and len(session.runs) == 2 * num_processes
+    shown = capsys.readouterr().out.splitlines()
+    row = r"ours: single: ttft_s 0.5 \(others 0.[09]0, stolen \d+.\d\d, reading \d+.\d GB/s\)"
+    assert len(shown) == 2 * num_processes and all(re.fullmatch(row, line) for line in shown)
+    assert all(run.read_bytes_per_s > 1e8 for run in session.runs)
+
+
+def test_what_the_host_takes_is_no_more_than_what_is_busy() -> None:
+    assert 0.0 <= stolen_s() <= busy_s()
 
 
 def test_ratios_are_to_the_best_peer_and_above_one_if_ours_is_better() -> None:

@@ -25,7 +25,7 @@ OTHERS = [name for name in NAMES if name not in FUSED and name not in QUANTISED]
 GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", GROUPS.values(), ids=GROUPS.keys())
 def test_it_compiles_for_hopper(names: Sequence[str], step: int) -> None:
     """Each kernel, and all ways to launch it where there is time."""

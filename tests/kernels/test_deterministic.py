@@ -395,7 +395,10 @@ def answers_alone() -> list[Any]:
 
 @pytest.mark.parametrize(
     "engine",
-    ["in a batch", "preempted", pytest.param("in chunks, without a cache", marks=pytest.mark.slow)],
+    [
+        "preempted",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES if name != "preempted"),
+    ],
 )
 def test_a_request_has_the_same_bits(
     engine: str,

@@ -176,7 +176,7 @@ def problem(folder: Path, base: dict[str, Any], change: Change) -> str | None:
 def quick_or_slow(names: Iterable[str]) -> list[Any]:
     """Variants, and which of their changes are tried: all where there is time."""
     all_of = [pytest.param(name, 1, marks=pytest.mark.slow) for name in sorted(names)]
-    return [pytest.param(QUICK, 3), *all_of]
+    return [pytest.param(QUICK, 5), *all_of]
 
 
 def test_each_architecture_is_tried() -> None:

@@ -198,7 +198,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     "kind",
     slow_but(
         [kind for kind in KINDS if kind != "extras"],
-        "greedy",
         "penalties and edits",
         "n",
         "all logprobs",

@@ -154,6 +154,11 @@ class FakeClient:
         if after_steps:
             self._call(lambda: self._go.set())
 
+    @property
+    def is_held(self) -> bool:
+        """Whether no step follows, but for one that may be under way."""
+        return self._steps_left == 0
+
     def release(self) -> None:
         """Steps go on."""
         self._steps_left = None
