@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.cpu.engines import ENGINES, Engine
 from benchmarks.cpu.limits import Ceilings, quick_read_bytes_per_s
-from benchmarks.cpu.noise import stolen_s
+from benchmarks.cpu.noise import Noise
 from benchmarks.cpu.preparation import Scratch, Unavailable, prepare
 from benchmarks.cpu.processes import (
     ROOT,
@@ -112,9 +112,9 @@ class Session:
     def observed(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
         """One process, and what the machine did meanwhile. Raises Unavailable."""
         read_bytes_per_s = quick_read_bytes_per_s(self.options.threads)
-        stolen, began = stolen_s(), time.monotonic()
+        noise = Noise()
         runs = self.run(engine, workload, round_)
-        stolen = (stolen_s() - stolen) / (time.monotonic() - began)
+        stolen = noise.stolen()
         return [replace(run, stolen=stolen, read_bytes_per_s=read_bytes_per_s) for run in runs]
 
 

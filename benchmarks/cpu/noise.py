@@ -1,4 +1,4 @@
-"""Processor time that other processes took while something ran. Standard library only."""
+"""What other processes and the host took while something ran. Standard library only."""
 
 import os
 import time
@@ -46,14 +46,22 @@ def tree_s(root: int) -> float:
 
 
 class Noise:
-    """From its making until `others` is asked for."""
+    """From its making until it is asked."""
 
     def __init__(self, root: int | None = None) -> None:
         """root: whose tree is not noise; this process if absent."""
         self._root = os.getpid() if root is None else root
         self._own_s, self._busy_s, self._began = tree_s(self._root), busy_s(), time.monotonic()
+        self._stolen_s = stolen_s()
 
     def others(self) -> float:
         """Cores that others kept busy, on average."""
-        elapsed_s, busy = time.monotonic() - self._began, busy_s() - self._busy_s
-        return max(0.0, busy - (tree_s(self._root) - self._own_s)) / max(elapsed_s, 1e-9)
+        busy = busy_s() - self._busy_s
+        return max(0.0, busy - (tree_s(self._root) - self._own_s)) / self._elapsed_s()
+
+    def stolen(self) -> float:
+        """Cores that the host took, on average; `others` has them, too."""
+        return (stolen_s() - self._stolen_s) / self._elapsed_s()
+
+    def _elapsed_s(self) -> float:
+        return max(time.monotonic() - self._began, 1e-9)
