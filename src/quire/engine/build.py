@@ -95,13 +95,14 @@ class DeviceSide:
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """A core with its model loaded. config: with all derived values filled in. rank_times: of the
-    processes that compute it, as they are at any time."""
+    """A core with its model loaded. config: with all derived values filled in. grammars: the core's
+    own. rank_times: of the processes that compute it, as they are at any time."""
 
     core: EngineCore
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
+    grammars: Grammars
     rank_times: Sequence[RankTimes] = ()
 
 
@@ -202,7 +203,7 @@ def _build_core(
         core.watch(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
-    return BuiltCore(core, config, built.spec, built.memory, side.rank_times)
+    return BuiltCore(core, config, built.spec, built.memory, grammars, side.rank_times)
 
 
 def _make_drafting(

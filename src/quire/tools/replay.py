@@ -46,6 +46,7 @@ from quire.scheduler.decisions import Decisions
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 
 MOST_CHARS = 160  # of a value that is shown
@@ -79,12 +80,17 @@ class Difference:
 
 @dataclass
 class Step:
-    """One call, carried out again. events: what the scheduler told; plan: if one was made."""
+    """One call, carried out again.
+
+    plan: the plan that the call made, if any. events: what the scheduler reported. sampling: the
+    sequences of the plan's sample_rows, in their order.
+    """
 
     call: Call
     plan: Plan | None
     events: list[Event]
     difference: Difference | None = None
+    sampling: Seq[Sequence] = ()
 
 
 @dataclass
@@ -229,7 +235,8 @@ class _Replay:
             difference = self._compare(call, plan, raised)
             difference = difference or self._compare_orders(call, decisions.orders)
             told = [event for event in decisions.events if not isinstance(event, PrefixFound)]
-            yield Step(call, plan, [*told, *call.found], difference)
+            sampling = () if decisions.sampling is None else tuple(decisions.sampling)
+            yield Step(call, plan, [*told, *call.found], difference, sampling)
             if difference is not None or raised is not None:
                 return
             self.before = call

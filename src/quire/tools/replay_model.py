@@ -4,23 +4,31 @@ Stores are left alone: what the recorded engine fetched from one is not in the r
 model stops where the first block came. A plan at the end that only keeps blocks is not recorded.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, EngineError
 from quire.base.kv_orders import Fetched
+from quire.base.masks import MaskPromise
+from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
+from quire.engine.bell import Bell
 from quire.engine.build import STORE_SETTINGS, build_core, ended_if_raised, start_ranks
 from quire.engine.calls import UPDATE
 from quire.engine.executor import Executor
+from quire.engine.grammars import Grammars
 from quire.engine.recording import Segment
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_source
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored
 
+COMPILE_WAIT_S = 1.0  # for a grammar, before another look
 NOT_RECORDED = ("record", "record_tokens", "record_max_mb", "disable_log_stats")
 
 
@@ -28,12 +36,68 @@ class _Stop(Exception):
     """The replay with the model ends here."""
 
 
+@dataclass(frozen=True)
+class _Flying:
+    """A plan that the executor has, whose result is not in. sequences: by the row they sample in;
+    masks: None if no row is masked."""
+
+    plan: Plan
+    sequences: dict[int, Sequence]
+    masks: MaskPromise | None
+
+
+class _Masks:
+    """Makes the masks of the plans from the grammars of their requests, as the core did.
+
+    bell: rung by `grammars` when one is compiled.
+    """
+
+    def __init__(self, grammars: Grammars, bell: Bell) -> None:
+        self._grammars, self._bell = grammars, bell
+        self._followed: dict[str, Request] = {}
+
+    def fill(self, flying: _Flying) -> None:
+        """Make the masks of the oldest plan in flight. Raises EngineError if a grammar does not
+        compile."""
+        if flying.masks is None:
+            return
+        for row in flying.plan.masked_rows.tolist():
+            request = flying.sequences[row].request
+            # A segment begins with a snapshot, whose requests are new objects.
+            if self._followed.get(request.request_id) is not request:
+                self._followed[request.request_id] = request
+                self._compile(request)
+        self._grammars.fill(flying.masks, flying.plan, flying.sequences)
+
+    def hear(self, step: Step) -> None:
+        """Forget the requests that have ended."""
+        self._grammars.hear(step.events)
+
+    def forgo(self, flying: Iterable[_Flying]) -> None:
+        """Release an executor that may wait for the masks of these plans."""
+        for each in flying:
+            if each.masks is not None and not each.masks.is_there:
+                self._grammars.forgo(each.masks, each.plan)
+
+    def _compile(self, request: Request) -> None:
+        self._grammars.begin(request)
+        while True:
+            self._bell.forget()
+            for ready in self._grammars.take():
+                if ready.error is not None:
+                    raise EngineError(f"request {request.request_id}: {ready.error}")
+            if not self._grammars.num_open:
+                return
+            self._bell.wait(COMPILE_WAIT_S)
+
+
 class _Runs:
     """Carries out the plans of a replay and compares what they give."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, masks: _Masks) -> None:
         self.executor = executor
-        self.plans: list[Plan] = []
+        self.masks = masks
+        self.flying: deque[_Flying] = deque()
         self.difference: Difference | None = None
         self.note: str | None = None
         self.num_tokens = 0
@@ -41,9 +105,9 @@ class _Runs:
     def __call__(self, segment: Segment, step: Step, scheduler: Scheduler) -> None:
         if step.difference is not None:
             return
+        self.masks.hear(step)
         if step.plan is not None:
-            self.plans.append(step.plan)
-            self.executor.submit(step.plan)
+            self._submit(step.plan, step.sampling)
         if isinstance(step.call.value, Fetched) and any(step.call.value.ok):
             self.note = (
                 f"blocks came from a store {in_words(step.call).partition(' at ')[2]} after its"
@@ -58,8 +122,22 @@ class _Runs:
                 f"step {recorded.step_id} failed when it was recorded; the model stops there"
             )
             raise _Stop
-        plan, result = self.plans.pop(0), self.executor.next_result()
-        self._compare(plan, recorded, result, in_words(step.call))
+        result, done = self.executor.next_result(), self.flying.popleft()
+        if self.flying:
+            self.masks.fill(self.flying[0])
+        self._compare(done.plan, recorded, result, in_words(step.call))
+
+    def close(self) -> None:
+        """Let the executor end: it may wait for masks that nobody makes any more."""
+        self.masks.forgo(self.flying)
+
+    def _submit(self, plan: Plan, sampling: Iterable[Sequence]) -> None:
+        sequences = dict(zip(plan.sample_rows.tolist(), sampling, strict=True))
+        masks = MaskPromise() if len(plan.masked_rows) else None
+        self.flying.append(_Flying(plan, sequences, masks))
+        if len(self.flying) == 1:  # before the executor, which may carry it out at once
+            self.masks.fill(self.flying[0])
+        self.executor.submit(plan, masks)
 
     def _compare(self, plan: Plan, recorded: StepResult, result: StepResult, during: str) -> None:
         if result.error is not None:
@@ -102,7 +180,7 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     with ended_if_raised(ranks):
         source = resolve_source(config.model)
         built = build_core(config, source, MonotonicClock(), ranks=ranks)
-    runs = _Runs(built.core.executor)
+    runs = _Runs(built.core.executor, _Masks(built.grammars, built.core.bell))
     outcome = Outcome()
     try:
         _check_sizes(scheduler.memory.kv, built.core.scheduler.memory.kv)
@@ -110,6 +188,7 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     except _Stop:
         pass
     finally:
+        runs.close()
         built.core.close()
     for segment in listed[outcome.num_segments :]:
         outcome.see(segment)

@@ -1,0 +1,69 @@
+"""A replay with the model follows the grammars that the recorded requests had."""
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.engine.record import Recorder
+from quire.engine.recording import read_recording
+from quire.scheduler.decisions import Decisions
+from quire.tools.replay_model import replay_with_model
+
+PROMPTS = ["Once upon a time", "The fox said", "The sea"]
+NAME = {"enum": ["fox", "cow"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": NAME},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+def guided(**constraint: object) -> SamplingParams:
+    params = SamplingParams(max_tokens=60, temperature=0.8, seed=7)
+    params.structured_outputs = StructuredOutputsParams(**constraint)
+    return params
+
+
+def record(path: Path, depth: int) -> list[str]:
+    """Record rows with grammars alongside one without; return the answers."""
+    plain = SamplingParams(max_tokens=24, temperature=0.8, seed=7)
+    params = [guided(json=SCHEMA), plain, guided(choice=["the little fox", "the little cow"])]
+    with LLM(
+        "demo", record=str(path), record_tokens=True, disable_log_stats=True, pipeline_depth=depth
+    ) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    return [output.outputs[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_grammars_are_followed(tmp_path: Path, depth: int) -> None:
+    answers = record(tmp_path, depth)
+    assert json.loads(answers[0])["name"] in ("fox", "cow")
+    outcome = replay_with_model(read_recording(tmp_path), {})
+    assert outcome.difference is None
+    assert "sampled tokens are identical" in outcome.notes[-1]
+
+
+def test_a_segment_that_begins_within_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests come from a snapshot, so their grammars are compiled again."""
+    schedule, calls = Recorder.schedule, count()
+
+    def cut_after_four(recorder: Recorder, now: float) -> Decisions:
+        if next(calls) == 4:
+            recorder.begin_segment()
+        return schedule(recorder, now)
+
+    monkeypatch.setattr(Recorder, "schedule", cut_after_four)
+    record(tmp_path, 1)
+    segments = list(read_recording(tmp_path))
+    assert len(segments) == 2
+    outcome = replay_with_model(segments, {})
+    assert outcome.difference is None
+    assert "sampled tokens are identical" in outcome.notes[-1]
