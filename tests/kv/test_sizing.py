@@ -243,3 +243,33 @@ def test_the_longest_sequence_that_fits(
 def test_no_sequence_at_all() -> None:
     with pytest.raises(OutOfMemory, match=r"holds 1 blocks of 16 .*kv_cache_memory_bytes"):
         longest_sequence((FULL,), [MIB], MIB, 16, 100, 4, 256)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.sampled_from([*GROUPS, (CacheGroup("chunked", (0,), 2, 8, window=32), FULL)]),
+    block_size=st.sampled_from([1, 4, 16]),
+    length=st.integers(2, 200),
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 400),
+)
+def test_as_many_samples_as_rows_fit(
+    groups: tuple[CacheGroup, ...], block_size: int, length: int, rows: int, chunk: int
+) -> None:
+    """Pools without a limit hold a request of n samples for any n up to the rows: the samples share
+    one step's tokens, so no window gets a whole chunk for each of them."""
+    costs = bytes_of(groups, block_size)
+    pools = size_pools(groups, costs, 1 << 40, block_size, length, rows, chunk)
+    kv = KVManager(groups, pools, block_size)
+    for num in range(1, rows + 1):
+        needs = kv.group_blocks(length, 0, num, min(chunk, length))
+        assert all(need <= pool for need, pool in zip(needs, pools, strict=True))
+
+
+def test_samples_that_share_a_step() -> None:
+    """A window of 20 tokens holds 19 before the next one: 6 blocks of 4 with one that both ends
+    cut. A chunk of 40 brings 10 more once, and a begun block for each other sample."""
+    kv = KVManager((WINDOW,), (500,), 4)
+    assert kv.group_blocks(200, 0, 1, 40) == [6 + 10]
+    assert kv.group_blocks(200, 0, 8, 40) == [8 * 6 + 10 + 7]
+    assert kv.group_blocks(8, 0, 8, 8) == [8 * 2]  # never more than the sequence has

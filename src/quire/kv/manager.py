@@ -155,18 +155,21 @@ class KVManager:
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
     ) -> list[int]:
         """Return the most blocks, by cache group, of sequences that share num_shared full blocks
-        and nothing else, each `num_tokens` long and computed in chunks."""
+        and nothing else, each `num_tokens` long. chunk: most tokens that one step computes of all
+        of them together, so only once the blocks of a whole chunk are added to their windows."""
         blocks = -(-num_tokens // self.block_size)
         needs = []
         for group in self.groups:
             if group.keeps_all:
                 needs.append(num_shared + num_sequences * (blocks - num_shared))
-            else:
-                most = group.most_blocks(num_tokens, self.block_size, chunk)
-                others = most
-                if group.kind == STATE:  # of which one after the other begins
-                    others = group.most_blocks(num_tokens, self.block_size)
-                needs.append(most + (num_sequences - 1) * others)
+                continue
+            alone = group.most_blocks(num_tokens, self.block_size, chunk)
+            decoding = group.most_blocks(num_tokens, self.block_size)
+            others = (num_sequences - 1) * decoding
+            if group.kind != STATE:
+                # Each of the others may write a part of the chunk, and begin a block for it.
+                others = min(others + num_sequences - 1, (num_sequences - 1) * alone)
+            needs.append(alone + others)
         return needs
 
     def get_computed_blocks(
