@@ -192,8 +192,7 @@ export class Live {
     this.listen();
     const model = this.model();
     const path = `v1/engine/live?core=${this.core}${model ? `&model=${encodeURIComponent(model)}` : ""}`;
-    for await (const event of events<Snapshot | Difference>(path, undefined, signal)) {
-      this.listen();
+    for await (const event of events<Snapshot | Difference>(path, undefined, signal, () => this.listen())) {
       if (event.type === "snapshot") {
         state = event;
         const blocks = state.groups.map(() => null);
@@ -204,9 +203,10 @@ export class Live {
     }
   }
 
+  /** Wait for the server's next sign of life; it sends a comment where no frame comes for a second. */
   private listen(): void {
     clearTimeout(this.quiet);
-    this.quiet = window.setTimeout(() => this.watcher.away("the engine says nothing"), QUIET_MS);
+    this.quiet = window.setTimeout(() => this.watcher.away(`no update from the engine for ${QUIET_MS / 1000} s`), QUIET_MS);
   }
 }
 

@@ -43,9 +43,10 @@ export async function askJson<T>(path: string, body?: unknown, signal?: AbortSig
   return (await (await ask(path, body, signal)).json()) as T;
 }
 
-/** Yield the events of a stream of server-sent events. Throws ServerError for an event that is an
- * error, and if the stream ends before it was done. */
-export async function* events<T>(path: string, body?: unknown, signal?: AbortSignal): AsyncGenerator<T> {
+/** Yield the events of a stream of server-sent events. heard: called for whatever the server sends,
+ * comments too. Throws ServerError for an event that is an error, and if the stream ends before it was
+ * done. */
+export async function* events<T>(path: string, body?: unknown, signal?: AbortSignal, heard?: () => void): AsyncGenerator<T> {
   const answer = await ask(path, body, signal);
   if (!answer.body) return;
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -54,6 +55,7 @@ export async function* events<T>(path: string, body?: unknown, signal?: AbortSig
     for (;;) {
       const { done, value } = await reader.read();
       if (done) throw new ServerError(0, "the connection has broken off");
+      heard?.();
       const parts = (rest + value).split("\n\n");
       rest = parts.pop() ?? "";
       for (const part of parts) {

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.live import live_events
 from quire.serve.api.live_events import difference, snapshot
+from quire.serve.api.sse import ALIVE, DONE
 from tests.scheduler.watched import blocks_of, random_run
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.fake_client import FakeClient, live_over_the_wire
@@ -203,3 +205,45 @@ def test_a_dead_engine_is_told(api: TestClient, api_context: ApiContext) -> None
     refused = api.get("/v1/engine/live")
     assert refused.status_code == 503
     client.revive()
+
+
+def test_a_comment_comes_while_no_frame_does(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames may be ten seconds apart; the page takes five without a byte for a dead engine."""
+    assert live.ALIVE_S <= 2.0
+    monkeypatch.setattr(live, "ALIVE_S", 0.01)
+    monkeypatch.setattr(live, "PERIOD_S", 0.0)
+    context = make_context(sse_keep_alive_interval=0)
+    original, sent, num_asked = context.client.live, list[bytes](), count()
+
+    async def run() -> None:
+        has_comment = asyncio.Event()
+
+        async def late(core: int = 0) -> LiveFrame:
+            if next(num_asked) > 0:
+                await has_comment.wait()
+                context.draining = True
+            return await original(core)
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1] == ALIVE:
+                has_comment.set()
+
+        asked = iter([{"type": "http.request", "body": b"", "more_body": False}])
+
+        async def receive() -> Any:
+            return next(asked, None) or await asyncio.get_running_loop().create_future()
+
+        monkeypatch.setattr(context.client, "live", late)
+        scope = {
+            "type": "http", "http_version": "1.1", "method": "GET", "path": "/v1/engine/live",
+            "raw_path": b"/v1/engine/live", "query_string": b"", "scheme": "http",
+            "headers": [(b"host", b"testserver")], "client": ("127.0.0.1", 1),
+            "server": ("testserver", 80),
+        }  # fmt: skip
+        await asyncio.wait_for(create_app(context)(scope, receive, send), 20)
+
+    asyncio.run(run())
+    assert ALIVE in sent and b"".join(sent).endswith(DONE)

@@ -4,7 +4,9 @@
     {"type": "difference", ...}    what changed since the last event; the keys of what has not are
                                    absent
 
-The next frame is asked for when the last one was sent, so a slow reader gets fewer of them.
+The next frame is asked for when the last one was sent, so a slow reader gets fewer of them. A frame
+may take seconds: the core makes it between two steps, and rests long after one that took long.
+Until it comes, a comment each ALIVE_S shows a reader that the stream is alive.
 """
 
 import asyncio
@@ -25,6 +27,7 @@ from quire.serve.api.sse import DONE, event, start_stream
 
 PERIOD_S = 0.2
 QUIET_S = 1.0  # after which a reader is told that nothing has changed
+ALIVE_S = 1.0  # without an event, after which a comment is sent
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -44,7 +47,7 @@ async def show_live(
     tenant = None if is_admin(request.scope, api.config) else whose
     api = api.of_model(model)
     check_model(api, model)
-    return await start_stream(request, live_events(api, core, tenant))
+    return await start_stream(request, live_events(api, core, tenant), alive_s=ALIVE_S)
 
 
 async def live_events(

@@ -41,10 +41,14 @@ def error_event(error: BaseException, request_id: str = "") -> bytes:
 
 
 async def start_stream(
-    request: fastapi.Request, events: Events, last: ErrorEvent = error_event
+    request: fastapi.Request,
+    events: Events,
+    last: ErrorEvent = error_event,
+    alive_s: float | None = None,
 ) -> Response:
     """Wait for the first event, HEADERS_AFTER_S at most; what goes wrong until then is raised, for
-    a status of its own. last: makes the end of a stream that fails."""
+    a status of its own. last: makes the end of a stream that fails. alive_s: seconds without an
+    event after which a comment is sent; None: as the server's settings say."""
     first = asyncio.ensure_future(_first(events))
     try:
         await unless_disconnected(request.receive, _look(first))
@@ -52,7 +56,8 @@ async def start_stream(
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         raise
-    alive_s: float = request.app.state.context.config.sse_keep_alive_interval
+    if alive_s is None:
+        alive_s = request.app.state.context.config.sse_keep_alive_interval
     return EventStream(first, events, request_id_of(request), last, alive_s)
 
 
