@@ -99,6 +99,14 @@ def test_a_model_that_cannot_run(capsys: pytest.CaptureFixture[str], line: str, 
     assert says in problems(found)
 
 
+@pytest.fixture
+def able_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU of which doctor has nothing to say, whatever this machine's is."""
+    able = machine.Cpu("Able CPU", 64, 64, None, ("avx2", "avx512f", "avx512_bf16"))
+    monkeypatch.setattr(machine, "cpu", lambda: able)
+
+
+@pytest.mark.usefixtures("able_cpu")
 def test_weight_files_that_loading_refuses(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
