@@ -170,10 +170,14 @@ class HeldFiles:
 
     def _write(self, path: Path, kept: Kept) -> None:
         data, temporary = msgspec.msgpack.encode(kept), path.with_suffix(UNFINISHED)
-        with os.fdopen(os.open(temporary, CREATE, 0o600), "wb") as file:
-            file.write(_checksum(data))
-            file.write(data)
-        temporary.rename(path)
+        try:
+            with os.fdopen(os.open(temporary, CREATE, 0o600), "wb") as file:
+                file.write(_checksum(data))
+                file.write(data)
+            temporary.rename(path)
+        except OSError:
+            _unlink(temporary)
+            raise
 
     # ------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Texts are our own: an exception of a library is never shown, because it may hold
 the log has it with its traceback.
 """
 
+import errno
 import json
 import logging
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from quire.base.errors import (
 logger = logging.getLogger("quire")
 
 RETRY_AFTER_S = 1
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ApiError(Exception):
@@ -103,6 +105,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(503, str(error), "server_error", code="engine_dead", headers=headers)
     if isinstance(error, HookFailed):
         return _hook_failed(error)
+    if isinstance(error, OSError) and error.errno in NO_SPACE:
+        return _disk_full(error, request_id)
     if isinstance(error, RecursionError):
         return bad_request("the request is nested too deeply.")
     if isinstance(error, StepFailed):
@@ -135,6 +139,13 @@ def _step_failed(error: StepFailed, request_id: str) -> ApiError:
     )
     headers = {"x-should-retry": "false"}
     return ApiError(500, text, "server_error", code=STEP_FAILED, headers=headers)
+
+
+def _disk_full(error: OSError, request_id: str) -> ApiError:
+    """Make a 507. Paths are for the log alone."""
+    logger.error("request %s: the disk took no more (%s)", request_id, error)
+    text = "the server's disk is full, and nothing of this request was kept; try again later."
+    return ApiError(507, text, "server_error", code="disk_full")
 
 
 def _hook_failed(error: HookFailed) -> ApiError:

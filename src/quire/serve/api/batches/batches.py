@@ -63,15 +63,20 @@ class Batches:
             self._lock = None
 
     async def _run(self, app: FastAPI) -> None:
-        await asyncio.to_thread(self.records.directory.sweep)
         api: ApiContext = app.state.context
         place = Workplace(app, self.files, self.records, Slots(num_slots(api)))
+        is_swept = False
         while True:
             try:
+                if not is_swept:
+                    await asyncio.to_thread(self.records.directory.sweep)
+                    is_swept = True
                 if self._lock is not None or self._take_lock():
                     await self._begin_due(place)
             except OSError as error:
-                logger.error("batches cannot be read (%s); it is tried again", error)
+                logger.error("batches cannot be read (%s); the server tries again", error)
+            except Exception:
+                logger.exception("batches cannot be run; the server tries again")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):  # wait_for may lose a cancellation
                     await self._news.wait()
@@ -103,6 +108,9 @@ class Batches:
             self._not_before.pop(record.id, None)
         except OSError as error:
             logger.error("batch %s: its end cannot be written (%s)", record.id, error)
+            self._not_before[record.id] = time.monotonic() + AGAIN_S
+        except Exception:
+            logger.exception("batch %s cannot be ended; the server tries again", record.id)
             self._not_before[record.id] = time.monotonic() + AGAIN_S
         finally:
             self._jobs.pop(record.id, None)

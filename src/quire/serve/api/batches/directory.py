@@ -12,6 +12,7 @@ which it was made, so that names are sorted by age.
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import time
@@ -22,7 +23,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.base.durable import replace_file
 from quire.base.errors import ConfigError, RequestError
+
+logger = logging.getLogger("quire")
 
 T = TypeVar("T")
 
@@ -39,6 +43,7 @@ class FilesDirectory:
     def __init__(self, root: Path, limit_gb: float) -> None:
         """Make the directory, for this user alone. Raise ConfigError if that is not possible."""
         self.root, self.limit_bytes, self._limit_gb = root, int(limit_gb * GB), limit_gb
+        self._damaged: set[str] = set()  # names of files that the log has
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path("room", ".lock").touch(0o600)
@@ -60,27 +65,32 @@ class FilesDirectory:
             return sorted(name for name in ids if ID.fullmatch(name))
 
     def read(self, path: Path, kind: type[T]) -> T | None:
-        """Return what `write` has put there; None if there is nothing."""
+        """Return what `write` has put there; None if there is nothing, or something else. A damaged
+        file is reported once in the log, and costs no other file."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
-        return msgspec.json.decode(data, type=kind)
+        except OSError as error:
+            self._report_damage(path, error.strerror or str(error))
+            return None
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            self._report_damage(path, str(error))
+            return None
+
+    def _report_damage(self, path: Path, reason: str) -> None:
+        if path.name not in self._damaged:
+            self._damaged.add(path.name)
+            logger.error(
+                "%s is damaged (%s) and passed over; remove it, or restore it", path, reason
+            )
 
     def write(self, path: Path, value: Any) -> None:
-        """Put a value there as JSON, so that it survives whatever happens."""
-        data = msgspec.json.encode(value)
-        temporary = self.path(uuid.uuid4().hex, TMP)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, data)
-            os.fsync(fd)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
+        """Put a value there as JSON. Raise OSError if the disk does not take it; what was there
+        stays."""
+        replace_file(path, msgspec.json.encode(value), self.path(uuid.uuid4().hex, TMP))
 
     # ---- room --------------------------------------------------------------------------------
 

@@ -1,13 +1,16 @@
 """/v1/files: what batches read and write. A key sees its own files; without keys, all are seen."""
 
 import asyncio
+import os
 import time
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import quote
 
 import fastapi
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse
+from starlette.responses import Response, StreamingResponse
 
 from quire.base.errors import RequestError
 from quire.serve.api.batches.batches import Batches
@@ -25,6 +28,7 @@ router = APIRouter()
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 LEAST_S, MOST_S = 3600, 2592000
+SEND_BYTES = 1 << 18
 FORM_SCHEMA = {
     "requestBody": {
         "required": True,
@@ -103,12 +107,38 @@ async def show_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept
     return _as_json(await _found(file_id, request, api, kept))
 
 
-@router.get("/v1/files/{file_id}/content", response_class=FileResponse)
-async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> FileResponse:
-    """Send what is in a file."""
+@router.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
+async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> Response:
+    """Send what is in a file, whole also if it is deleted meanwhile."""
     record = await _found(file_id, request, api, kept)
-    path = kept.files.directory.path(record.id, DATA)
-    return FileResponse(path, media_type="application/jsonl", filename=record.filename)
+    try:
+        file = await asyncio.to_thread(kept.files.directory.path(record.id, DATA).open, "rb")
+    except FileNotFoundError as error:
+        raise _missing(file_id) from error
+    headers = {
+        "Content-Length": str(os.fstat(file.fileno()).st_size),
+        "Content-Disposition": _disposition(record.filename),
+    }
+    return StreamingResponse(_pieces(file), headers=headers, media_type="application/jsonl")
+
+
+def _disposition(name: str) -> str:
+    """Return a header's value that names a file; what is not plain ASCII as RFC 5987 has it."""
+    quoted = quote(name)
+    return (
+        f'attachment; filename="{name}"'
+        if quoted == name
+        else (f"attachment; filename*=utf-8''{quoted}")
+    )
+
+
+async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
+    """Yield what is in a file, and close it."""
+    try:
+        while piece := await asyncio.to_thread(file.read, SEND_BYTES):
+            yield piece
+    finally:
+        file.close()
 
 
 @router.delete("/v1/files/{file_id}")
@@ -129,9 +159,13 @@ async def _found(file_id: str, request: fastapi.Request, api: Api, kept: Batches
     owner = seen_by(request.scope, api.config.api_key)
     record = await asyncio.to_thread(kept.files.get, file_id, owner)
     if record is None:
-        message = f"there is no file {shown(file_id)} of yours; GET /v1/files lists them."
-        raise ApiError(404, message, param="file_id", code="not_found")
+        raise _missing(file_id)
     return record
+
+
+def _missing(file_id: str) -> ApiError:
+    message = f"there is no file {shown(file_id)} of yours; GET /v1/files lists them."
+    return ApiError(404, message, param="file_id", code="not_found")
 
 
 def _make_room(kept: Batches) -> None:

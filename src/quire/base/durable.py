@@ -1,0 +1,47 @@
+"""Writing files so that a full disk or a killed process leaves the old contents or the new ones.
+
+`os.write` may write a part of what it is given and report no error: so does a disk with room for
+that part alone. Whoever ignores the count then puts a cut file in the place of a whole one.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of the data at the descriptor's position. Raises OSError; then a part of the data
+    may be in the file."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def replace_file(path: Path, data: bytes, temporary: Path, mode: int = 0o600) -> None:
+    """Put a file in the place of another one, on the disk when this returns.
+
+    temporary: a path in the same directory at which there is nothing. Raises OSError; then `path`
+    is as it was, and nothing is left at `temporary`.
+    """
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Have the disk hold the names in a directory."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

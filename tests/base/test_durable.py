@@ -1,0 +1,49 @@
+"""A file that a full disk cuts never takes the place of a whole one."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.base import durable
+from quire.base.durable import replace_file, write_all
+
+NEW = b"a new value that takes more than one write"
+
+
+def test_a_write_that_takes_a_part_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    monkeypatch.setattr(durable.os, "write", lambda fd, data: write(fd, bytes(data)[:5]))
+    replace_file(tmp_path / "value", NEW, tmp_path / "value.tmp")
+    assert (tmp_path / "value").read_bytes() == NEW
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "value").write_bytes(b"old")
+    write, room = os.write, [10]
+
+    def limited(fd: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "no space")
+        num = write(fd, bytes(data)[: room[0]])
+        room[0] -= num
+        return num
+
+    monkeypatch.setattr(durable.os, "write", limited)
+    with pytest.raises(OSError, match="no space"):
+        replace_file(tmp_path / "value", NEW, tmp_path / "value.tmp")
+    assert [path.name for path in tmp_path.iterdir()] == ["value"]
+    assert (tmp_path / "value").read_bytes() == b"old"
+
+
+def test_a_device_that_is_full() -> None:
+    fd = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with pytest.raises(OSError) as raised:
+            write_all(fd, NEW)
+    finally:
+        os.close(fd)
+    assert raised.value.errno == errno.ENOSPC
