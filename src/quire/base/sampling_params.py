@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from quire.base.errors import RequestError
+from quire.base.kv_transfer import FIELD as KV_TRANSFER
 from quire.base.repetition import FIELD as REPETITION
 from quire.base.repetition import RepetitionDetectionParams
 from quire.base.structured_outputs import StructuredOutputsParams
@@ -336,6 +337,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
         extra = self.extra_args
         _require(extra is None or isinstance(extra, dict), "extra_args", extra, "a dictionary")
+        for name in extra or {}:
+            if name != KV_TRANSFER:
+                raise RequestError(
+                    f"extra_args[{name!r}] is unknown, and could change the text; extra_args takes"
+                    f" {KV_TRANSFER} alone.",
+                    "extra_args",
+                )
         bias = self.logit_bias
         _require(bias is None or isinstance(bias, dict), "logit_bias", bias, "a dictionary")
         for token_id, value in (bias or {}).items():

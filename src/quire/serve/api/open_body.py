@@ -1,7 +1,8 @@
 """Bodies of contracts that others extend: what is unknown here is left out, and a header says so.
 
-Clients of other servers send fields that only those know. `--strict-fields` refuses them instead,
-which finds misspelt ones. Bodies of our own endpoints are always strict.
+Clients of other servers send fields that only those know. Known ones that would change the text are
+refused (`foreign_fields.py`). `--strict-fields` refuses all, which finds misspelt ones. Bodies of
+our own endpoints are always strict.
 """
 
 import difflib
@@ -14,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.serve.api.errors import ApiError
+from quire.serve.api.errors import ApiError, ApiHttpError
+from quire.serve.api.foreign_fields import check_foreign
 
 IGNORED_HEADER = "X-Quire-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
@@ -47,10 +49,15 @@ def known_fields(endpoint: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def without_unknown(body: dict[str, Any], known: frozenset[str], scope: Scope) -> dict[str, Any]:
-    """Return a body without unknown fields, whose names are kept with its request."""
+    """Return a body without unknown fields, whose names are kept with its request. Raise
+    ApiHttpError for one that would change the text of an answer."""
     unknown = tuple(name for name in body if name not in known)
     if not unknown:
         return body
+    try:
+        check_foreign(body, unknown)
+    except ApiError as error:
+        raise ApiHttpError(error) from error
     scope.setdefault("state", {})["ignored_fields"] = unknown
     return {name: value for name, value in body.items() if name in known}
 

@@ -401,6 +401,10 @@ class GenerationRequest(SampledBody, ServedBody):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    grammar: str | None = None  # llama.cpp's; GBNF, or Lark
+    json_schema: JsonSchema | None = None  # llama.cpp's and SGLang's
+    regex: str | None = None  # SGLang's, as the next one
+    ebnf: str | None = None
     guided_decoding_backend: Ignored
 
     return_token_offsets: Any = unsupported(NOT_HERE, False)

@@ -1,5 +1,6 @@
-"""What a body asks its answer to be: `response_format`, `structured_outputs`, or `guided_*`, to
-StructuredOutputsParams, and to a grammar that was checked."""
+"""What a body asks its answer to be: `response_format`, `structured_outputs`, or a field of another
+engine such as `guided_json` or `grammar`, to StructuredOutputsParams, and to a grammar that was
+checked."""
 
 import json
 from collections.abc import Mapping
@@ -25,11 +26,13 @@ MAX_WARNING_CHARS = 1024
 RESPONSE_FORMAT = "response_format"
 STRUCTURED = "structured_outputs"
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
-# vLLM's older names.
+# vLLM's older names, then those of llama.cpp and SGLang.
 GUIDED = {
     "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
-    "guided_grammar": "grammar",
+    "guided_grammar": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex",
+    "ebnf": "grammar",
 }  # fmt: skip
+MAY_BE_EMPTY = ("grammar", "regex", "ebnf")  # clients of those engines send "" for none
 KNOWN = frozenset(StructuredOutputsParams.__struct_fields__)
 
 Asked = tuple[StructuredOutputsParams | None, bool, str]
@@ -134,12 +137,17 @@ def _of_structured_outputs(body: GenerationRequest) -> Asked | None:
 
 
 def _of_guided(body: GenerationRequest) -> Asked | None:
-    given = {
-        new: getattr(body, old) for old, new in GUIDED.items() if getattr(body, old) is not None
-    }
-    if not given:
+    fields = [
+        old
+        for old in GUIDED
+        if getattr(body, old) is not None and not (old in MAY_BE_EMPTY and not getattr(body, old))
+    ]
+    if not fields:
         return None
-    field = next(old for old in GUIDED if getattr(body, old) is not None)
+    field = fields[0]
+    if len({GUIDED[old] for old in fields}) < len(fields):
+        raise bad_request(f"{' and '.join(fields)} exclude each other; leave one out.", fields[-1])
+    given = {GUIDED[old]: getattr(body, old) for old in fields}
     if body.guided_whitespace_pattern is not None:
         given["whitespace_pattern"] = body.guided_whitespace_pattern
     return _made(given, field), False, field

@@ -25,6 +25,12 @@ class ShortRepr(reprlib.Repr):
         self.maxstring = self.maxlong = self.maxother = MAX_SHOWN
 
 
+def short(value: object) -> str:
+    """Return a value's repr, cut to about MAX_SHOWN characters."""
+    shown = ShortRepr().repr(value)
+    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
+
+
 @dataclass(frozen=True)
 class Rule:
     """advice: what to do instead of using a field. values: what it may be beside None."""
@@ -64,6 +70,4 @@ def check_neutral(request: BaseModel, rules: Mapping[str, Rule] | None = None) -
             continue
         value = getattr(request, name)
         if value is not None and value not in rule.values:
-            shown = ShortRepr().repr(value)
-            shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
-            raise bad_request(f"{name}={shown}: {rule.advice}.", name, "unsupported_value")
+            raise bad_request(f"{name}={short(value)}: {rule.advice}.", name, "unsupported_value")
