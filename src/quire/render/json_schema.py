@@ -6,6 +6,8 @@ it, and the check of the grammar says so.
 """
 
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 from quire.base.errors import RequestError
@@ -21,6 +23,10 @@ _SCHEMAS = (
     "allOf", "anyOf", "oneOf",
 )  # fmt: skip
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+_BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+_DIRECTIONS = ((_BOUNDS[0], _BOUNDS[1], 1), (_BOUNDS[1], _BOUNDS[0], -1))
+STEP, RELATIVE_STEP = 1e-6, 2.0**-40  # llguidance rounds to fewer digits than floats have
 
 Schema = dict[str, Any]
 
@@ -42,7 +48,8 @@ def prepared(
     found = _parsed(schema, field)
     check_size(found, field)
     if closed:
-        found = _closed(found)
+        found = _mapped(found, _close)
+    found = _with_inner_bounds(found)
     options: Schema = {"lenient": not strict, "whitespace_flexible": whitespace is not None}
     if whitespace is not None:
         options["whitespace_pattern"] = whitespace
@@ -93,21 +100,70 @@ def _parsed(schema: object, field: str) -> Schema:
     return schema
 
 
-def _closed(schema: Schema) -> Schema:
-    """Return a schema whose objects have no properties but those named."""
+def _mapped(schema: Schema, change: Callable[[Schema], None]) -> Schema:
+    """Return a copy of a schema in which `change` was made to each schema within, and to itself."""
     made = dict(schema)
     for name in _SCHEMAS:
         value = made.get(name)
         if isinstance(value, dict):
-            made[name] = _closed(value)
+            made[name] = _mapped(value, change)
         elif isinstance(value, list):
-            made[name] = [_closed(one) if isinstance(one, dict) else one for one in value]
+            made[name] = [_mapped(one, change) if isinstance(one, dict) else one for one in value]
     for name in _BY_NAME:
         value = made.get(name)
         if isinstance(value, dict):
             made[name] = {
-                key: _closed(one) if isinstance(one, dict) else one for key, one in value.items()
+                key: _mapped(one, change) if isinstance(one, dict) else one
+                for key, one in value.items()
             }
-    if "properties" in made or "patternProperties" in made:
-        made.setdefault("additionalProperties", False)
+    change(made)
     return made
+
+
+def _close(schema: Schema) -> None:
+    """Let an object have no properties but those named."""
+    if "properties" in schema or "patternProperties" in schema:
+        schema.setdefault("additionalProperties", False)
+
+
+def _with_inner_bounds(schema: Schema) -> Schema:
+    """Return a schema without the bounds that llguidance 1.9 gets wrong: a whole exclusive one with
+    an opposite one less than 1 away. It accepts 3 where 3 < x < 3.75 is asked for.
+
+    Such a bound moves inwards by STEP and becomes inclusive, so that numbers closer to it than that
+    are lost. Opposite bounds of the whole document count, since `allOf` and `$ref` bring them
+    together.
+    """
+    bounds: dict[str, set[float]] = {name: set() for pair in _BOUNDS for name in pair}
+
+    def collect(one: Schema) -> None:
+        for name, found in bounds.items():
+            if (bound := _number(one.get(name))) is not None:
+                found.add(bound)
+
+    def move(one: Schema) -> None:
+        for (inclusive, exclusive), opposite, sign in _DIRECTIONS:
+            bound = _number(one.get(exclusive))
+            if bound is None or not bound.is_integer():
+                continue
+            others = (other for name in opposite for other in bounds[name])
+            if any(0 < sign * (other - bound) < 1 for other in others):
+                del one[exclusive]
+                moved = bound + sign * max(STEP, abs(bound) * RELATIVE_STEP)
+                before = _number(one.get(inclusive))
+                one[inclusive] = (
+                    moved if before is None else sign * max(sign * moved, sign * before)
+                )
+
+    _mapped(schema, collect)
+    return _mapped(schema, move)
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number of a schema; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an int beyond floats
+        return None
