@@ -22,7 +22,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel serve chat doctor run test test-long test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
+.PHONY: help install wheel serve chat doctor run test test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,17 @@ test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
 	$(TEST) -m "not gpu"
+
+# What depends on a CPU's instruction set: of the core's C++ variants, and of torch's own.
+LEVELS ?= portable:default avx2:avx2 avx512:avx512
+LEVEL_TESTS ?= tests/ops tests/kernels tests/runner tests/models tests/pairs tests/engine tests/cli
+
+test-levels: $(VENV)/.installed-test ## tests with the CPU held to lower instruction sets, and emulated AMX; an hour
+	@for level in $(LEVELS); do \
+		echo "QUIRE_CPU_VARIANT=$${level%:*} ATEN_CPU_CAPABILITY=$${level#*:}"; \
+		QUIRE_CPU_VARIANT=$${level%:*} ATEN_CPU_CAPABILITY=$${level#*:} $(TEST) $(LEVEL_TESTS) $(ARGS) || exit 1; \
+	done
+	$(TEST) -m "not gpu" tests/ops/test_amx.py
 
 test-clients: $(VENV)/.installed ## openai, langchain and others against `quire serve`; first makes an environment for each
 	$(BIN)/python -m tests.clients $(ARGS)

@@ -1,4 +1,4 @@
-"""Bounds of numbers, beside the jsonschema package: whatever a grammar takes keeps to its schema."""
+"""Bounds of numbers, beside the jsonschema package: a grammar takes nothing outside its schema."""
 
 import json
 import random
