@@ -121,3 +121,13 @@ def test_parameters_are_validated_where_they_arrive() -> None:
 def test_an_absurd_length_is_refused() -> None:
     with pytest.raises(EngineError, match="longer than the wire allows"):
         list(Frames().feed(LENGTH.pack(MAX_MESSAGE_BYTES + 1)))
+
+
+def test_a_message_that_is_nested_too_deep() -> None:
+    """msgspec raises RecursionError for it, which is no error of its own."""
+    deep = b"\x91" * 100_000 + b"\xc0"
+    request = b"\x81\xa4type" + deep  # {"type": [[[...]]]}
+    for codec in (core_codec(), client_codec()):
+        for body in (deep, request, b"\x82\xa4type\xa5Abort\xa1x" + deep):
+            with pytest.raises(EngineError, match="not one of ours"):
+                codec.decode(body)

@@ -89,7 +89,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}

@@ -107,7 +107,7 @@ class HeldFiles:
         for path in self._listed():
             try:
                 kept = _read(path)
-            except (OSError, ValueError, msgspec.MsgspecError):
+            except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
                 num_damaged += 1
                 kept = None
             left_s = 0.0 if kept is None else min(kept.ends_unix_s - time.time(), kept.keep_s)

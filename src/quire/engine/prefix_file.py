@@ -66,7 +66,7 @@ def read_entries(path: Path) -> list[Entry]:
             f"pin_prefix={str(path)!r} cannot be read ({error.strerror or error}); give a text or a"
             " .json file."
         ) from error
-    except (UnicodeDecodeError, msgspec.MsgspecError) as error:
+    except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
             f"pin_prefix={str(path)!r} is no list of prefixes: {error}. Give a text in UTF-8, or"
             ' .json as [{"prompt": "..."}] or [{"messages": [...]}].'

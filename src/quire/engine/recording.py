@@ -173,7 +173,7 @@ def read_segment(path: Path) -> Segment:
         header, snapshot, *batches = map(msgspec.msgpack.decode, frames.bodies)
         number = header["format"]
         items = [item for batch in batches for item in batch]
-    except (msgspec.MsgspecError, TypeError, KeyError) as error:
+    except (msgspec.MsgspecError, TypeError, KeyError, RecursionError) as error:
         return Segment(path, {}, None, [], State.DAMAGED, f"it cannot be decoded: {error}")
     if number != FORMAT:
         raise _other_format(path, number)

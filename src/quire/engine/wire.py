@@ -57,7 +57,7 @@ class Codec(Generic[T]):
         """Return the message in a body without its length. Raises EngineError for anything else."""
         try:
             message: T = self._decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineError(f"a message that is not one of ours: {error}") from error
         return message
 
