@@ -17,6 +17,7 @@ from quire.engine.build import Engine, build_engine
 from quire.engine.guess_pace import StepTimes
 from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool
+from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.chat_template import ChatOptions
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -152,6 +153,32 @@ def test_text_of_added_tokens_is_written(plain: Engine, forcing: Engine, place: 
         assert finish_reason == "stop"
         assert (text if place == "choice" else json.loads(text)) == value
         assert not set(token_ids[:-1]) & set(tokenizer.added_ids.values())
+
+
+def test_calls_with_the_text_of_added_tokens(plain: Engine, forcing: Engine) -> None:
+    """In the name of a tool, of an argument, and in its value."""
+    tokenizer = plain.renderer.tokenizer
+    assert tokenizer is not None
+    for mark in tokenizer.added_ids:
+        schema = {"type": "object", "properties": {mark: {"const": mark}}, "required": [mark]}
+        name = f"get{mark}"
+        form = plain.renderer.answer_format(None, True)
+        asked = AskedAnswer(form, (Tool(name, schema),), NamedTool(name))
+        request = plain.requests.make(
+            plain.renderer.render(QUESTION, ChatOptions(tools=SHOWN)),
+            SamplingParams(max_tokens=120, temperature=0.0, logprobs=0),
+            grammar=asked.grammar(tokenizer.added_ids),
+        )
+        found = answers(forcing, request)
+        assert found == answers(plain, request)
+        [(token_ids, _, finish_reason, _, _)] = found[0]
+        assert finish_reason == "stop"
+        parser = asked.parser()
+        text = tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
+        parts = parser.push(text) + parser.flush()
+        assert [part.name for part in parts if isinstance(part, CallBegun)] == [name]
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        assert json.loads(arguments) == {mark: mark}
 
 
 def _form_with(mark: str, place: str) -> tuple[StructuredOutputsParams, Any]:

@@ -103,8 +103,8 @@ def make_vocabulary(
 def without_added_texts(tokenizer: str) -> str:
     """Return a tokenizer.json whose added tokens keep their ids and have texts that nobody writes.
 
-    Those that are words (`is_mark`) stand for their text, so they keep it. In a byte-level model the
-    token of a byte may have the name of such a word, for which it does not stand then.
+    Those that are words (not `is_mark`) stand for their text, so they keep it. In a byte-level
+    model such a word may be the name of a byte's token, whose bytes are others: it is hidden, too.
     """
     state = json.loads(tokenizer)
     model = state["model"]

@@ -70,7 +70,7 @@ class JobProcess:
         self._kind = kind
         self._is_ready = self._is_late = False
         self.is_at_rest = True  # it owes no answer
-        self._last_words = tempfile.TemporaryFile("a+b", buffering=0)
+        self._last_words = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (see _end)
         with theirs:
             self._process = subprocess.Popen(
                 command,
