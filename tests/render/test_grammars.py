@@ -201,3 +201,13 @@ def test_who_waits_too_long_for_a_process_is_sent_away() -> None:
 
     asyncio.run(go())
     assert json.loads(pool.run(b'"start: /a/"')) == ["start: /a/", []]
+
+
+def test_the_memory_limit_is_named() -> None:
+    """Python raises an error then, the library aborts: both are said in the same words."""
+    grammars = Grammars(replace(CHECKS, memory_bytes=4 << 20))
+    assert grammars.check(grammar(choice=["yes", "no"])).text
+    for name in ("multiples", "properties"):
+        with pytest.raises(RequestError, match="more than 4 MiB of memory") as raised:
+            grammars.check(grammar(**EXPLODING[name]))
+        assert not isinstance(raised.value, EngineBusy)
