@@ -1,5 +1,7 @@
 """What a grammar forces is tried ahead: the very same answers, in fewer steps."""
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from quire.engine.build import Engine, build_engine
 from quire.engine.guess_pace import StepTimes
 from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool
+from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.chat_template import ChatOptions
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
@@ -126,6 +129,69 @@ def forcing() -> Iterator[Engine]:
     made = engine(kv_cache_memory_bytes=8 << 20)
     yield made
     made.client.close()
+
+
+@pytest.mark.parametrize("place", ["const", "enum", "name", "pattern", "choice"])
+def test_text_of_added_tokens_is_written(plain: Engine, forcing: Engine, place: str) -> None:
+    """With drafts and without: the same answer, which is the text and no token of that name."""
+    tokenizer = plain.renderer.tokenizer
+    assert tokenizer is not None
+    marks = list(tokenizer.added_ids)
+    assert "<|im_end|>" in marks and "<tool_call>" in marks
+    requests, wanted = [], []
+    for mark in marks:
+        form, value = _form_with(mark, place)
+        params = SamplingParams(
+            structured_outputs=form, max_tokens=100, temperature=0.0, logprobs=0
+        )
+        prompt = plain.renderer.render(QUESTION, ChatOptions())
+        requests.append(plain.requests.make(prompt, params))
+        wanted.append(value)
+    found = answers(forcing, *requests)
+    assert found == answers(plain, *requests)
+    for [(token_ids, text, finish_reason, _, _)], value in zip(found, wanted, strict=True):
+        assert finish_reason == "stop"
+        assert (text if place == "choice" else json.loads(text)) == value
+        assert not set(token_ids[:-1]) & set(tokenizer.added_ids.values())
+
+
+def test_calls_with_the_text_of_added_tokens(plain: Engine, forcing: Engine) -> None:
+    """In the name of a tool, of an argument, and in its value."""
+    tokenizer = plain.renderer.tokenizer
+    assert tokenizer is not None
+    for mark in tokenizer.added_ids:
+        schema = {"type": "object", "properties": {mark: {"const": mark}}, "required": [mark]}
+        name = f"get{mark}"
+        form = plain.renderer.answer_format(None, True)
+        asked = AskedAnswer(form, (Tool(name, schema),), NamedTool(name))
+        request = plain.requests.make(
+            plain.renderer.render(QUESTION, ChatOptions(tools=SHOWN)),
+            SamplingParams(max_tokens=120, temperature=0.0, logprobs=0),
+            grammar=asked.grammar(tokenizer.added_ids),
+        )
+        found = answers(forcing, request)
+        assert found == answers(plain, request)
+        [(token_ids, _, finish_reason, _, _)] = found[0]
+        assert finish_reason == "stop"
+        parser = asked.parser()
+        text = tokenizer.decode(token_ids[:-1], skip_special_tokens=False)
+        parts = parser.push(text) + parser.flush()
+        assert [part.name for part in parts if isinstance(part, CallBegun)] == [name]
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        assert json.loads(arguments) == {mark: mark}
+
+
+def _form_with(mark: str, place: str) -> tuple[StructuredOutputsParams, Any]:
+    """Return a form that leaves one answer with this text in it, and that answer."""
+    if place == "choice":
+        return StructuredOutputsParams(choice=[f"a {mark} b"]), f"a {mark} b"
+    key, value = (mark, "v") if place == "name" else ("k", mark)
+    pattern = {"type": "string", "pattern": f"^{re.escape(mark)}$"}
+    schemas: dict[str, Any] = {"enum": {"enum": [mark]}, "pattern": pattern}
+    schema = {"type": "object", "properties": {key: schemas.get(place, {"const": value})},
+              "required": [key], "additionalProperties": False}  # fmt: skip
+    form = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    return form, {key: value}
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,11 @@ def test_the_bytes_of_every_token(family: str) -> None:
     for token_id in range(ours.vocab_size):
         piece = ours.pieces.table[token_id]
         wanted = piece if isinstance(piece, bytes) else piece.encode()
+        if token_id in ours.added_tokens:  # named by its id, never by its text
+            assert vocabulary.tokens.is_special_token(token_id), token_id
+            continue
         found = vocabulary.tokens.decode_bytes([token_id])
         assert found == (b"" if wanted == b"\xff" else wanted), (token_id, wanted)
-        if token_id in ours.added_tokens:
-            assert vocabulary.tokens.is_special_token(token_id), token_id
 
 
 @pytest.mark.parametrize("family", ["demo", "byte_level", "llama", "gemma"])

@@ -173,7 +173,58 @@ def test_a_process_that_dies_is_replaced() -> None:
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(OSError):
         process.exchange(job(PLAIN).pack())
-    assert "ended its process" in process.why()
+    end = process.why()
+    assert end.is_busy and "does not start" in end.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "is_busy", "says"),
+    [
+        (signal.SIGPROF, False, "5 s of processor time"),
+        (signal.SIGSEGV, False, "nested too deep"),
+        (signal.SIGTERM, False, "error in a library"),
+        (signal.SIGKILL, True, "killed from outside"),
+    ],
+)
+def test_why_a_process_ended(sent: signal.Signals, is_busy: bool, says: str) -> None:
+    process = JobProcess(TEMPLATES)
+    process.exchange(job(PLAIN).pack())
+    os.kill(process.pid, sent)
+    with pytest.raises(OSError):
+        process.exchange(job(PLAIN).pack())
+    end = process.why()
+    assert end.is_busy == is_busy and says in end.text
+
+
+def test_the_memory_limit_is_told_from_other_ends() -> None:
+    """A library that gets no memory says so and aborts."""
+    process = JobProcess(TEMPLATES)
+    process.exchange(job(PLAIN).pack())
+    process._begin()
+    os.write(process._last_words.fileno(), b"memory allocation of 4096 bytes failed")
+    os.kill(process.pid, signal.SIGABRT)
+    assert "more than 512 MiB of memory" in process.why().text
+    process.kill()
+
+
+def test_a_cancelled_job_leaves_a_starting_process() -> None:
+    """Else clients that do not wait as long as a start takes would end each process."""
+    pool = TemplatePool(max_processes=1)
+    pool.prepare()
+    [process] = pool._jobs._idle
+    os.kill(process.pid, signal.SIGSTOP)
+
+    async def go() -> None:
+        task = asyncio.create_task(pool.render_async(job(PLAIN, "mine")))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert pool._jobs._idle == [process]
+        os.kill(process.pid, signal.SIGCONT)
+        assert await pool.render_async(job(PLAIN, "yours")) == "<|user|>yours"
+        assert pool._jobs._idle == [process]
+
+    asyncio.run(go())
 
 
 def test_a_process_that_died_at_rest_fails_no_conversation() -> None:
@@ -193,7 +244,7 @@ def test_a_process_that_died_at_rest_fails_no_conversation() -> None:
 
 
 def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses no processor time, so the kernel does not end it."""
+    """It uses no processor time, so the kernel does not end it, and the job is not to blame."""
     pool = TemplatePool(max_processes=1)
     assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
     [process] = pool._jobs._idle
@@ -202,7 +253,7 @@ def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
     async def go() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         async with asyncio.timeout(30):
-            with pytest.raises(RequestError, match=r"did not answer for 0\.1 s"):
+            with pytest.raises(EngineBusy, match=r"too little processor time for 0\.1 s"):
                 await pool.render_async(job(PLAIN, "x" * 3_000_000))  # no room for it on the way
         monkeypatch.undo()
         assert await pool.render_async(job(PLAIN, "Hi")) == "<|user|>Hi"

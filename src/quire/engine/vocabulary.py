@@ -3,18 +3,23 @@
 Where a grammar leaves one text only, masks allow its canonical token alone, so llguidance tokenises
 while it makes them. It reads the whole tokenizer for that, and needs no Python then. Added tokens,
 special or not, are tokens that a grammar names (`<[151657]>`).
+
+A tokenizer finds added tokens in any text, so llguidance would tokenise the text `<|im_end|>` as
+the token, which the grammar then rejects. `without_added_texts` hides their texts from it: text is
+always spelled with ordinary tokens.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quire.base.errors import ConfigError, MissingDependency
 from quire.base.plan import Int32
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer import Tokenizer, is_mark
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -82,7 +87,8 @@ def make_vocabulary(
     num_tokens = min(vocab_size, tokenizer.vocab_size)
     num_known = max(vocab_size, tokenizer.vocab_size)
     try:
-        plain = LLTokenizer(tokenizer.to_json(), num_known, list(ends), slices=[])
+        readable = without_added_texts(tokenizer.to_json())
+        plain = LLTokenizer(readable, num_known, list(ends), slices=[])
         # Masks of texts in JSON take a third of the time with these. In two calls: each holds
         # Python's lock, so that the engine's loop waits.
         tokens = plain.with_slices(LLTokenizer.general_slices())
@@ -92,6 +98,54 @@ def make_vocabulary(
             f" tokens are ({error}); leave the grammar out."
         ) from error
     return Vocabulary(vocab_size, num_tokens, ends, tokens)
+
+
+def without_added_texts(tokenizer: str) -> str:
+    """Return a tokenizer.json whose added tokens keep their ids and have texts that nobody writes.
+
+    Those that are words (not `is_mark`) stand for their text, so they keep it. In a byte-level
+    model such a word may be the name of a byte's token, whose bytes are others: it is hidden, too.
+    """
+    state = json.loads(tokenizer)
+    model = state["model"]
+    is_byte_level = '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")])
+    names = _names(model["vocab"])
+    hidden: dict[str, str] = {}
+    for token in state.get("added_tokens") or []:
+        text = token["content"]
+        if is_mark(text, token["special"]) or (is_byte_level and text in names):
+            hidden[text] = f"\ufdd0{token['id']}\ufdd1"  # no characters
+            token |= {"content": hidden[text], "special": True}
+        else:
+            token |= {"lstrip": False, "rstrip": False, "single_word": False}
+    _rename(model, hidden)
+    return json.dumps(state)
+
+
+def _names(vocab: Any) -> set[str]:
+    """Return the tokens of a model: names of ids, or pieces with scores."""
+    return set(vocab) if isinstance(vocab, dict) else {piece for piece, _ in vocab}
+
+
+def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
+    """Give tokens of a tokenizer's model other names. None of them is merged any more."""
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("merges"):
+        pairs = [(merge, _pair(merge)) for merge in model["merges"]]
+        model["merges"] = [
+            merge for merge, pair in pairs if names.keys().isdisjoint([*pair, "".join(pair)])
+        ]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+
+
+def _pair(merge: Any) -> list[str]:
+    """Return the two tokens of a merge, which older files write as one text."""
+    return merge.split(" ") if isinstance(merge, str) else merge
 
 
 MakeVocabulary = Callable[[], Vocabulary]

@@ -24,7 +24,11 @@ NUM_BYTES = 256
 
 def main() -> None:
     """Check one grammar after the other."""
-    serve_jobs(lambda data: json.dumps(checked(json.loads(data))), "the grammar cannot be read")
+    serve_jobs(
+        lambda data: json.dumps(checked(json.loads(data))),
+        "the grammar cannot be read",
+        warm_up=json.dumps("start: /a/").encode(),
+    )
 
 
 def checked(grammar: str) -> tuple[str, list[str]]:

@@ -1,7 +1,8 @@
 """`Grammars`: whether a grammar makes sense, said before the request goes to the engine.
 
 It is compiled in a process of its own, since one that explodes takes seconds and gigabytes: the
-kernel ends it. The first check starts the process. What has passed is remembered for a while.
+kernel ends it by its processor time and memory. `prepare` starts the process, or else the first
+check does. What has passed is remembered for a while.
 """
 
 import hashlib
@@ -24,12 +25,12 @@ CHECKS = JobKind(
     module="quire.render.grammar_worker",
     cpu_s=1.2,
     memory_bytes=512 << 20,
-    answer_s=1.8,
+    answer_s=30.0,
     subject="the grammar",
     work="",
     advice="ask for less, or for fewer and shorter repetitions",
     waiting="grammars wait for their check",
-    wait_s=2.0,
+    wait_s=10.0,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,14 @@ class Grammars:
         self._kept: OrderedDict[bytes, Checked] = OrderedDict()
         self._num_kept_chars = 0
 
+    def prepare(self) -> None:
+        """Start the process that the first check would have to wait for; once."""
+        self._jobs.prepare()
+
     def check(self, grammar: str, field: str = FIELD) -> Checked:
         """Return a grammar as the core takes it. Raises RequestError, which names the field, for
-        one that is wrong or takes too much, and EngineBusy where too many wait."""
+        one that is wrong or takes too much, and EngineBusy where too many wait or the machine has
+        too little processor time for the check."""
         key = _key(grammar, field)
         found = self._known(key)
         if found is not None:

@@ -44,7 +44,8 @@ class JobPool:
 
     def run(self, data: bytes, heavy: bool = False) -> str:
         """Return what a job makes. heavy: it leaves a process to the others. Raises RequestError
-        for one that is wrong or takes too much, EngineBusy where too many wait."""
+        for one that is wrong or takes too much, EngineBusy where too many wait or the machine gives
+        the process too little time."""
         place = self._ask(heavy)
         if not place.done():
             self._grow_after(place)
@@ -59,8 +60,7 @@ class JobPool:
         except OSError:
             raise self._ended(process, heavy) from None
         except BaseException:
-            process.kill()
-            self._give_back(None, heavy)
+            self._leave(process, heavy)
             raise
         return self._taken(process, heavy, kind, text)
 
@@ -79,9 +79,8 @@ class JobPool:
             kind, text = await process.exchange_async(data)
         except OSError:
             raise await asyncio.to_thread(self._ended, process, heavy) from None
-        except BaseException:  # cancelled: what it answers is not for the next
-            process.kill()
-            self._give_back(None, heavy)
+        except BaseException:
+            self._leave(process, heavy)
             raise
         return self._taken(process, heavy, kind, text)
 
@@ -164,11 +163,10 @@ class JobPool:
 
     def _taken(self, process: JobProcess, heavy: bool, kind: bytes, text: str) -> str:
         if kind == TOO_MUCH:
+            why = process.too_much_memory()
             process.kill()
             self._give_back(None, heavy)
-            raise self._refused(
-                f"takes more than {self._kind.memory_bytes >> 20} MiB of memory{self._kind.work}"
-            )
+            raise self._refused(why)
         self._give_back(process, heavy)
         if kind == TEXT:
             return text
@@ -177,10 +175,19 @@ class JobPool:
         raise RequestError(message, field)
 
     def _ended(self, process: JobProcess, heavy: bool) -> RequestError:
-        why = process.why()
+        end = process.why()
         process.kill()
         self._give_back(None, heavy)
-        return self._refused(why)
+        if end.is_busy:
+            return EngineBusy(f"{self._kind.subject} {end.text}; try again later.")
+        return self._refused(end.text)
+
+    def _leave(self, process: JobProcess, heavy: bool) -> None:
+        """Give back a process whose job was cancelled. What it still answers is for nobody, so one
+        that has the job already ends; one that only starts goes on with it."""
+        if not process.is_at_rest:
+            process.kill()
+        self._give_back(process if process.is_at_rest else None, heavy)
 
     def _busy(self) -> EngineBusy:
         return EngineBusy(f"too many {self._kind.waiting}; try again later.")

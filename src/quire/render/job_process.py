@@ -2,25 +2,37 @@
 it), and what to say of a job that takes too much."""
 
 import asyncio
+import logging
+import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import weakref
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import IO
 
-from quire.render.job_worker import ANSWER, LENGTH
+from quire.render.job_worker import ANSWER, LENGTH, READY
 
 MAX_ANSWER_BYTES = 1 << 26
 READ_BYTES = 1 << 18
+MAX_LAST_WORDS = 2000
+EXIT_S = 30.0  # for the kernel to end a process whose socket is closed already
+NO_MEMORY = b"memory allocation of"  # what Rust writes before it aborts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JobKind:
-    """What a process does. module: its program. cpu_s, memory_bytes: what a job may take; what
-    takes answer_s without using the processor will never end. wait_s: how long a job may wait for a
-    process; None is for ever.
+    """What a process does. module: its program. cpu_s, memory_bytes: what a job may take.
+
+    The other limits are wall time. They guard against a machine that gives the process no processor
+    time, so they say nothing about the job. answer_s: from sending a job to its answer. start_s:
+    until the process is ready. wait_s: for a process; None is for ever.
 
     subject, work, advice: what a job belongs to, what it is, and what to do about one that takes
     too much; waiting: what many of them are that wait.
@@ -35,22 +47,39 @@ class JobKind:
     advice: str
     waiting: str
     wait_s: float | None = None
+    start_s: float = 60.0
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """Why a job has no answer. is_busy: the machine is to blame, not the job."""
+
+    text: str
+    is_busy: bool = False
 
 
 class JobProcess:
-    """One process, for one job at a time."""
+    """One process, for one job at a time. It starts in the background; the first job waits until
+    it is ready, and only then its clock runs.
+    """
 
     def __init__(self, kind: JobKind) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", kind.module, str(theirs.fileno())]
         command += [str(kind.cpu_s), str(kind.memory_bytes)]
         self._kind = kind
+        self._is_ready = self._is_late = False
+        self.is_at_rest = True  # it owes no answer
+        self._last_words = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (see _end)
         with theirs:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                command,
+                stdin=subprocess.DEVNULL,
+                stderr=self._last_words,
+                pass_fds=[theirs.fileno()],
             )
         self._socket = ours
-        self.kill = weakref.finalize(self, _end, self._process, ours)
+        self.kill = weakref.finalize(self, _end, self._process, ours, self._last_words)
 
     @property
     def pid(self) -> int:
@@ -61,7 +90,22 @@ class JobProcess:
         return self._process.poll() is not None
 
     def exchange(self, job: bytes) -> tuple[bytes, str]:
-        """Kind and text of the answer. Raises ConnectionError if the process has ended."""
+        """Return kind and text of the answer. Raise OSError if the process has ended or does not
+        answer in time; `why` says which."""
+        try:
+            return self._exchanged(job)
+        except TimeoutError:
+            self._is_late = True
+            raise
+
+    def _exchanged(self, job: bytes) -> tuple[bytes, str]:
+        if not self._is_ready:
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            if not poll.poll(self._kind.start_s * 1000):
+                raise TimeoutError
+            self._take_ready()
+        self._begin()
         self._socket.settimeout(self._kind.answer_s)
         self._socket.sendall(LENGTH.pack(len(job)) + job)
         reading = _answer()
@@ -71,14 +115,17 @@ class JobProcess:
                 wanted = reading.send(self._socket.recv(min(wanted, READ_BYTES)))
             except StopIteration as done:
                 found: tuple[bytes, str] = done.value
+                self.is_at_rest = True
                 return found
 
     async def exchange_async(self, job: bytes) -> tuple[bytes, str]:
-        """Do the same. Nothing may be asked of the process any more if it is cancelled."""
+        """Do the same. Only a process that `is_at_rest` may be asked again if this is cancelled."""
         loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
-        # Not closed, which would leave the loop waiting for a descriptor that is no more.
-        late = loop.call_later(self._kind.answer_s, self._socket.shutdown, socket.SHUT_RDWR)
+        if not self._is_ready:
+            await self._wait_until_ready(loop)
+        self._begin()
+        late = loop.call_later(self._kind.answer_s, self._give_up)
         try:
             await loop.sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
             reading = _answer()
@@ -89,26 +136,86 @@ class JobProcess:
                     wanted = reading.send(data)
                 except StopIteration as done:
                     found: tuple[bytes, str] = done.value
+                    self.is_at_rest = True
                     return found
         finally:
             late.cancel()
 
-    def why(self) -> str:
-        """Return why it has ended."""
+    def why(self) -> JobEnd:
+        """Return why the last job has no answer. Wait for the end of a process that is ending."""
         self._socket.close()
         try:
-            status = self._process.wait(1)
+            status = self._process.wait(0 if self._is_late else EXIT_S)
         except subprocess.TimeoutExpired:
-            return f"did not answer for {self._kind.answer_s:g} s"
+            limit = self._kind.answer_s if self._is_ready else self._kind.start_s
+            return JobEnd(f"got too little processor time for {limit:g} s", is_busy=True)
         if status == -signal.SIGPROF:
-            return f"takes more than {self._kind.cpu_s:g} s of processor time{self._kind.work}"
-        return "ended its process (it takes too much memory, or a library's error did)"
+            return JobEnd(
+                f"takes more than {self._kind.cpu_s:g} s of processor time{self._kind.work}"
+            )
+        words = self._read_last_words()
+        if NO_MEMORY in words:
+            return JobEnd(self.too_much_memory())
+        logger.warning(
+            "%s ended with status %d: %s", self._kind.module, status, words.decode(errors="replace")
+        )
+        if not self._is_ready:
+            return JobEnd("could not be looked at: its process does not start", is_busy=True)
+        if status == -signal.SIGKILL:
+            return JobEnd("lost its process, which was killed from outside", is_busy=True)
+        if status == -signal.SIGSEGV:
+            return JobEnd("ended its process: it is nested too deep, or met an error in a library")
+        return JobEnd(f"ended its process by an error in a library (exit status {status})")
+
+    def too_much_memory(self) -> str:
+        """Return what to say of a job that met the memory limit."""
+        return f"takes more than {self._kind.memory_bytes >> 20} MiB of memory{self._kind.work}"
+
+    def _begin(self) -> None:
+        self.is_at_rest = False
+        os.ftruncate(self._last_words.fileno(), 0)
+
+    async def _wait_until_ready(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait without taking anything, so that a cancelled wait loses nothing."""
+        is_readable = loop.create_future()
+
+        def readable() -> None:
+            if not is_readable.done():
+                is_readable.set_result(None)
+
+        loop.add_reader(self._socket, readable)
+        try:
+            async with asyncio.timeout(self._kind.start_s):
+                await is_readable
+        except TimeoutError:
+            self._is_late = True
+            raise
+        finally:
+            loop.remove_reader(self._socket)
+        self._take_ready()
+
+    def _take_ready(self) -> None:
+        if self._socket.recv(len(READY)) != READY:
+            raise ConnectionError("the process has ended")
+        self._is_ready = True
+
+    def _give_up(self) -> None:
+        """End an exchange. A closed socket would leave the loop waiting for its descriptor."""
+        self._is_late = True
+        self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read_last_words(self) -> bytes:
+        size = os.fstat(self._last_words.fileno()).st_size
+        return os.pread(self._last_words.fileno(), MAX_LAST_WORDS, max(0, size - MAX_LAST_WORDS))
 
 
-def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
+def _end(
+    process: "subprocess.Popen[bytes]", connection: socket.socket, last_words: IO[bytes]
+) -> None:
     connection.close()
     process.kill()
     process.wait()
+    last_words.close()
 
 
 def _answer() -> Generator[int, bytes, tuple[bytes, str]]:

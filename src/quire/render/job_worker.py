@@ -6,11 +6,13 @@ MemoryError, or ends it where a library does not. It takes jobs from the socket 
 (its number is the first argument, the seconds are the second one, the bytes the third), and ends
 with it.
 
+    ready    one byte, once: jobs may come
     job      length (4 bytes), bytes
     answer   kind (1 byte), length (4 bytes), UTF-8: what was made, or as JSON why there is nothing
              and the field that is wrong
 """
 
+import contextlib
 import json
 import resource
 import signal
@@ -25,15 +27,21 @@ from quire.base.errors import RequestError
 LENGTH = struct.Struct("<I")
 ANSWER = struct.Struct("<cI")
 TEXT, REFUSED, TOO_MUCH = b"t", b"r", b"m"
+READY = b"+"
 
 
-def serve_jobs(work: Callable[[bytes], str], failure: str) -> None:
+def serve_jobs(work: Callable[[bytes], str], failure: str, warm_up: bytes | None = None) -> None:
     """Do jobs until the other side closes the socket. work: raises RequestError for a job that is
-    wrong. failure: the beginning of the message about any other error."""
+    wrong. failure: the beginning of the message about any other error. warm_up: a job to do before
+    any other, so that no job pays for what is loaded once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the parent
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     connection, cpu_s = socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2])
+    if warm_up is not None:
+        with contextlib.suppress(Exception):  # the first job meets the same error and says so
+            work(warm_up)
     _limit_memory(int(sys.argv[3]))
+    connection.sendall(READY)
     while True:
         size = _received(connection, LENGTH.size)
         data = _received(connection, LENGTH.unpack(size)[0]) if size else b""

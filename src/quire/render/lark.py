@@ -7,9 +7,9 @@
 One grammar says what the whole answer is: reasoning, text, calls of tools, structured content. Each
 part adds rules here and returns the name of its first one; `text` puts a start before them.
 
-An added token must be named as a token, wherever it stands: its text, written as text, never
-matches it, and where a text could only end so llguidance forces the token and then rejects it.
-`literal` is the one place that does this.
+An added token must be named as a token, wherever it stands: its text, written as text, is spelled
+with ordinary tokens and never matches it. `literal` names the tokens of a format's marks, `spelled`
+writes what users give: the names of tools, choices, values.
 
 A grammar that somebody else wrote has names, a start and white space of its own: it becomes a
 grammar beside this one, and all of them together are JSON, which llguidance reads as well. Where it
@@ -78,6 +78,10 @@ class Lark:
         parts += _quoted(text[done:])
         return " ".join(parts) or '""'
 
+    def spelled(self, text: str) -> str:
+        """Return the expression that is just this text, also where it equals an added token."""
+        return " ".join(_quoted(text)) or '""'
+
     def until(self, ends: Sequence[str], free: str = ANY_TEXT) -> str:
         """Add rules for any text up to the first of these ends, and that end. free: the terminal's
         expression of the text before it. Return the first rule's name."""
@@ -85,7 +89,7 @@ class Lark:
         for end in ends:
             found = None if self._added is None else self._added.search(end)
             if found is None:
-                plain += _quoted(end)
+                plain.append(self.spelled(end))
                 continue
             before = self.terminal(" ".join([free, *_quoted(end[: found.start()])]))
             parts.append(f"{before} {self.literal(end[found.start() :])}")

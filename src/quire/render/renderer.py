@@ -72,10 +72,11 @@ class Renderer:
         return cls(tokenizer, template)
 
     def prepare(self) -> None:
-        """Make ready for conversations, and for long texts, what would hold up the first of them.
-        To be called once, where they are likely to come."""
+        """Make ready for conversations, grammars and long texts what would hold up the first of
+        them. To be called once, where they are likely to come."""
         if self.tokenizer is not None:
             self.tokenizer.bound  # noqa: B018  (kept from now on)
+            self.grammars.prepare()
         if self._template is not None or (self.tokenizer and self.tokenizer.chat_templates):
             self._templates.prepare()
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 NO_LIMIT = 10**9  # files write a huge number where there is no length limit
 
 
+def is_mark(text: str, is_special: bool) -> bool:
+    """Tell an added token that is named, as `<tool_call>`, from one that stands for its text."""
+    return is_special or (text.startswith("<") and text.endswith(">"))
+
+
 class Tokenizer:
     """One vocabulary. Immutable after loading, so it may be shared between threads."""
 
@@ -39,8 +44,13 @@ class Tokenizer:
 
     @property
     def added_ids(self) -> dict[str, int]:
-        """Return the ids of the added tokens by their texts."""
-        return {text: token_id for token_id, text in self.added_tokens.items()}
+        """Return the ids, by their texts, of the added tokens that never stand for their text; the
+        others are words, which grammars take for ordinary tokens."""
+        return {
+            text: token_id
+            for token_id, text in self.added_tokens.items()
+            if is_mark(text, token_id in self.special_ids)
+        }
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":

@@ -1,13 +1,19 @@
 """The body's fields that say what an answer must be, to StructuredOutputsParams."""
 
 import json
+import os
 import re
+import select
+import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.grammars import CHECKS, Grammars
+from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError
 from quire.serve.api.protocol import CompletionRequest
 from quire.serve.api.structured import structured_outputs_of
@@ -151,6 +157,32 @@ def test_what_is_not_kept_to_is_said(api: TestClient) -> None:
     assert "uniqueItems" in strict.json()["error"]["message"]
     assert strict.json()["error"]["param"] == "response_format"
     assert "x-quire-grammar-warnings" not in post(api, prompt="Hi", guided_choice=["a"]).headers
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_server_short_of_time_is_not_the_clients_fault(
+    api: TestClient, api_context: ApiContext, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The check's process is stopped: 503, and a wrong grammar has its own error afterwards."""
+    grammars = Grammars(replace(CHECKS, answer_s=0.05))
+    monkeypatch.setattr(api_context.renderer, "grammars", grammars)
+    grammars.prepare()
+    [process] = grammars._jobs._idle
+    select.select([process._socket], [], [])
+    os.kill(process.pid, signal.SIGSTOP)
+    said = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    body: dict[str, Any] = {"model": "demo", "guided_choice": ["yes", "no"], **said}
+    answer = api.post(path, json=body)
+    assert answer.status_code == 503, answer.text
+    assert answer.headers["retry-after"]
+    assert "too little processor time" in answer.json()["error"]["message"]
+    quick = Grammars(replace(CHECKS, cpu_s=0.3))
+    monkeypatch.setattr(api_context.renderer, "grammars", quick)
+    wrong = api.post(path, json=body | {"guided_choice": None, "guided_regex": "(a"})
+    assert wrong.status_code == 400 and "unclosed group" in wrong.text
+    exploding = {"type": "integer", "multipleOf": 999_983}
+    heavy = api.post(path, json=body | {"guided_choice": None, "guided_json": exploding})
+    assert heavy.status_code == 400 and "processor time" in heavy.text
 
 
 def test_a_grammar_is_not_sent_too_often(api: TestClient) -> None:

@@ -126,12 +126,12 @@ def _body(lark: Lark, syntax: CallSyntax, tool: Tool) -> str:
     if isinstance(body, ObjectBody):
         name = json.dumps(tool.name, ensure_ascii=False)
         before = f'{{"{body.name_key}": {name}, "{body.arguments_keys[0]}": '
-        return f"{lark.literal(before)} {_arguments(lark, tool)} {lark.literal('}')}"
+        return f"{lark.spelled(before)} {_arguments(lark, tool)} {lark.literal('}')}"
     assert isinstance(body, NamedBody | ParametersBody)
     if not can_read_name(tool.name):
         message = f"{TOOLS_FIELD}: a tool is called {tool.name!r}, {NO_WORDS}; rename it."
         raise RequestError(message, TOOLS_FIELD)
-    before = spaced(lark, tool.name + body.after_name)
+    before = f"{lark.spelled(tool.name)} {spaced(lark, body.after_name)}"
     if isinstance(body, NamedBody):
         return f"{before} {_arguments(lark, tool)}"
     return f"{before} {parameters_rule(lark, body, tool, TOOLS_FIELD)}"

@@ -40,7 +40,7 @@ def _parameter(
 ) -> str:
     """Return the expression for one argument."""
     schema = property_schema(root, name)
-    before = lark.literal(body.open + name + body.after_key)
+    before = f"{lark.literal(body.open)} {lark.spelled(name)} {lark.literal(body.after_key)}"
     close = body.close.rstrip()
     space = body.close[len(close) :]
     behind = f" ({lark.literal(space)})?" if space else ""
@@ -63,7 +63,7 @@ def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
             raise RequestError(
                 f"{field}: a string must be one of {choice!r:.99}, {NO_WORDS}.", field
             )
-        return f"({' | '.join(map(lark.literal, texts))}) {lark.literal(close)}"
+        return f"({' | '.join(map(lark.spelled, texts))}) {lark.literal(close)}"
     parts = [ANY_TEXT, "~" + regex(f"(?s:.*){re.escape(close.strip())}(?s:.*)")]
     unbounded = len(parts)
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
