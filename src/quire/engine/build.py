@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
+from quire.engine.progress import Progress as StepProgress
 from quire.engine.ranks.launch import Ranks
 from quire.engine.ranks.times import RankTimes
 from quire.engine.record import Recorder
@@ -91,18 +92,20 @@ class DeviceSide:
     draft: Draft
     host_blocks: "HostBlocks | None" = None
     rank_times: Sequence[RankTimes] = ()
+    progress: StepProgress = field(default_factory=StepProgress)
 
 
 @dataclass(frozen=True)
 class BuiltCore:
     """A core with its model loaded. config: with all derived values filled in. rank_times: of the
-    processes that compute it, as they are at any time."""
+    processes that compute it, as they are at any time. progress: within its steps."""
 
     core: EngineCore
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
     rank_times: Sequence[RankTimes] = ()
+    progress: StepProgress = field(default_factory=StepProgress)
 
 
 def build_engine(
@@ -202,7 +205,7 @@ def _build_core(
         core.watch(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
-    return BuiltCore(core, config, built.spec, built.memory, side.rank_times)
+    return BuiltCore(core, config, built.spec, built.memory, side.rank_times, side.progress)
 
 
 def _make_drafting(
@@ -271,7 +274,13 @@ def _load(
     if ranks is not None:
         loaded = ranks.load(config, source, progress)
         executor = loaded.executor
-        return DeviceSide(loaded.model, executor, executor.draft, rank_times=executor.times)
+        return DeviceSide(
+            loaded.model,
+            executor,
+            executor.draft,
+            rank_times=executor.times,
+            progress=executor.progress,
+        )
     if (warm := start_warm(config, source)) is not None:
         return DeviceSide(warm, InProcessExecutor(warm), warm.guess)
     import_torch()
