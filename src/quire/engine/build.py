@@ -19,6 +19,7 @@ from quire.base.speculation import (
     parse_speculation,
     speculation_of,
 )
+from quire.base.step_progress import StepProgress
 from quire.base.validation import RequestLimits
 from quire.engine.ahead import AheadDrafting
 from quire.engine.client import InProcessClient
@@ -33,13 +34,14 @@ from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
-from quire.engine.progress import Progress as StepProgress
+from quire.engine.preparation import Preparation
 from quire.engine.ranks.launch import Ranks
 from quire.engine.ranks.times import RankTimes
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
+from quire.engine.vocabulary import Vocabulary
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model, resolve_source
@@ -48,6 +50,7 @@ from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
 from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
+from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import POLICIES, make_policy
@@ -192,6 +195,8 @@ def _build_core(
         None if is_asked_for else _step_budget(built),
     )
     connect_stores(core, config.cache, side.host_blocks, built.backend_name)
+    if isinstance(built, WarmModel):
+        core.prepare(Preparation(built.needs_whole, built.load, core.bell.ring))
     grammars = _make_grammars(core, built, source)
     core.constrain(grammars)
     speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
@@ -244,10 +249,16 @@ def _step_budget(built: LoadedModel) -> StepBudget | None:
 def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) -> Grammars:
     """Make what follows grammars. On a CPU the step needs the cores; it has the time."""
     model, vocab_size, num_cores = built.config.model, built.spec.vocab_size, num_threads()
+    load = built.load if isinstance(built, WarmModel) else None
+
+    def make_vocabulary() -> Vocabulary:
+        vocabulary = read_vocabulary(model, source, vocab_size)
+        if load is not None:
+            load()
+        return vocabulary
+
     num = num_cores // 4 if built.device_type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
-    return Grammars(
-        lambda: read_vocabulary(model, source, vocab_size), vocab_size, max(1, num), core.bell.ring
-    )
+    return Grammars(make_vocabulary, vocab_size, max(1, num), core.bell.ring)
 
 
 def _check_record(config: EngineConfig) -> None:
@@ -282,7 +293,7 @@ def _load(
             progress=executor.progress,
         )
     if (warm := start_warm(config, source)) is not None:
-        return DeviceSide(warm, InProcessExecutor(warm), warm.guess)
+        return DeviceSide(warm, InProcessExecutor(warm), warm.guess, progress=warm.progress)
     import_torch()
     from quire.engine.local import build_local  # torch, which the others do without
     from quire.runner.build import build_runner

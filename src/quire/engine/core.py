@@ -51,6 +51,7 @@ from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.held_files import HeldFiles
 from quire.engine.pacing import Pacing
+from quire.engine.preparation import Preparation
 from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
 from quire.engine.submitted import NOBODY, Sampling, Submitted
@@ -95,6 +96,7 @@ class EngineCore:
         self._peers = NamedPeers(())
         self._held_files: HeldFiles | None = None
         self._grammars: Grammars | None = None
+        self._preparation: Preparation | None = None
         self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
@@ -164,6 +166,10 @@ class EngineCore:
         """Let these say which tokens the requests with a grammar may choose."""
         self._grammars = grammars
 
+    def prepare(self, preparation: Preparation) -> None:
+        """Let requests wait for what this loads for them."""
+        self._preparation = preparation
+
     def draft(self, drafting: Guesses) -> None:
         """Let this guess what sequences go on with."""
         self._drafting = drafting
@@ -183,11 +189,15 @@ class EngineCore:
             raise RequestError("this engine takes no grammars; leave the form of the answer out.")
         self._check_queue()
         request = self._peers.choose(request)
+        if self._preparation is not None:
+            request = self._preparation.mark(request)
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:
             raise decisions.refusal
         if request.grammar and self._grammars is not None:
             self._grammars.begin(request)
+        if request.is_held_back and self._preparation is not None:
+            self._preparation.begin(request)
 
     def _check_queue(self) -> None:
         """Raise EngineBusy if too many wait. A burst between two steps may take all free rows
@@ -214,6 +224,8 @@ class EngineCore:
             self._stores.submit(decisions.orders)
         if self._grammars is not None:
             self._grammars.hear(decisions.events)
+        if self._preparation is not None:
+            self._preparation.hear(decisions.events)
         held = self.scheduler.memory.held
         if self._held_files is not None and held.changes:
             self._held_files.submit(held.take_changes(self._clock.now()))
@@ -239,7 +251,7 @@ class EngineCore:
     def rest_s(self) -> float | None:
         """Return for how long nothing is to be done; None: until a message comes or the bell rings.
         A request may become late while nothing can be planned, if its prompt is still open."""
-        helpers = self._stores, self._grammars
+        helpers = self._stores, self._grammars, self._preparation
         has_answers = any(helper is not None and helper.has_answers for helper in helpers)
         if self._has_lost_executor or has_answers:
             return 0.0
@@ -312,7 +324,7 @@ class EngineCore:
         """Wait for a store or a grammar, if nothing else is to be done and the caller has the
         time."""
         is_idle = not self._submitted and not self._dropped and self.has_work
-        helpers = self._stores, self._grammars
+        helpers = self._stores, self._grammars, self._preparation
         if not (waits and is_idle and any(h is not None and h.num_open for h in helpers)):
             return False
         self._wait_for_answer()
@@ -334,6 +346,8 @@ class EngineCore:
             answers += self._stores.take(self._clock.now())
         if self._grammars is not None:
             answers += self._grammars.take()
+        if self._preparation is not None:
+            answers += self._preparation.take()
         for answer in answers:
             self.control(answer)
         return bool(answers)

@@ -59,28 +59,35 @@ class Heartbeat:
         self._memory = _map(path, mmap.ACCESS_WRITE)
         self._limit = StepLimit(expected_s)
         self._num_steps = 0
-        self._began_s = 0.0
+        self._began_s = self._phase_s = 0.0
 
     def begin(self, now_s: float) -> None:
         """Note that a step begins: it must end within ten times the expected time, at least 10
         s."""
         self._began_s = now_s
-        FIELDS.pack_into(self._memory, 0, now_s + self._limit.seconds, self._num_steps)
+        self._write(now_s, self._limit.seconds)
 
     def end(self, now_s: float) -> None:
         """Note that the step has ended: what follows must be over in time as well."""
-        self._limit.observe(now_s - self._began_s)
+        if not self._phase_s:
+            self._limit.observe(now_s - self._began_s)
         self._num_steps += 1
         self.begin(now_s)
 
-    def extend(self, now_s: float) -> None:
-        """Note progress within the step, from any thread: the deadline counts from here."""
-        FIELDS.pack_into(self._memory, 0, now_s + self._limit.seconds, self._num_steps)
+    def extend(self, now_s: float, phase_s: float = 0.0) -> None:
+        """Note progress, from any thread: the deadline counts from here. phase_s: a phase begins
+        that may take so long; it ends with the next call."""
+        self._phase_s = phase_s
+        self._write(now_s, self._limit.seconds)
 
     def wait(self, now_s: float, wait_s: float) -> None:
         """Note that no step is under way: the core waits for so long at most, then looks what has
         come."""
-        FIELDS.pack_into(self._memory, 0, now_s + wait_s + LEAST_S, self._num_steps)
+        self._write(now_s + wait_s, LEAST_S)
+
+    def _write(self, now_s: float, limit_s: float) -> None:
+        deadline_s = now_s + max(limit_s, self._phase_s)
+        FIELDS.pack_into(self._memory, 0, deadline_s, self._num_steps)
 
     def tell_load(self, load: int) -> None:
         """Tell those who choose between cores how much work is open here."""

@@ -22,8 +22,8 @@ from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError, RankLost
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.base.step_progress import StepProgress
 from quire.engine.heartbeat import StepLimit
-from quire.engine.progress import Progress
 from quire.engine.ranks.lateness import Lateness
 from quire.engine.ranks.messages import (
     Beat,
@@ -77,7 +77,7 @@ class RankExecutor:
         self._num_submitted = self._num_unanswered = 0
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> StepProgress:
         """What tells that ranks make progress within a step."""
         return self.steps.progress
 
@@ -137,7 +137,7 @@ class RankSteps:
         self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
         self.guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
-        self.progress = Progress()
+        self.progress = StepProgress()
         self.times = [RankTimes() for _ in range(num_ranks)]
         self._of_stage = num_ranks // num_stages
         self._answering = num_ranks - self._of_stage
