@@ -51,7 +51,7 @@ from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.held_files import HeldFiles
 from quire.engine.pacing import Pacing
-from quire.engine.preparation import Preparation
+from quire.engine.preparation import NOTHING_TO_LOAD, Preparation
 from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
 from quire.engine.submitted import NOBODY, Sampling, Submitted
@@ -96,7 +96,7 @@ class EngineCore:
         self._peers = NamedPeers(())
         self._held_files: HeldFiles | None = None
         self._grammars: Grammars | None = None
-        self._preparation: Preparation | None = None
+        self._preparation: Preparation = NOTHING_TO_LOAD
         self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
@@ -188,16 +188,13 @@ class EngineCore:
         if request.grammar and self._grammars is None:
             raise RequestError("this engine takes no grammars; leave the form of the answer out.")
         self._check_queue()
-        request = self._peers.choose(request)
-        if self._preparation is not None:
-            request = self._preparation.mark(request)
+        request = self._preparation.mark(self._peers.choose(request))
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:
             raise decisions.refusal
         if request.grammar and self._grammars is not None:
             self._grammars.begin(request)
-        if request.is_held_back and self._preparation is not None:
-            self._preparation.begin(request)
+        self._preparation.begin(request)
 
     def _check_queue(self) -> None:
         """Raise EngineBusy if too many wait. A burst between two steps may take all free rows
@@ -224,8 +221,7 @@ class EngineCore:
             self._stores.submit(decisions.orders)
         if self._grammars is not None:
             self._grammars.hear(decisions.events)
-        if self._preparation is not None:
-            self._preparation.hear(decisions.events)
+        self._preparation.hear(decisions.events)
         held = self.scheduler.memory.held
         if self._held_files is not None and held.changes:
             self._held_files.submit(held.take_changes(self._clock.now()))
@@ -268,8 +264,7 @@ class EngineCore:
 
     @property
     def _has_lost_executor(self) -> bool:
-        """Tell whether the executor has something to say though nothing was asked of it: that it
-        cannot go on."""
+        """Tell whether the executor reports, unasked, that it cannot go on."""
         return not self._submitted and self.executor.is_ready()
 
     @property
@@ -321,8 +316,7 @@ class EngineCore:
         return outputs
 
     def _is_fetching(self, waits: bool) -> bool:
-        """Wait for a store or a grammar, if nothing else is to be done and the caller has the
-        time."""
+        """Wait for a helper, if nothing else is to be done and the caller has the time."""
         is_idle = not self._submitted and not self._dropped and self.has_work
         helpers = self._stores, self._grammars, self._preparation
         if not (waits and is_idle and any(h is not None and h.num_open for h in helpers)):
@@ -331,23 +325,20 @@ class EngineCore:
         return True
 
     def _wait_for_answer(self) -> None:
-        """Take what stores answer and which grammars are ready; if there is nothing, wait a little
-        for it."""
+        """Take what helpers answer; if there is nothing, wait a little for it."""
         self.bell.forget()
         if not self._take_answers():
             self.bell.wait(MOST_WAIT_S)
             self._take_answers()
 
     def _take_answers(self) -> bool:
-        """Take what stores have answered and which grammars are ready; whether there was
-        something."""
+        """Take what helpers have answered; whether there was something."""
         answers: list[Control] = []
         if self._stores is not None:
             answers += self._stores.take(self._clock.now())
         if self._grammars is not None:
             answers += self._grammars.take()
-        if self._preparation is not None:
-            answers += self._preparation.take()
+        answers += self._preparation.take()
         for answer in answers:
             self.control(answer)
         return bool(answers)
@@ -543,16 +534,14 @@ class EngineCore:
         self._grammars.fill(step.masks, step.carried_out, sequences)
 
     def _forgo_masks(self, steps: Iterable[Submitted]) -> None:
-        """Promise nothing any more to plans that no masks are made for yet: the executor may wait
-        for them."""
+        """Free plans whose masks are not made yet: the executor may wait for them."""
         for step in steps:
             if step.masks is not None and self._grammars is not None:
                 self._grammars.forgo(step.masks, step.carried_out)
 
     def _recover(self, failed: Submitted, error: str) -> StepOutputs:
-        """Repeat the oldest plan, which raised, in parts, or without its rows, then carry out the
-        later ones without the rows of sequences that this ended or sent back (their block tables
-        may be out of date)."""
+        """Repeat the oldest plan, which raised, in parts, or without its rows. Then carry out the
+        later plans without rows of sequences that this ended or sent back: their tables are old."""
         later, self._submitted = self._submitted, deque()
         self._forgo_masks(later)
         for step in later:

@@ -54,7 +54,9 @@ class Preparation:
         return msgspec.structs.replace(request, is_held_back=True)
 
     def begin(self, request: Request) -> None:
-        """Load for a marked request that was queued; `take` tells when it may run."""
+        """Load for a request that was queued, if it is marked; `take` tells when it may run."""
+        if not request.is_held_back:
+            return
         self._waiting[request.request_id] = request
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="quire-loading", daemon=True)
@@ -87,3 +89,6 @@ class Preparation:
             error = f"what this request needs cannot be loaded: {type(raised).__name__}: {raised}"
         self._loaded.put(error)
         self._on_ready()
+
+
+NOTHING_TO_LOAD = Preparation(lambda request: False, lambda: None, lambda: None)

@@ -21,6 +21,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.engine.build import BuiltCore, build_core
+from quire.engine.preparation import NOTHING_TO_LOAD
 from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.models.source import resolve_model
 from quire.ops.native import core
@@ -69,9 +70,9 @@ class Run:
 
     def loaded(self) -> None:
         """Wait until what a request is held back for has come."""
-        preparation = self.built.core._preparation
-        if preparation is not None and preparation._thread is not None:
-            preparation._thread.join()
+        thread = self.built.core._preparation._thread
+        if thread is not None:
+            thread.join()
 
     def finish(self) -> "Run":
         while self.built.core.has_work:
@@ -287,7 +288,7 @@ def test_who_ends_while_it_is_held_back_is_forgotten(
     run.add("more", [6, 7], temperature=0.0, logprobs=1)
     run.built.core.control(Abort("more"))
     preparation = run.built.core._preparation
-    assert preparation is not None and preparation.num_open == 1 and not preparation._waiting
+    assert preparation.num_open == 1 and not preparation._waiting
     may_end.set()
     run.finish()
     run.loaded()
@@ -299,7 +300,7 @@ def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Pat
     assert run.warm is not None
     phases = list[float]()
     run.warm.progress.listener = phases.append
-    run.built.core._preparation = None
+    run.built.core.prepare(NOTHING_TO_LOAD)
     run.add("more", [6, 7], temperature=0.0, logprobs=1)
     assert len(run.finish().tokens["more", 0]) == 9
     assert run.warm.has_torch and phases == [LOAD_S, 0.0]

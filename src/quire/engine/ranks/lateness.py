@@ -6,9 +6,9 @@
 Ranks that share a layer wait for each other, and those of a stage for the stage before: of those
 that did not answer, the one that has come least far keeps the others.
 
-Time alone is no evidence. As long as that rank's beats show a new step or more exchanges, it is slow
-and not hung: the limit counts from the last progress. Time in which it wanted a CPU and got none
-(`engine/starvation.py`) does not count.
+Time alone is no evidence. As long as that rank's beats show a new step or more exchanges, it is
+slow and not hung: the limit counts from the last progress. Time in which it wanted a CPU and got
+none (`engine/starvation.py`) does not count.
 """
 
 from collections.abc import Collection
