@@ -74,6 +74,22 @@ def test_slow_steps_are_given_ten_times_their_time(tmp_path: Path) -> None:
     assert reader.is_stuck(171.0)
 
 
+def test_a_long_phase_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    """Steps go on within it, one takes long, and none of that counts afterwards."""
+    beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
+    beat.begin(0.0)
+    beat.extend(9.0, 300.0)
+    assert not reader.is_stuck(308.0)
+    assert reader.is_stuck(310.0)
+    beat.end(200.0)
+    beat.wait(201.0, 1.0)
+    beat.begin(400.0)
+    assert not reader.is_stuck(699.0)
+    beat.extend(700.0)
+    assert not reader.is_stuck(709.0)
+    assert reader.is_stuck(711.0)
+
+
 def test_a_slow_step_is_forgotten_slowly(tmp_path: Path) -> None:
     beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
     beat.begin(0.0)

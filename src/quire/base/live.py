@@ -91,6 +91,7 @@ class HostMemory(msgspec.Struct, frozen=True):
 
 REASONS = {
     "grammar": "its grammar is being compiled",
+    "loading": "the part of the engine that it needs is being loaded",
     "prompt": "more of its prompt is to come",
     "store": "its blocks are looked for in a store",
     "result": "a step that it was in has not ended",

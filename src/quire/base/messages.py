@@ -54,6 +54,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     pools: what is asked for is what the prompt comes to, of a model that pools; params ask for one
     token, which stands for it.
     kv_transfer: its prompt is computed for another engine, or was by another one.
+    is_held_back: the core sets it: the request waits for `GrammarReady`, as one with a grammar.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     keep_s: float = 0.0
     fork: Fork | None = None
     kv_transfer: KVTransfer | None = None
+    is_held_back: bool = False
 
 
 def without_prompt(request: Request) -> Request:
@@ -200,8 +202,8 @@ class KeepCached(msgspec.Struct, frozen=True, tag=True):
 
 
 class GrammarReady(msgspec.Struct, frozen=True, tag=True):
-    """Control: a request's grammar is compiled, so it may run. error: why it cannot be; then the
-    request ends with it."""
+    """Control: a request's grammar is compiled, or what it was held back for is there, so it may
+    run. error: why not; then the request ends with it."""
 
     request_id: str
     error: str | None = None

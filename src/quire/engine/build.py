@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from quire.base.speculation import (
     parse_speculation,
     speculation_of,
 )
+from quire.base.step_progress import StepProgress
 from quire.base.validation import RequestLimits
 from quire.engine.ahead import AheadDrafting
 from quire.engine.client import InProcessClient
@@ -33,12 +34,14 @@ from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
+from quire.engine.preparation import Preparation
 from quire.engine.ranks.launch import Ranks
 from quire.engine.ranks.times import RankTimes
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
+from quire.engine.vocabulary import Vocabulary
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model, resolve_source
@@ -47,6 +50,7 @@ from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
 from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
+from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import POLICIES, make_policy
@@ -91,12 +95,14 @@ class DeviceSide:
     draft: Draft
     host_blocks: "HostBlocks | None" = None
     rank_times: Sequence[RankTimes] = ()
+    progress: StepProgress = field(default_factory=StepProgress)
 
 
 @dataclass(frozen=True)
 class BuiltCore:
     """A core with its model loaded. config: with all derived values filled in. grammars: the core's
-    own. rank_times: of the processes that compute it, as they are at any time."""
+    own. rank_times: of the processes that compute it, as they are at any time. progress: within its
+    steps."""
 
     core: EngineCore
     config: EngineConfig
@@ -104,6 +110,7 @@ class BuiltCore:
     memory: MemoryPlan
     grammars: Grammars
     rank_times: Sequence[RankTimes] = ()
+    progress: StepProgress = field(default_factory=StepProgress)
 
 
 def build_engine(
@@ -190,6 +197,8 @@ def _build_core(
         None if is_asked_for else _step_budget(built),
     )
     connect_stores(core, config.cache, side.host_blocks, built.backend_name)
+    if isinstance(built, WarmModel):
+        core.prepare(Preparation(built.needs_whole, built.load, core.bell.ring))
     grammars = _make_grammars(core, built, source)
     core.constrain(grammars)
     speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
@@ -203,7 +212,9 @@ def _build_core(
         core.watch(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
-    return BuiltCore(core, config, built.spec, built.memory, grammars, side.rank_times)
+    return BuiltCore(
+        core, config, built.spec, built.memory, grammars, side.rank_times, side.progress
+    )
 
 
 def _make_drafting(
@@ -242,10 +253,16 @@ def _step_budget(built: LoadedModel) -> StepBudget | None:
 def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) -> Grammars:
     """Make what follows grammars. On a CPU the step needs the cores; it has the time."""
     model, vocab_size, num_cores = built.config.model, built.spec.vocab_size, num_threads()
+    load = built.load if isinstance(built, WarmModel) else None
+
+    def make_vocabulary() -> Vocabulary:
+        vocabulary = read_vocabulary(model, source, vocab_size)
+        if load is not None:
+            load()
+        return vocabulary
+
     num = num_cores // 4 if built.device_type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
-    return Grammars(
-        lambda: read_vocabulary(model, source, vocab_size), vocab_size, max(1, num), core.bell.ring
-    )
+    return Grammars(make_vocabulary, vocab_size, max(1, num), core.bell.ring)
 
 
 def _check_record(config: EngineConfig) -> None:
@@ -272,9 +289,15 @@ def _load(
     if ranks is not None:
         loaded = ranks.load(config, source, progress)
         executor = loaded.executor
-        return DeviceSide(loaded.model, executor, executor.draft, rank_times=executor.times)
+        return DeviceSide(
+            loaded.model,
+            executor,
+            executor.draft,
+            rank_times=executor.times,
+            progress=executor.progress,
+        )
     if (warm := start_warm(config, source)) is not None:
-        return DeviceSide(warm, InProcessExecutor(warm), warm.guess)
+        return DeviceSide(warm, InProcessExecutor(warm), warm.guess, progress=warm.progress)
     import_torch()
     from quire.engine.local import build_local  # torch, which the others do without
     from quire.runner.build import build_runner

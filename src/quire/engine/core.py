@@ -51,6 +51,7 @@ from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.held_files import HeldFiles
 from quire.engine.pacing import Pacing
+from quire.engine.preparation import NOTHING_TO_LOAD, Preparation
 from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
 from quire.engine.submitted import NOBODY, Sampling, Submitted
@@ -95,6 +96,7 @@ class EngineCore:
         self._peers = NamedPeers(())
         self._held_files: HeldFiles | None = None
         self._grammars: Grammars | None = None
+        self._preparation: Preparation = NOTHING_TO_LOAD
         self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
@@ -164,6 +166,10 @@ class EngineCore:
         """Let these say which tokens the requests with a grammar may choose."""
         self._grammars = grammars
 
+    def prepare(self, preparation: Preparation) -> None:
+        """Let requests wait for what this loads for them."""
+        self._preparation = preparation
+
     def draft(self, drafting: Guesses) -> None:
         """Let this guess what sequences go on with."""
         self._drafting = drafting
@@ -182,12 +188,13 @@ class EngineCore:
         if request.grammar and self._grammars is None:
             raise RequestError("this engine takes no grammars; leave the form of the answer out.")
         self._check_queue()
-        request = self._peers.choose(request)
+        request = self._preparation.mark(self._peers.choose(request))
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:
             raise decisions.refusal
         if request.grammar and self._grammars is not None:
             self._grammars.begin(request)
+        self._preparation.begin(request)
 
     def _check_queue(self) -> None:
         """Raise EngineBusy if too many wait. A burst between two steps may take all free rows
@@ -214,6 +221,7 @@ class EngineCore:
             self._stores.submit(decisions.orders)
         if self._grammars is not None:
             self._grammars.hear(decisions.events)
+        self._preparation.hear(decisions.events)
         held = self.scheduler.memory.held
         if self._held_files is not None and held.changes:
             self._held_files.submit(held.take_changes(self._clock.now()))
@@ -239,7 +247,7 @@ class EngineCore:
     def rest_s(self) -> float | None:
         """Return for how long nothing is to be done; None: until a message comes or the bell rings.
         A request may become late while nothing can be planned, if its prompt is still open."""
-        helpers = self._stores, self._grammars
+        helpers = self._stores, self._grammars, self._preparation
         has_answers = any(helper is not None and helper.has_answers for helper in helpers)
         if self._has_lost_executor or has_answers:
             return 0.0
@@ -256,8 +264,7 @@ class EngineCore:
 
     @property
     def _has_lost_executor(self) -> bool:
-        """Tell whether the executor has something to say though nothing was asked of it: that it
-        cannot go on."""
+        """Tell whether the executor reports, unasked, that it cannot go on."""
         return not self._submitted and self.executor.is_ready()
 
     @property
@@ -309,31 +316,29 @@ class EngineCore:
         return outputs
 
     def _is_fetching(self, waits: bool) -> bool:
-        """Wait for a store or a grammar, if nothing else is to be done and the caller has the
-        time."""
+        """Wait for a helper, if nothing else is to be done and the caller has the time."""
         is_idle = not self._submitted and not self._dropped and self.has_work
-        helpers = self._stores, self._grammars
+        helpers = self._stores, self._grammars, self._preparation
         if not (waits and is_idle and any(h is not None and h.num_open for h in helpers)):
             return False
         self._wait_for_answer()
         return True
 
     def _wait_for_answer(self) -> None:
-        """Take what stores answer and which grammars are ready; if there is nothing, wait a little
-        for it."""
+        """Take what helpers answer; if there is nothing, wait a little for it."""
         self.bell.forget()
         if not self._take_answers():
             self.bell.wait(MOST_WAIT_S)
             self._take_answers()
 
     def _take_answers(self) -> bool:
-        """Take what stores have answered and which grammars are ready; whether there was
-        something."""
+        """Take what helpers have answered; whether there was something."""
         answers: list[Control] = []
         if self._stores is not None:
             answers += self._stores.take(self._clock.now())
         if self._grammars is not None:
             answers += self._grammars.take()
+        answers += self._preparation.take()
         for answer in answers:
             self.control(answer)
         return bool(answers)
@@ -529,16 +534,14 @@ class EngineCore:
         self._grammars.fill(step.masks, step.carried_out, sequences)
 
     def _forgo_masks(self, steps: Iterable[Submitted]) -> None:
-        """Promise nothing any more to plans that no masks are made for yet: the executor may wait
-        for them."""
+        """Free plans whose masks are not made yet: the executor may wait for them."""
         for step in steps:
             if step.masks is not None and self._grammars is not None:
                 self._grammars.forgo(step.masks, step.carried_out)
 
     def _recover(self, failed: Submitted, error: str) -> StepOutputs:
-        """Repeat the oldest plan, which raised, in parts, or without its rows, then carry out the
-        later ones without the rows of sequences that this ended or sent back (their block tables
-        may be out of date)."""
+        """Repeat the oldest plan, which raised, in parts, or without its rows. Then carry out the
+        later plans without rows of sequences that this ended or sent back: their tables are old."""
         later, self._submitted = self._submitted, deque()
         self._forgo_masks(later)
         for step in later:

@@ -4,6 +4,9 @@ Some bytes in a file of the private directory, mapped by the core, which writes,
 that watches it: when the present step must be over, or at rest the next look at what has come
 (seconds of the monotonic clock, which all processes of a machine share; 0.0 before the first step),
 how many steps there were, and how much work is open (`engine/core_choice.py`).
+
+A core that is late is stuck only on evidence (`StuckWatch`): wall time in which the process waited
+for a CPU does not count (`engine/starvation.py`).
 """
 
 import mmap
@@ -11,6 +14,7 @@ import struct
 from pathlib import Path
 
 from quire.base.config import EngineConfig
+from quire.engine.starvation import ReadThreads, Starvation, no_threads
 
 FIELDS = struct.Struct("<dq")
 LOAD = struct.Struct("<q")  # behind them
@@ -55,24 +59,35 @@ class Heartbeat:
         self._memory = _map(path, mmap.ACCESS_WRITE)
         self._limit = StepLimit(expected_s)
         self._num_steps = 0
-        self._began_s = 0.0
+        self._began_s = self._phase_s = 0.0
 
     def begin(self, now_s: float) -> None:
         """Note that a step begins: it must end within ten times the expected time, at least 10
         s."""
         self._began_s = now_s
-        FIELDS.pack_into(self._memory, 0, now_s + self._limit.seconds, self._num_steps)
+        self._write(now_s, self._limit.seconds)
 
     def end(self, now_s: float) -> None:
         """Note that the step has ended: what follows must be over in time as well."""
-        self._limit.observe(now_s - self._began_s)
+        if not self._phase_s:
+            self._limit.observe(now_s - self._began_s)
         self._num_steps += 1
         self.begin(now_s)
+
+    def extend(self, now_s: float, phase_s: float = 0.0) -> None:
+        """Note progress, from any thread: the deadline counts from here. phase_s: a phase begins
+        that may take so long; it ends with the next call."""
+        self._phase_s = phase_s
+        self._write(now_s, self._limit.seconds)
 
     def wait(self, now_s: float, wait_s: float) -> None:
         """Note that no step is under way: the core waits for so long at most, then looks what has
         come."""
-        FIELDS.pack_into(self._memory, 0, now_s + wait_s + LEAST_S, self._num_steps)
+        self._write(now_s + wait_s, LEAST_S)
+
+    def _write(self, now_s: float, limit_s: float) -> None:
+        deadline_s = now_s + max(limit_s, self._phase_s)
+        FIELDS.pack_into(self._memory, 0, deadline_s, self._num_steps)
 
     def tell_load(self, load: int) -> None:
         """Tell those who choose between cores how much work is open here."""
@@ -88,11 +103,14 @@ class HeartbeatReader:
 
     def is_stuck(self, now_s: float) -> bool:
         """Tell whether the present step should have been over by now."""
+        return 0.0 < self.deadline_s() < now_s
+
+    def deadline_s(self) -> float:
+        """Return when the present step must be over; 0.0 before the first."""
         if not self._is_there(FIELDS.size):
-            return False
+            return 0.0
         assert self._memory is not None
-        deadline_s, _ = FIELDS.unpack_from(self._memory, 0)
-        return bool(0.0 < deadline_s < now_s)
+        return float(FIELDS.unpack_from(self._memory, 0)[0])
 
     def load(self) -> int:
         """Return how much work the core said is open; 0 before it has said anything."""
@@ -119,17 +137,24 @@ class HeartbeatReader:
 class StuckWatch:
     """Finds a core that is stuck, for a watcher that looks about once a second.
 
-    Late at one look is not enough: after a machine or container has stood still as a whole, the
-    watcher may run before the core does.
+    A core is stuck once its deadline has passed and the time that it was starved of CPU does not
+    explain that, or once a thread has used the whole limit as CPU time (an endless loop on a busy
+    machine). Late at one look is not enough: after a machine or container has stood still as a
+    whole, the watcher may run before the core does.
+
+    read: reports the threads of the core's process.
     """
 
-    def __init__(self, reader: HeartbeatReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: HeartbeatReader, read: ReadThreads = no_threads) -> None:
+        self._reader, self._read = reader, read
         self._late_since_s: float | None = None
+        self._deadline_s = self._limit_s = 0.0
+        self._starvation: Starvation | None = None  # since the deadline was seen twice
 
     def is_stuck(self, now_s: float) -> bool:
         """Tell whether it was late at this look and at those of the last CONFIRM_S."""
-        if not self._reader.is_stuck(now_s):
+        self._account(self._reader.deadline_s(), now_s)
+        if not self._is_late(now_s):
             self._late_since_s = None
             return False
         if self._late_since_s is None:
@@ -138,8 +163,27 @@ class StuckWatch:
 
     def forget(self) -> None:
         """Forget a core that has ended."""
-        self._late_since_s = None
+        self._late_since_s = self._starvation = None
+        self._deadline_s = 0.0
         self._reader.forget()
+
+    def _account(self, deadline_s: float, now_s: float) -> None:
+        """Follow the process as long as its deadline stands. A new deadline is progress."""
+        if deadline_s != self._deadline_s:
+            self._deadline_s, self._starvation = deadline_s, None
+            self._limit_s = max(LEAST_S, deadline_s - now_s)
+        elif self._starvation is None:
+            self._starvation = Starvation(self._read, now_s)
+        else:
+            self._starvation.look(now_s)
+
+    def _is_late(self, now_s: float) -> bool:
+        if not 0.0 < self._deadline_s < now_s:
+            return False
+        starvation = self._starvation
+        if starvation is None or starvation.cpu_s >= self._limit_s:
+            return True
+        return now_s > self._deadline_s + starvation.starved_s
 
 
 def _map(path: Path, access: int) -> mmap.mmap:

@@ -56,7 +56,7 @@ class Arrivals:
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
-            lacks_grammar=bool(request.grammar),
+            lacks_grammar=bool(request.grammar) or request.is_held_back,
             keep_s=request.keep_s,
         )
         if num > 1 or request.params.use_beam_search:

@@ -160,7 +160,7 @@ def _reason(
     """Say why it waits, a key of REASONS; of one in the queue as if nothing of it were cached."""
     if sequence.state is State.PARKED:
         if sequence.lacks_grammar:
-            return "grammar"
+            return "grammar" if sequence.request.grammar else "loading"
         return "prompt" if sequence.is_open else "store"
     if sequence.num_pending_lost:
         return "result"

@@ -99,7 +99,7 @@ class Sequence:
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
     is_open: bool = False  # more of the prompt is to come
-    lacks_grammar: bool = False  # it is not compiled yet
+    lacks_grammar: bool = False  # not compiled yet, or held back
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     is_renamed: bool = False  # nobody else has the names of its blocks (renaming.py)
     tenant: int = 0  # its slot among the tenants' counters

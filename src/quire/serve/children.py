@@ -50,6 +50,12 @@ class Child:
     def is_running(self) -> bool:
         return self.pidfd >= 0
 
+    @property
+    def pid(self) -> int:
+        """The id of the process; there must be one."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start it. Raise OSError if that is not possible; it is as if it had died."""
         self.due_s = None

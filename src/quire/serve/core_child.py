@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from quire.engine.heartbeat import HeartbeatReader, StuckWatch
+from quire.engine.starvation import read_threads
 from quire.serve.children import Child
 from quire.serve.launch import END_S
 
@@ -23,7 +24,7 @@ class CoreChild:
         self.path = path
         self.until_s = NEVER
         self.is_lost = False
-        self._watch = StuckWatch(HeartbeatReader(heartbeat))
+        self._watch = StuckWatch(HeartbeatReader(heartbeat), lambda: read_threads(child.pid))
 
     def look(self, now: float, is_ending: bool) -> None:
         """See to it if it is stuck. is_ending: the server is."""

@@ -107,6 +107,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     )
     expected_s = expected_step_s(config, config.device, built.memory.weights_bytes)
     heartbeat = Heartbeat(options.home / "heartbeat", expected_s)
+    built.progress.listener = lambda limit_s: heartbeat.extend(clock.now(), limit_s)
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
     reports = CoreReports(exposition.text, status, heartbeat, timelines.text)

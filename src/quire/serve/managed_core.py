@@ -19,7 +19,8 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import EngineConfig
 from quire.base.errors import EngineDead, EngineError, QuireError
 from quire.base.messages import Ready
-from quire.engine.heartbeat import HeartbeatReader
+from quire.engine.heartbeat import HeartbeatReader, StuckWatch
+from quire.engine.starvation import read_threads
 from quire.engine.wire import Frames, client_codec
 from quire.serve.cores import ALONE, CorePlace, core_places
 from quire.serve.launch import END_S, CoreProcess, StartFailure, remove_abandoned_sockets
@@ -41,7 +42,8 @@ class ManagedCore:
         self._started = threading.Event()
         self._process: CoreProcess | None = None
         self._error: BaseException | None = None
-        self._heartbeat: HeartbeatReader | None = None
+        self._watch: StuckWatch | None = None
+        self._watching = threading.Lock()  # checks come from any thread
         self._owner_pid = os.getpid()  # a fork of this program must leave the core alone
 
     @property
@@ -71,7 +73,9 @@ class ManagedCore:
             if self._process is None:
                 assert self._error is not None
                 raise self._error
-            self._heartbeat = HeartbeatReader(self._process.heartbeat)
+            pid = self._process.process.pid
+            reader = HeartbeatReader(self._process.heartbeat)
+            self._watch = StuckWatch(reader, lambda: read_threads(pid))
 
     def wait_until_ready(self) -> Ready:
         """Return what the engine is once it has loaded, however long that takes. Raise what kept it
@@ -121,10 +125,13 @@ class ManagedCore:
         self.check_progress()
 
     def check_progress(self) -> None:
-        """Raise EngineDead if the process runs, but makes no progress."""
-        if not self.is_alive:
+        """Raise EngineDead if the process runs, but makes no progress: at this check, and at those
+        of the last second."""
+        if not self.is_alive or self._watch is None:
             return
-        if self._heartbeat is not None and self._heartbeat.is_stuck(MonotonicClock().now()):
+        with self._watching:
+            is_stuck = self._watch.is_stuck(MonotonicClock().now())
+        if is_stuck:
             raise EngineDead(f"{self._name} makes no progress; shut it down.")
 
     def dead(self) -> EngineDead:

@@ -1,6 +1,7 @@
 """Which of the ranks that did not answer keeps the others, and when that counts."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -43,21 +44,21 @@ def test_of_two_that_are_as_far_it_is_the_silent_one() -> None:
 def test_one_late_look_is_not_enough_and_what_ends_is_counted_anew() -> None:
     made, limit = lateness(Beat(0, 0, "")), SHARE * LEAST_S
     made.begin(100.0)
-    assert not made.is_late(100.0 + limit)
-    assert not made.is_late(101.0 + limit)
+    assert not made.is_late(100.0 + limit, {0})
+    assert not made.is_late(101.0 + limit, {0})
     made.end(101.1 + limit)
-    assert not made.is_late(102.0 + limit)
+    assert not made.is_late(102.0 + limit, {0})
     made.begin(1000.0)
-    assert not made.is_late(1e6)  # the machine stood still
-    assert made.is_late(1e6 + 2 * CONFIRM_S)
+    assert not made.is_late(1e6, {0})  # the machine stood still
+    assert made.is_late(1e6 + 2 * CONFIRM_S, {0})
 
 
 def test_slow_steps_are_given_more() -> None:
     made = lateness(Beat(0, 0, ""), expected_s=30.0)
-    assert not made.is_late(239.0) and not made.is_late(239.9)
-    assert not made.is_late(240.1) and made.is_late(240.2 + CONFIRM_S)
+    assert not made.is_late(240.0, {0}) and not made.is_late(240.9, {0})
+    assert not made.is_late(241.1, {0}) and made.is_late(241.2 + CONFIRM_S, {0})
     made.end(400.0)
-    assert not made.is_late(3500.0) and not made.is_late(3501.0)
+    assert not made.is_late(3500.0, {0}) and not made.is_late(3501.0, {0})
 
 
 def test_what_is_known_is_told() -> None:
@@ -88,3 +89,35 @@ def test_a_rank_tells_where_its_threads_are() -> None:
     [beat] = heard
     assert (beat.number, beat.num_exchanges, beat.expert_pairs) == (-1, 12, 34)
     assert "MainThread at " in beat.where and "(wait)" in beat.where
+
+
+def first_late_s(made: Lateness, beat_at: Callable[[int], Beat | None], most_s: int = 200) -> int:
+    """Begin a step at 100 s, hear rank 1 each second, and return after how many it is late."""
+    made.begin(100.0)
+    for second in range(most_s):
+        if (beat := beat_at(second)) is not None:
+            made.hear(1, beat, 100.0 + second)
+        if made.is_late(100.0 + second, {0, 1}):
+            return second
+    return most_s
+
+
+def test_a_rank_that_makes_progress_is_slow_and_not_hung() -> None:
+    made = lateness(Beat(7, 999, ""), Beat(7, 0, ""))
+    assert first_late_s(made, lambda second: Beat(7, second, "")) == 200
+    made = lateness(Beat(7, 999, ""), Beat(7, 0, ""))
+    assert first_late_s(made, lambda second: Beat(7, min(second, 50), "")) == 60
+
+
+def test_a_rank_that_gets_no_cpu_is_slow_and_not_hung() -> None:
+    """A tenth of a core: the limit of 8 s of its own time is 80 s of wall time."""
+    made = lateness(Beat(7, 9, ""), Beat(7, 3, ""))
+    assert 75 < first_late_s(made, lambda second: Beat(7, 3, "", 0, 0.9 * second)) < 90
+
+
+def test_a_hung_rank_is_late_in_todays_time_also_beside_one_that_is_starved() -> None:
+    made = lateness(Beat(7, 9, ""), Beat(7, 3, ""))
+    assert first_late_s(made, lambda second: Beat(7, 3, "")) == 10
+    assert first_late_s(made, lambda second: None) == 10  # stopped: it sends nothing
+    made.hear(0, Beat(7, 9, "", 0, 50.0), 99.0)
+    assert first_late_s(made, lambda second: Beat(7, 3, "")) == 10

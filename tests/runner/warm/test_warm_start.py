@@ -6,6 +6,7 @@ import dataclasses
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,18 @@ import pytest
 
 from quire.base.clock import FakeClock
 from quire.base.config import EngineConfig, config_from_flat
-from quire.base.messages import Request
+from quire.base.messages import Abort, Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.engine.build import BuiltCore, build_core
+from quire.engine.preparation import NOTHING_TO_LOAD
 from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.models.source import resolve_model
 from quire.ops.native import core
 from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
-from quire.runner.warm.model import WarmModel
+from quire.runner.warm.model import LOAD_S, WarmModel
 from quire.runner.warm.start import start_warm
 from quire.runner.warm.warm_runner import WarmRunner
 from tests.models.checkpoints import random_tokens, write_checkpoint
@@ -65,6 +67,12 @@ class Run:
             self.tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
             self.updates.append(update)
         self.built.core.scheduler.check_invariants()
+
+    def loaded(self) -> None:
+        """Wait until what a request is held back for has come."""
+        thread = self.built.core._preparation._thread
+        if thread is not None:
+            thread.join()
 
     def finish(self) -> "Run":
         while self.built.core.has_work:
@@ -209,6 +217,7 @@ def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> Non
             made.step()
         assert made.warm is None or not made.warm.has_torch
         made.add("more", fourth, **({"temperature": 1.0, "seed": 4} | NUDGED[name]))
+        made.loaded()
         made.step()
         made.add("behind", first, temperature=0.7)
         return made.finish()
@@ -218,6 +227,83 @@ def test_rows_go_on_when_torch_comes(name: str, model: tuple[Path, Path]) -> Non
     assert warm.tokens == cold.tokens
     for mine, theirs in zip(warm.updates, cold.updates, strict=True):
         assert repr(mine) == repr(theirs)
+
+
+def test_plain_rows_never_wait_for_torch(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load takes as long as the plain request; no step waits for it, and each phase is told."""
+    is_loading, may_end = threading.Event(), threading.Event()
+    build, phases = WarmModel._build, list[float]()
+
+    def slow(self: WarmModel) -> Any:
+        is_loading.set()
+        assert may_end.wait(30)
+        return build(self)
+
+    run = Run(*model)
+    assert run.warm is not None
+    run.warm.progress.listener = phases.append
+    monkeypatch.setattr(WarmModel, "_build", slow)
+    run.add("plain", [3, 4, 5], temperature=0.0, max_tokens=30)
+    run.step()
+    run.add("more", [6, 7], temperature=0.0, logprobs=1, max_tokens=3)
+    assert is_loading.wait(30)
+    for _ in range(40):
+        run.step() if run.built.core.scheduler.num_running else run.built.core.advance()
+    assert len(run.tokens["plain", 0]) == 30 and ("more", 0) not in run.tokens
+    assert not run.warm.has_torch and phases == [LOAD_S]
+    may_end.set()
+    run.finish()
+    assert len(run.tokens["more", 0]) == 3 and run.warm.has_torch
+    assert phases == [LOAD_S, 0.0]
+
+
+def test_a_load_that_fails_fails_those_who_wait_for_it_and_is_tried_again(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: WarmModel) -> Any:
+        raise OSError("no torch here")
+
+    run = Run(*model)
+    run.add("plain", [3, 4, 5], temperature=0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(WarmModel, "_build", broken)
+        run.add("more", [6, 7], temperature=0.0, logprobs=1)
+        run.finish()
+    [error] = [text for each in run.updates if (text := error_of(each))]
+    assert "cannot be loaded: OSError: no torch here" in error
+    assert len(run.tokens["plain", 0]) == 9
+    run.add("again", [6, 7], temperature=0.0, logprobs=1)
+    run.finish()
+    assert len(run.tokens["again", 0]) == 9
+
+
+def test_who_ends_while_it_is_held_back_is_forgotten(
+    model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, build = threading.Event(), WarmModel._build
+    monkeypatch.setattr(WarmModel, "_build", lambda self: may_end.wait(30) and build(self))
+    run = Run(*model)
+    run.add("more", [6, 7], temperature=0.0, logprobs=1)
+    run.built.core.control(Abort("more"))
+    preparation = run.built.core._preparation
+    assert preparation.num_open == 1 and not preparation._waiting
+    may_end.set()
+    run.finish()
+    run.loaded()
+    assert preparation.take() == []
+
+
+def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Path, Path]) -> None:
+    run = Run(*model)
+    assert run.warm is not None
+    phases = list[float]()
+    run.warm.progress.listener = phases.append
+    run.built.core.prepare(NOTHING_TO_LOAD)
+    run.add("more", [6, 7], temperature=0.0, logprobs=1)
+    assert len(run.finish().tokens["more", 0]) == 9
+    assert run.warm.has_torch and phases == [LOAD_S, 0.0]
 
 
 def test_heads_that_the_core_has_not(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Signs of life of a rank, which tell where it is, from a thread beside the one that computes."""
 
+import os
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ from types import FrameType
 
 import quire
 from quire.engine.ranks.messages import Beat
+from quire.engine.starvation import Starvation, read_threads
 
 BEAT_S = 0.5  # between two of them
 OURS = str(Path(quire.__file__).parent)
@@ -32,10 +34,14 @@ class Beats:
         threading.Thread(target=self._run, name="quire-beats", daemon=True).start()
 
     def _run(self) -> None:
+        pid = os.getpid()
+        starvation = Starvation(lambda: read_threads(pid), time.monotonic())
         while True:
             try:
                 num_exchanges, expert_pairs = self._counts()
-                self._send(Beat(self.number, num_exchanges, places(), expert_pairs))
+                starvation.look(time.monotonic())
+                starved_s = starvation.starved_s
+                self._send(Beat(self.number, num_exchanges, places(), expert_pairs, starved_s))
             except self._gone:
                 return
             time.sleep(BEAT_S)

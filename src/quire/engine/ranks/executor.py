@@ -22,6 +22,7 @@ from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError, RankLost
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.base.step_progress import StepProgress
 from quire.engine.heartbeat import StepLimit
 from quire.engine.ranks.lateness import Lateness
 from quire.engine.ranks.messages import (
@@ -39,7 +40,7 @@ from quire.engine.ranks.messages import (
 from quire.engine.ranks.processes import RankLink, RankSet
 from quire.engine.ranks.times import RankTimes
 
-DISAGREE_S = 2.0  # how much later than the first one others may fail on a step
+DISAGREE_S = 2.0  # without progress after the first failure on a step: the others do not fail
 
 
 @dataclass
@@ -74,6 +75,11 @@ class RankExecutor:
         self._processes = processes
         self._copy_bytes_per_s = copy_bytes_per_s
         self._num_submitted = self._num_unanswered = 0
+
+    @property
+    def progress(self) -> StepProgress:
+        """What tells that ranks make progress within a step."""
+        return self.steps.progress
 
     @property
     def times(self) -> list[RankTimes]:
@@ -131,6 +137,7 @@ class RankSteps:
         self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
         self.guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
+        self.progress = StepProgress()
         self.times = [RankTimes() for _ in range(num_ranks)]
         self._of_stage = num_ranks // num_stages
         self._answering = num_ranks - self._of_stage
@@ -178,7 +185,9 @@ class RankSteps:
         elif isinstance(message, Beat):
             self.times[rank].expert_pairs = message.expert_pairs
             with self._lock:
-                self._lateness.hear(rank, message, time.monotonic())
+                has_moved = self._lateness.hear(rank, message, time.monotonic())
+                if has_moved and self._under_way()[1]:
+                    self.progress.tell()
         elif isinstance(message, Guessed):
             with self._lock:
                 self._unguessed.discard(rank)
@@ -200,13 +209,14 @@ class RankSteps:
     def tick(self) -> None:
         """Give up where not all failed on a step on which one did, since others may wait for it,
         and where a step does not end; use an idle moment."""
-        self._miss(time.monotonic())
-        late_s = time.monotonic() - DISAGREE_S
+        now_s = time.monotonic()
+        self._miss(now_s)
         with self._lock:
             steps = [
                 step
                 for step in self._open.values()
-                if 0 < step.failed_s < late_s and self._is_torn(step, is_complete=False)
+                if self._is_torn(step, is_complete=False)
+                and self._lateness.idle_s(now_s, step.failed_s, self._absent(step)) > DISAGREE_S
             ]
             is_idle = self._idles and not self._open and self._num_idling == 0
         if steps:
@@ -219,7 +229,7 @@ class RankSteps:
         """Give up where a rank keeps what is under way from ending."""
         with self._lock:
             what, absent = self._under_way()
-            if not absent or not self._lateness.is_late(now_s):
+            if not absent or not self._lateness.is_late(now_s, absent):
                 return
             rank = self._lateness.who(absent)
             why = self._lateness.tell(rank, what, now_s)
@@ -233,8 +243,12 @@ class RankSteps:
         for number, step in self._open.items():
             if step.lacks_masks:
                 break
-            return f"step {number}", set(range(len(self.times))) - step.answers.keys()
+            return f"step {number}", self._absent(step)
         return "", set()
+
+    def _absent(self, step: _Open) -> set[int]:
+        """Return the ranks that have not answered a step."""
+        return set(range(len(self.times))) - step.answers.keys()
 
     def _take(self, rank: int, answer: Result | Done) -> None:
         with self._lock:

@@ -195,12 +195,14 @@ class Idled(msgspec.Struct, frozen=True, tag=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Rank to core: a sign of life. number: of the step that it has begun last, -1 before the
     first. num_exchanges: how often it has met those that share its layers. where: in the code.
-    expert_pairs: how often tokens were sent to its experts."""
+    expert_pairs: how often tokens were sent to its experts. starved_s: seconds in which it wanted a
+    CPU and got none, since it loaded."""
 
     number: int
     num_exchanges: int
     where: str
     expert_pairs: int = 0
+    starved_s: float = 0.0
 
 
 ToRank = Begin | Least | Step | Masks | Order | Idle

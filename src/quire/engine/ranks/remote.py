@@ -49,7 +49,7 @@ from quire.engine.wire import Frames
 
 logger = logging.getLogger("quire")
 
-SILENT_S = 2.0  # without a sign of life of a keeper, and its machine is gone
+SILENT_S = 2.0  # without a message of a keeper or its rank, and its machine is gone
 ORPHANED_S = 0.7  # for the keeper of a rank that has hung up to tell why
 SECRET_BYTES = 32
 SPIN_COUNT = "10000"  # as ranks of this machine have it
@@ -305,7 +305,10 @@ class _Loop:
         self._until_s = time.monotonic() + self._starter.wait_s
 
     def _watch(self) -> None:
-        events, now_s = self._selector.select(LOOK_S), time.monotonic()
+        # Before the select: whatever came until then is read below, also if this thread, too, has to
+        # wait for a CPU.
+        now_s = time.monotonic()
+        events = self._selector.select(LOOK_S)
         for key, _ in events:
             if key.fileobj is self._wake_out:
                 self._wake_out.recv(64)
@@ -317,7 +320,7 @@ class _Loop:
             while True:
                 self._admit(self._arrivals.get_nowait())
         self.listener.tick()
-        self._look(now_s)  # as it was before what had come was read
+        self._look(now_s)
 
     def _look(self, now_s: float) -> None:
         """Miss who does not come, and who is silent."""
@@ -432,6 +435,7 @@ class _Loop:
 
     def _take(self, rank: _Rank, body: bytes) -> None:
         message: FromRank = self.codec.decode(body)
+        rank.heard_s = time.monotonic()  # its machine lives, however late its keeper is
         if isinstance(message, Failed):
             rank.failed = message
         self.listener.hear(rank.number, message)

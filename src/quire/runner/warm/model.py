@@ -1,19 +1,22 @@
 """A model that started without torch, until somebody asks for what needs it."""
 
 import logging
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.masks import MaskPromise
+from quire.base.messages import Request
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
+from quire.base.step_progress import StepProgress
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource
 from quire.ops.threads import num_threads
 from quire.ops.torch_import import import_torch
-from quire.runner.warm.rows import is_plain
+from quire.runner.warm.rows import is_plain, is_plain_request
 from quire.runner.warm.warm_runner import WarmRunner
 
 if TYPE_CHECKING:
@@ -21,11 +24,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
+LOAD_S = 300.0  # for torch and the whole runner; on an idle machine it takes about a second
+
 
 @dataclass
 class WarmModel:
-    """Has what an engine knows of a loaded model (`LoadedModel`), and runs plans. The first that is
-    not plain brings torch and the whole runner, over the same memory: about a second, once.
+    """Has what an engine knows of a loaded model (`LoadedModel`), and runs plans.
+
+        executor's thread   plain  plain  plain  plain | takes the whole runner over | any plan
+        another thread           load: torch, weights  |
+
+    The first request that is not plain brings torch and the whole runner, over the same memory.
+    `load` makes it, on a thread beside the steps; the requests that need it wait (the engine's
+    `Preparation`), and plain plans go on. The next plan after that takes the rows over. A plan that
+    is not plain before that, which no request announced, loads within its step.
 
     asked: the settings as they were given. dtype: its text is a name.
     """
@@ -45,6 +57,9 @@ class WarmModel:
     draft_source: ModelSource | None = None
     is_async: bool = False
     drafts_ahead: bool | None = None
+    progress: StepProgress = field(default_factory=StepProgress)
+    _loading: threading.Lock = field(default_factory=threading.Lock)
+    _loaded: "BuiltRunner | None" = None  # it has none of the rows yet
     _whole: "BuiltRunner | None" = None
 
     @property
@@ -60,10 +75,28 @@ class WarmModel:
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         """Carry out a plan and wait for it."""
         if self._whole is None:
-            if is_plain(plan):
-                return self.runner.run(plan)
-            self._whole = self._build()
+            if self._loaded is None:
+                if is_plain(plan):
+                    return self.runner.run(plan)
+                self.load()
+            self._take_over()
+        assert self._whole is not None
         return self._whole.run(plan, masks)
+
+    def needs_whole(self, request: Request) -> bool:
+        """Tell whether a request has to wait for `load`."""
+        return self._loaded is None and not is_plain_request(request)
+
+    def load(self) -> None:
+        """Import torch and build the whole runner, or wait for another thread that does. Does not
+        touch the rows."""
+        with self._loading:
+            if self._loaded is None:
+                self.progress.tell(LOAD_S)
+                try:
+                    self._loaded = self._build()
+                finally:
+                    self.progress.tell()
 
     def skip(self, plan: Plan) -> None:
         """Take note of a plan that is not carried out, because one before it failed."""
@@ -73,15 +106,20 @@ class WarmModel:
         raise NotImplementedError("a model that started without torch has no drafter")
 
     def _build(self) -> "BuiltRunner":
-        """Build the runner of a start with torch, and give it the rows as they are."""
+        """Build the runner of a start with torch, over the memory of this one."""
         logger.info("torch is imported, for what a request asks for")
         import_torch()
         from quire.runner.build import Taken, build_runner
 
         rows, blocks = self.runner.rows, self.runner.blocks
         taken = Taken(self.memory, tuple(blocks.data), rows.arrays)
-        built = build_runner(self.asked, self.source, taken=taken)
+        return build_runner(self.asked, self.source, taken=taken)
+
+    def _take_over(self) -> None:
+        """Give the whole runner the rows as they are, between two steps."""
+        built, rows = self._loaded, self.runner.rows
+        assert built is not None
         for row, start in rows.started.items():
             built.runner.sampler.start_row(start)
             built.runner.rows.prompt_lens[row] = rows.column("num_prompt_tokens")[row]
-        return built
+        self._whole = built

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.messages import Request
 from quire.base.plan import Plan, RowStart
 from quire.ops.row_arrays import RowArrays
 from quire.runner.columns import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
@@ -89,6 +90,21 @@ def is_plain(plan: Plan) -> bool:
         return False
     asks = bool((plan.num_candidates >= 0).any())
     return not asks and all(map(_is_plain_row, plan.started))
+
+
+def is_plain_request(request: Request) -> bool:
+    """Tell whether plans for a request alone are plain."""
+    start = RowStart(
+        row=0,
+        token_ids=np.empty(0, np.int32),
+        num_computed_tokens=0,
+        num_prompt_tokens=0,
+        params=request.params,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_token_ids=request.bad_words_token_ids,
+    )
+    return not request.grammar and _is_plain_row(start)
 
 
 def _is_plain_row(start: RowStart) -> bool:

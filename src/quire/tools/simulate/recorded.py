@@ -216,7 +216,7 @@ class RecordedWork:
         prompt = self._recorded.prompt(place, self._vocab_size)
         request = msgspec.structs.replace(
             each.request, prompt_token_ids=prompt, stop_token_ids=(STOP,), eos_token_ids=(),
-            grammar="", received_s=0.0, core_id=None, **own,
+            grammar="", is_held_back=False, received_s=0.0, core_id=None, **own,
         )  # fmt: skip
         num = -(-each.num_output // each.num_sequences)
         if self._exact and each.reason not in ("stop", "length"):

@@ -1,0 +1,223 @@
+"""A server that gets little CPU, or stands still again and again: it is slow, and nothing of it is
+killed. Covers `engine/starvation.py` and `engine/preparation.py` from outside."""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.processes import WAIT_S, Server, is_running, kill, wait_until
+from tests.serve.test_attacks import post
+from tests.serve.test_server import started
+
+SHARE = 0.1  # of a core
+NUM_REQUESTS = 60
+PERIOD_S = 0.1
+TOOL = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}},
+        "required": ["colour"],
+        "additionalProperties": False,
+    },
+}
+SCHEMA = {"name": "colour", "schema": TOOL["parameters"]}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"structured_outputs": {"regex": "[a-c]{4}"}},
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"presence_penalty": 0.7, "repetition_penalty": 1.3},
+    {"use_beam_search": True, "n": 2},
+    {"temperature": 1.2, "top_k": 9, "seed": 3},
+    {"min_tokens": 5},
+    {"logit_bias": {"40": 3.0, "41": -100.0}},
+]
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"},
+    {"logprobs": True, "top_logprobs": 2},
+]
+
+
+def bodies(num: int) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of all kinds in turn, each with a prompt of its own."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for number in range(num):
+        kind = number % (len(KINDS) + len(CHATS))
+        text = f"Once upon a time {number}"
+        if kind < len(KINDS):
+            body = {"prompt": text, "max_tokens": 8, "temperature": 0.0, **KINDS[kind]}
+            found.append(("/v1/completions", body))
+        else:
+            chat = CHATS[kind - len(KINDS)]
+            messages = [{"role": "user", "content": text}]
+            body = {"messages": messages, "max_tokens": 40, "temperature": 0.0, **chat}
+            found.append(("/v1/chat/completions", body))
+    return found
+
+
+def answer(server: Server, path: str, body: dict[str, Any]) -> Any:
+    """Return the choices, without what is random."""
+    status, data = post(server, path, json.dumps(body).encode())
+    assert status == 200, data
+    return without_ids(json.loads(data)["choices"])
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_ids(each) for name, each in value.items() if name != "id"}
+    return [without_ids(each) for each in value] if isinstance(value, list) else value
+
+
+def answers(server: Server, num: int, num_at_once: int = 8) -> list[Any]:
+    with ThreadPoolExecutor(num_at_once) as pool:
+        return list(pool.map(lambda each: answer(server, *each), bodies(num)))
+
+
+def assert_nothing_was_killed(server: Server) -> None:
+    assert all(map(is_running, server.children))
+    bad = ("makes no progress", "ended by itself", "failed", "is stuck")
+    assert not [line for line in server.lines if any(text in line for text in bad)]
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_pauses_of_the_core_cost_no_answer() -> None:
+    num = len(KINDS) + len(CHATS)
+    with started() as server, ThreadPoolExecutor(num) as pool:
+        pending = []
+        for each in bodies(num):
+            kill(server.core, signal.SIGSTOP)
+            wait_until(lambda: state_of(server.core) == "T", "it stands still")
+            pending.append(pool.submit(answer, server, *each))
+            kill(server.core, signal.SIGCONT)
+        found = [each.result(WAIT_S) for each in pending]
+        assert found == answers(server, num)
+        assert_nothing_was_killed(server)
+        assert server.stop() == 0
+
+
+HOLD_TORCH = """
+import os, sys, time
+from importlib.abc import MetaPathFinder
+
+class Hold(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            open(os.environ["HELD"] + ".asked", "w").close()
+            while os.path.exists(os.environ["HELD"]):
+                time.sleep(0.01)
+        return None
+
+if "HELD" in os.environ:
+    sys.meta_path.insert(0, Hold())
+"""
+
+
+@pytest.mark.slow
+def test_an_import_that_takes_longer_than_a_step_may_holds_up_no_plain_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch comes after 15 s, which once was a core without progress."""
+    with started() as server:
+        wanted = answers(server, 3)
+    held, asked = tmp_path / "held", tmp_path / "held.asked"
+    (tmp_path / "sitecustomize.py").write_text(HOLD_TORCH)
+    held.touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HELD", str(held))
+    with started() as server, ThreadPoolExecutor() as pool:
+        assert not asked.exists(), "the second start needs no torch"
+        plain, *others = bodies(3)
+        pending = [pool.submit(answer, server, *each) for each in others]
+        wait_until(asked.exists, "torch is asked for")
+        began = time.monotonic()
+        while time.monotonic() - began < 15.0:
+            assert answer(server, *plain) == wanted[0]
+        assert not any(each.done() for each in pending)
+        held.unlink()
+        assert [each.result(WAIT_S) for each in pending] == wanted[1:]
+        assert_nothing_was_killed(server)
+        assert server.stop() == 0
+
+
+@contextlib.contextmanager
+def restricted(pids: list[int]) -> Iterator[None]:
+    """Give processes SHARE of a core together: by the kernel, or by stopping them in turn."""
+    group = cpu_group()
+    if group is not None:
+        for pid in pids:
+            (group / "cgroup.procs").write_text(str(pid))
+        yield
+        for pid in pids:
+            (group.parent / "cgroup.procs").write_text(str(pid))
+        wait_until(lambda: not (group / "cgroup.procs").read_text(), "it is empty")
+        group.rmdir()
+        return
+    is_over = threading.Event()
+
+    def cycle() -> None:
+        while not is_over.is_set():
+            for number, share in (signal.SIGSTOP, 1 - SHARE), (signal.SIGCONT, SHARE):
+                for pid in pids:
+                    kill(pid, number)
+                is_over.wait(PERIOD_S * share)
+        for pid in pids:
+            kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=cycle)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def cpu_group() -> Path | None:
+    """Make a control group with SHARE of a core; None where that is not allowed."""
+    quota_us, period_us = int(SHARE * PERIOD_S * 1e6), int(PERIOD_S * 1e6)
+    settings = {
+        Path("/sys/fs/cgroup"): {"cpu.max": f"{quota_us} {period_us}"},
+        Path("/sys/fs/cgroup/cpu"): {"cpu.cfs_quota_us": str(quota_us)},
+    }
+    for root, files in settings.items():
+        group = root / f"quire-test-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            group.mkdir()
+            try:
+                for name, text in files.items():
+                    (group / name).write_text(text)
+                return group
+            except OSError:
+                group.rmdir()
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_group", [True, False], ids=["quota", "stopped in turn"])
+def test_a_tenth_of_a_core_is_enough_for_right_answers(
+    has_group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_group:
+        monkeypatch.setattr(f"{__name__}.cpu_group", lambda: None)
+    with started() as server:
+        wanted = answers(server, NUM_REQUESTS)
+    with started() as server:
+        with restricted([server.core, *server.api]):
+            assert answers(server, NUM_REQUESTS) == wanted
+        assert_nothing_was_killed(server)
+        assert server.stop() == 0
