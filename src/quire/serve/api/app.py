@@ -28,6 +28,7 @@ from quire.serve.api.messages import routes as messages
 from quire.serve.api.messages.errors import REQUEST_ID
 from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.open_body import IGNORED_HEADER
+from quire.serve.api.origins import OriginCheck
 from quire.serve.api.rate_gate import HEADERS, RateHeaders
 from quire.serve.api.request_ids import HEADER, RequestIds
 from quire.serve.api.responses import routes as responses
@@ -76,6 +77,7 @@ def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
 def _add_middleware(app: FastAPI, context: ApiContext) -> None:
     """Add middleware; the last one added is the outermost."""
     app.add_middleware(BodyLimit, context=context)
+    app.add_middleware(OriginCheck, config=context.config)
     if context.rates is not None:
         app.add_middleware(RateHeaders, rates=context.rates)
     if context.config.allowed_origins:

@@ -5,6 +5,7 @@ answers it knows nothing, because most handlers write theirs themselves. Errors 
 operation takes, so that a new route cannot forget them; answers are listed here.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -107,13 +108,21 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
     if path in PUBLIC:
         responses["200"] = {"description": "yes"}
         responses["503"] = {"description": "no"}
+        if operation.get("parameters"):  # `model`, which may be unknown, or need a key
+            named = WITH_NAME | (WITH_KEY if needs_key else {})
+            _add_errors(responses, named | WITH_QUERY, ERROR)
         return
     found = ANSWERS.get((method, path))
     if found is not None:
         responses["200"] = {"description": "the answer", "content": found}
     error = MESSAGE_ERROR if path.startswith(messages.PATH) else ERROR
+    _add_errors(responses, errors, error)
+
+
+def _add_errors(responses: Json, errors: Mapping[str, str], schema: Json) -> None:
+    """Describe the answers with these statuses as errors of this schema."""
     for status, description in sorted(errors.items()):
-        content = {"application/json": {"schema": error}}
+        content = {"application/json": {"schema": schema}}
         responses[status] = {"description": description, "content": content}
 
 

@@ -28,10 +28,12 @@ PIECE_BYTES = 1 << 16
 RETRY_AFTER_S = 5
 BACKLOG = 128
 EVENTS = b"text/event-stream"
-# Headers that are about a connection or a body's coding, and not about what is asked and answered.
+# Headers that are about a connection or a body's coding, and not about what is asked and answered;
+# and what says which page a request is from, which the first process has checked (origins.py).
 OWN = {
     b"connection", b"keep-alive", b"transfer-encoding", b"content-encoding", b"content-length",
     b"accept-encoding", b"expect", b"upgrade", b"te", b"host", b"date", b"server", b"x-request-id",
+    b"origin", b"sec-fetch-site",
 }  # fmt: skip
 
 Headers = list[tuple[bytes, bytes]]

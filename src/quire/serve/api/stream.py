@@ -28,6 +28,7 @@ from quire.serve.api.errors import (
 )
 from quire.serve.api.limits import open_request
 from quire.serve.api.open_request import OpenRequest
+from quire.serve.api.origins import refusal_of_handshake
 from quire.serve.api.rate_gate import admit
 from quire.serve.api.reading import read_beside
 from quire.serve.api.sse import encode
@@ -78,12 +79,7 @@ def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
     tell only where the page is from."""
     if not has_key(scope, config.api_key):
         return wrong_key()
-    allowed = config.allowed_origins
-    origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
-    if "*" in allowed or all(origin in allowed for origin in origins):
-        return None
-    text = f"pages of {shown(origins[0])} may not use this server; see allowed_origins."
-    return ApiError(403, text, "permission_error", code="origin_not_allowed")
+    return refusal_of_handshake(scope, config)
 
 
 async def _refuse(websocket: WebSocket, refusal: ApiError) -> None:
