@@ -14,6 +14,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer, Fetched, Keep, Kept, LookedUp, Order, Removed
+from quire.engine.connectors import peer as peer_module
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer import PeerStore
@@ -293,3 +294,33 @@ def test_a_greeting_in_small_pieces_ends_in_time() -> None:
         has_ended.set()
         sender.join()
         assert 0 < num_sent < 64
+
+
+@pytest.mark.parametrize("during", ["greeting", "find", "get"])
+def test_a_peer_that_drips_is_left_in_time(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes in time; the exchange as a whole does not."""
+    monkeypatch.setattr(peer_module, "CALL_S", 0.3)
+    if during != "greeting":
+        monkeypatch.setattr(peer_module, "introduce", lambda *given: None)
+    has_ended, num_sent, most = threading.Event(), 0, 64
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            nonlocal num_sent
+            sock, _ = listener.accept()
+            with sock, contextlib.suppress(OSError):
+                while num_sent < most and not has_ended.wait(0.05):
+                    sock.sendall(MAGIC[:1] if during == "greeting" else b"\0")
+                    num_sent += 1
+
+        sender = threading.Thread(target=drip)
+        sender.start()
+        store = PeerStore(f"127.0.0.1:{listener.getsockname()[1]}", 1)
+        keys = [key(number) for number in range(most)]
+        with pytest.raises(StoreError, match="takes too long|timed out"):
+            store.find(keys) if during != "get" else list(store.get(keys))
+        has_ended.set()
+        sender.join()
+        store.close()
+    assert 0 < num_sent < 32

@@ -1,11 +1,14 @@
 """Another engine's blocks, as it serves them (`served.py`): `peer://HOST:PORT`.
 
 Nothing is put there: a peer keeps what it computes itself. A peer that is away, or was started
-anew, is a miss; each call tries it once.
+again, is a miss; each call tries it once. An exchange as a whole has a limit, so that a peer that
+sends a byte now and then holds up no request: CALL_S, and the time of its values at
+MIN_BYTES_PER_S.
 """
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
 from quire.engine.connectors.direct import DirectReader, DirectTransfer
@@ -30,6 +33,7 @@ from quire.engine.connectors.peer_wire import (
 from quire.engine.connectors.store import HEADER_BYTES, Buffer, StoreError
 
 CONNECT_S, CALL_S = 0.5, 1.5
+MIN_BYTES_PER_S = 10e6
 
 
 class PeerStore:
@@ -43,6 +47,7 @@ class PeerStore:
         self._place = parse_address("peer", address)
         self._secret = secret_for(self._place[0], "peer")
         self._sock: socket.socket | None = None
+        self._until_s = 0.0  # when the present exchange must be over
         self._buffer = bytearray()
         self._direct = None if transfer is None else DirectReader(transfer)
 
@@ -51,7 +56,8 @@ class PeerStore:
         for part in _parts(keys):
             with self._connection() as sock:
                 sock.sendall(request(FIND, part))
-                found += [bool(each) for each in receive(sock, len(part))]
+                answers = receive(sock, len(part), until_s=self._until_s)
+                found += [bool(each) for each in answers]
         return found
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
@@ -65,7 +71,7 @@ class PeerStore:
                     continue
                 sock.sendall(request(GET, part))
                 for _ in part:
-                    (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+                    (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until_s=self._until_s))
                     yield None if length == NOTHING else self._value(sock, length)
 
     def _read_directly(
@@ -77,11 +83,12 @@ class PeerStore:
         sock.sendall(request(PLACES, keys))
         places: list[tuple[int, int, bytes] | None] = []
         for _ in keys:
-            address, length = PLACE.unpack(receive(sock, PLACE.size))
+            address, length = PLACE.unpack(receive(sock, PLACE.size, until_s=self._until_s))
             if length == NOTHING:
                 places.append(None)
             else:
-                places.append((address, length, bytes(receive(sock, HEADER_BYTES))))
+                header = receive(sock, HEADER_BYTES, until_s=self._until_s)
+                places.append((address, length, bytes(header)))
         return self._direct.read(places)
 
     def _value(self, sock: socket.socket, length: int) -> memoryview:
@@ -89,7 +96,8 @@ class PeerStore:
             raise StoreError(f"peer {self._address}: a value of {length} bytes is none of ours.")
         if len(self._buffer) < length:
             self._buffer = bytearray(length)
-        return receive(sock, length, self._buffer)
+        self._until_s += length / MIN_BYTES_PER_S
+        return receive(sock, length, self._buffer, self._until_s)
 
     def put(self, key: bytes, parts: Sequence[Buffer]) -> bool:
         return False
@@ -98,7 +106,7 @@ class PeerStore:
         for part in _parts(keys):
             with self._connection() as sock:
                 sock.sendall(request(REMOVE, part))
-                receive(sock, 1)
+                receive(sock, 1, until_s=self._until_s)
 
     def close(self) -> None:
         self._disconnect()
@@ -114,15 +122,18 @@ class PeerStore:
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[socket.socket]:
-        """Give the connection, which ends if anything goes wrong. Raises StoreError."""
+        """Give the connection for one exchange; it ends if anything goes wrong. Raises
+        StoreError."""
         sock = self._sock
         try:
+            self._until_s = time.monotonic() + CALL_S
             if sock is None:
                 sock = self._sock = socket.create_connection(self._place, CONNECT_S)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.settimeout(CALL_S)
-                introduce(sock, self._secret)
+                introduce(sock, self._secret, self._until_s)
                 self._get_to_know(sock)
+            sock.settimeout(CALL_S)
             yield sock
         except BaseException as error:
             self._disconnect()
@@ -134,10 +145,10 @@ class PeerStore:
         if self._direct is None or not self._direct.wants_peer:
             return
         sock.sendall(request(DESCRIBE, []))
-        (length,) = LENGTH.unpack(receive(sock, LENGTH.size))
+        (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until_s=self._until_s))
         if length > MOST_DESCRIPTION:
             raise StoreError(f"a description of {length} bytes is none of ours.")
-        self._direct.connect(bytes(receive(sock, length)))
+        self._direct.connect(bytes(receive(sock, length, until_s=self._until_s)))
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

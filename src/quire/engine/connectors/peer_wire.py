@@ -103,16 +103,16 @@ def greet(sock: socket.socket, secret: bytes, timeout_s: float) -> None:
     sock.sendall(_proof(secret, b"server", mine, theirs))
 
 
-def introduce(sock: socket.socket, secret: bytes) -> None:
-    """Begin a connection as a client. Raises OSError, and StoreError for a server that is none of
-    ours, or has another secret."""
-    head = bytes(receive(sock, len(MAGIC) + NONCE_BYTES))
+def introduce(sock: socket.socket, secret: bytes, until_s: float | None = None) -> None:
+    """Begin a connection as a client. until_s: as of `receive`. Raises OSError, and StoreError for
+    a server that is none of ours, or has another secret."""
+    head = bytes(receive(sock, len(MAGIC) + NONCE_BYTES, until_s=until_s))
     if not head.startswith(MAGIC):
         raise StoreError("no engine of quire serves blocks there; check the address.")
     theirs, mine = head[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
     sock.sendall(mine + _proof(secret, b"client", theirs, mine))
     try:
-        proof = bytes(receive(sock, PROOF_BYTES))
+        proof = bytes(receive(sock, PROOF_BYTES, until_s=until_s))
     except ConnectionError as error:
         raise StoreError(f"it has another secret; set {SECRET} alike on both sides.") from error
     if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, mine)):
