@@ -46,6 +46,8 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
     ("excludes", ANY | {"excludes": ["bad", "no"]}, ["", "fine ba d"], ["is bad", "no", "xbadx"]),
     ("tag", B, ["<b></b>", "<b>x</a></b>"], ["<b>", "x", "<b></b>x", "<b></b></b>"]),
     ("tag with ends", tag("<", ANY, ["|", ">"]), ["<a>", "<a|"], ["<a", "<a>>"]),
+    ("a token's text is excluded", ANY | {"excludes": ["<|tool|>"]}, ["", "<|tool"],
+     ["<|tool|>", "a <|tool|> b"]),
     ("tag that excludes", tag("<", ANY | {"excludes": ["no"]}, ">"), ["<ok>"], ["<no>", "<xno>"]),
     ("sequence", {"type": "sequence", "elements": [B, NUMBER]}, ["<b>x</b>12"], ["12", "<b>x</b>"]),
     ("or", {"type": "or", "elements": [NUMBER, {"type": "const_string", "value": "no"}]},

@@ -123,10 +123,6 @@ class Lark:
         """Tell whether this text is one added token."""
         return text in self._ids
 
-    def has_tokens(self, text: str) -> bool:
-        """Tell whether there are added tokens in this text."""
-        return self._added is not None and self._added.search(text) is not None
-
     def text(self, start: str) -> str:
         """Return the grammar whose start is this expression."""
         text = "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])

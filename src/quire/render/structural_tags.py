@@ -178,13 +178,12 @@ class _Formats:
             raise self.wrong(where, "must come last, or be the content of a tag with an end")
 
     def _free(self, node: Node, where: str) -> str:
-        """Return the terminal's expression of the text beside the tags, in which there are no added
-        tokens anyway."""
-        given = self.texts(node, "excludes", where, [])
-        excluded = [one for one in given if not self._lark.has_tokens(one)]
+        """Return the terminal's expression of the text beside the tags. It has no added tokens, and
+        does not spell excluded texts that equal one."""
+        excluded = self.texts(node, "excludes", where, [])
         if not excluded:
             return ANY_TEXT
-        inner = self._lark.terminal(" | ".join(self._lark.literal(one) for one in excluded))
+        inner = self._lark.terminal(" | ".join(map(self._lark.spelled, excluded)))
         return self._lark.terminal(f"{ANY_TEXT} & ~({ANY_TEXT} {inner} {ANY_TEXT})")
 
     def _sequence(self, elements: list[Any], ends: Ends) -> str:
