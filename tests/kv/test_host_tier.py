@@ -1,5 +1,7 @@
 """When what a step copied out to host memory may be relied on."""
 
+import pytest
+
 from quire.base.cache_group import CacheGroup
 from quire.kv.manager import KVManager
 
@@ -15,3 +17,32 @@ def test_what_a_step_copied_out_is_there_with_its_result() -> None:
         tier.end_plan(step_id)
     settled = [tier.settle(step_id) for step_id in range(2, 7)]
     assert settled == [[], [(0, b"x")], [], [(0, b"y")], []]
+
+
+@pytest.mark.parametrize("is_evicted", [True, False])
+def test_a_block_that_a_plan_copies_out_is_held_until_its_result(is_evicted: bool) -> None:
+    """Host memory has room for one block: nothing else goes there before the copy was made, and
+    something does afterwards."""
+    kv = KVManager((FULL,), (4,), 4, host_limits=[1])
+    [pool], tier = kv.pools, kv.tier
+    assert tier is not None
+
+    def copy(name: bytes) -> list[int]:
+        block = pool.allocate()
+        pool.index(block, name)
+        if is_evicted:
+            pool.release(block)
+            assert pool.evict()
+            [(_, destination)] = tier.take_evicted()
+        else:
+            destination = []
+            tier.copy_out(0, block, name, ([], destination))
+        return destination
+
+    first = copy(b"a")
+    assert len(first) == 1 and copy(b"b") == []  # of the same plan
+    tier.end_plan(1)
+    assert copy(b"c") == []  # of the plan behind it
+    tier.end_plan(2)
+    assert tier.settle(1) == [(0, b"a")]
+    assert copy(b"d") == first
