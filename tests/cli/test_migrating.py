@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import ConfigError
+from quire.base.secrets import MASK
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse, with_dashes
 from quire.cli.migrating import BEGIN, END, main, page
@@ -19,7 +20,7 @@ from quire.cli.settings import (
     add_vllm_settings,
     all_options,
 )
-from quire.serve.vllm_compat import SPECULATION_FIELDS, VLLM_SETTINGS
+from quire.serve.vllm_compat import SECRETS, SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS, GROUPS, VllmSetting
 from tests.structure.test_house import ROOT
 
@@ -95,7 +96,9 @@ def test_what_is_the_same_is_taken() -> None:
             arguments, notes = resolved(*words)
             expected = True if option.kind is bool else option.parse(sample(option))
             expected = (expected,) if option.several else expected
-            assert (arguments.settings, notes) == ({name: Given(expected, FLAG)}, []), spelling
+            assert arguments.settings == {name: Given(expected, FLAG)}, spelling
+            is_exposed = option.exposed(expected)
+            assert [note.partition(" ")[0] for note in notes] == [option.flag] * is_exposed
 
 
 def test_others_are_ignored_or_refused_with_the_reason() -> None:
@@ -118,7 +121,8 @@ def check_other(name: str, theirs: VllmSetting) -> None:
         if value not in harmless:
             with pytest.raises(ConfigError) as raised:
                 resolved(*words_of(name, theirs, value))
-            assert f"{name}={value!r}" in str(raised.value)
+            shown = MASK if name in SECRETS else value
+            assert f"{name}={shown!r}" in str(raised.value)
             assert theirs.reason in str(raised.value)
 
 

@@ -12,6 +12,7 @@ from quire.base.kv_transfer import (
     TransferConfig,
     parse_transfer,
 )
+from quire.base.secrets import SecretJson, SecretUrl, wrap_secrets
 from quire.base.settings import setting
 
 SERVE = "serve:"  # begins a store that is this engine's host memory, for its peers
@@ -44,6 +45,7 @@ class CacheConfig:
         None,
         "file with a prefix to compute at the start and to keep: a text, or as .json what"
         " POST /v1/prefixes takes, or a list of it",
+        is_path=True,
     )
     kv_host_gb: float | None = setting(
         None,
@@ -54,6 +56,7 @@ class CacheConfig:
     kv_disk_dir: str | None = setting(
         None,
         "directory for cached blocks, which outlives the engine; engines of one model share it",
+        is_path=True,
     )
     kv_disk_gb: float = setting(
         10.0, "most that a directory or a store in memory may hold", unit="GB"
@@ -63,6 +66,7 @@ class CacheConfig:
         "stores of cached blocks, nearest first, which engines share: dir:PATH, shm:NAME (memory of"
         " this machine), serve://HOST:PORT (this engine's host memory, for others) and peer://HOST:PORT"
         " (another's), redis://HOST:PORT, s3://BUCKET/PREFIX, or NAME:ADDRESS of another package",
+        secrecy=SecretUrl,
     )
     kv_eager: bool = setting(
         False,
@@ -73,6 +77,7 @@ class CacheConfig:
         None,
         "vLLM's JSON of an engine that computes prompts for others (kv_role kv_producer), goes on"
         " with others' (kv_consumer), or both; blocks go through kv_store",
+        secrecy=SecretJson,
     )
     watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
 
@@ -81,6 +86,7 @@ class CacheConfig:
             object.__setattr__(self, "kv_cache_dtype", "fp8")  # one name from here on
         stores = (self.kv_store,) if isinstance(self.kv_store, str) else tuple(self.kv_store or ())
         object.__setattr__(self, "kv_store", stores)
+        wrap_secrets(self)
         if self.transfer.needs_store and not self.stores:
             raise ConfigError(
                 f"kv_transfer_config={self.kv_transfer_config!r} needs a store that both engines"

@@ -22,6 +22,7 @@ from quire.base.plugins import (
     LOGITS_PROCESSORS,
     POLICIES,
 )
+from quire.base.secrets import Secret, SecretUrl, public_value, wrap_secrets
 from quire.base.settings import json_object, number_of, setting
 from quire.base.several_models import SeveralModels
 from quire.base.speculation import parse_speculation
@@ -323,15 +324,20 @@ class ServerConfig(SeveralModels):
         (), "names that requests may give as model; the first one is shown; the model's if absent"
     )
     api_key: tuple[str, ...] = setting(
-        (), "keys of which requests must bring one (Authorization: Bearer ...); none: open to all"
+        (),
+        "keys of which requests must bring one (Authorization: Bearer ...); none: open to all",
+        secrecy=Secret,
     )
     urgent_api_key: tuple[str, ...] = setting(
-        (), "those of the keys whose requests may have a priority below 0; without keys all may"
+        (),
+        "those of the keys whose requests may have a priority below 0; without keys all may",
+        secrecy=Secret,
     )
     admin_api_key: tuple[str, ...] = setting(
         (),
         "those of the keys that may reset the prefix cache, end the requests of others and watch"
         " the engine; without keys all may",
+        secrecy=Secret,
     )
     pin_share: float | None = setting(
         None,
@@ -414,7 +420,9 @@ class ServerConfig(SeveralModels):
         (), "tokens that each key may have, in and out; as requests_per_minute"
     )
     otlp_traces_endpoint: str | None = setting(
-        None, "URL of a collector to which a span is sent for each request (needs quire[otel])"
+        None,
+        "URL of a collector to which a span is sent for each request (needs quire[otel])",
+        secrecy=SecretUrl,
     )
     metrics_prefix: str = setting(
         "quire",
@@ -427,6 +435,7 @@ class ServerConfig(SeveralModels):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        wrap_secrets(self)
         check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
         path = self.root_path
@@ -540,3 +549,8 @@ def flat_settings(config: EngineConfig) -> dict[str, Any]:
     for name, value in dataclasses.asdict(config).items():
         flat |= value if isinstance(value, dict) else {name: value}
     return flat
+
+
+def public_settings(config: EngineConfig) -> dict[str, Any]:
+    """Return all settings by name as they may be shown: secrets are masked, and plain data."""
+    return {name: public_value(value) for name, value in flat_settings(config).items()}

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from quire.base.errors import ConfigError, RequestError
+from quire.base.secrets import SecretJson
 
 FIELD = "kv_transfer_params"
 SETTING = "kv_transfer_config"
@@ -120,10 +121,11 @@ def parse_transfer(given: str | None) -> TransferConfig:
     try:
         fields = json.loads(given)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{SETTING} is not JSON ({error}): {given!r}.") from error
+        shown = SecretJson(given)
+        raise ConfigError(f"{SETTING} is not JSON ({error}): {shown!r}.") from None
     example = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     if not isinstance(fields, dict):
-        raise ConfigError(f"{SETTING} must be like {example}, got {given!r}.")
+        raise ConfigError(f"{SETTING} must be like {example}, got {SecretJson(given)!r}.")
     role = fields.get("kv_role", BOTH)
     if role not in ROLES:
         raise ConfigError(f"kv_role of {SETTING} must be one of {', '.join(ROLES)}, got {role!r}.")
@@ -163,7 +165,9 @@ def _stores_of(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
     name = fields.get("kv_connector")
     extra = fields.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
-        raise ConfigError(f"kv_connector_extra_config must be an object, got {extra!r}.")
+        raise ConfigError(
+            f"kv_connector_extra_config must be an object, got a {type(extra).__name__}."
+        )
     if name is None or name in FROM_ENGINES:
         return (), name is not None
     if name in TO_DIRECTORY:

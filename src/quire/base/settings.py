@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.base.plugins import PluginKind
+from quire.base.secrets import Secret
 
 
 def setting(
@@ -17,14 +18,17 @@ def setting(
     choices: tuple[str, ...] = (),
     plugins: PluginKind | None = None,
     words: dict[str, int] | None = None,
+    secrecy: type[Secret] | None = None,
+    is_path: bool = False,
 ) -> Any:
     """Return a dataclass field with what the command line needs to know about it.
 
     plugins: other packages may bring more choices. words: what may be written in place of certain
-    numbers.
+    numbers. secrecy: the type that masks the value wherever it is shown. is_path: of this machine,
+    which metrics do not show.
     """
     known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
-    known["plugins"] = plugins
+    known |= {"plugins": plugins, "secrecy": secrecy, "is_path": is_path}
     return field(default=default, metadata=known)
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.base.secrets import KEY_VARIABLES
 from quire.cli.served_models import ModelEntry, entry_of, join_models
 from quire.cli.settings import (
     ALIASES,
     ENGINE,
     FLAG,
-    SECRETS,
     Given,
     Option,
     all_options,
@@ -67,6 +67,7 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
     notes = [
         _ignored(name, settings.pop(name)) for name in [n for n in settings if n in VLLM_SETTINGS]
     ]
+    notes += _exposed(settings)
     _join_speculation(settings)
     arguments.settings = settings
     if has_settings or "log_level" not in flags:
@@ -76,9 +77,22 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
 
 
 def describe(settings: dict[str, Given]) -> list[str]:
-    """Describe each setting that was given in a line: value and origin. Keys are not shown."""
-    shown = {n: f"{len(g.value)} given" if n in SECRETS else g.value for n, g in settings.items()}
+    """Describe each setting that was given in a line: value and origin. Secrets are masked."""
+    options = all_options()
+    shown = {n: options[n].shown(g.value) if n in options else g.value for n, g in settings.items()}
     return [f"{name} = {shown[name]} ({given.origin})" for name, given in sorted(settings.items())]
+
+
+def _exposed(settings: dict[str, Given]) -> list[str]:
+    """Warn of each secret on the command line, which others on this machine can read."""
+    options = all_options()
+    return [
+        f"{options[name].flag} holds a secret, and all users of this machine can read command"
+        " lines; put it into a file that only you can read, and give that with --config"
+        + (f", or set {KEY_VARIABLES[0]}." if name == "api_key" else ".")
+        for name, given in settings.items()
+        if given.origin == FLAG and name in options and options[name].exposed(given.value)
+    ]
 
 
 def read_config_file(path: Path) -> dict[str, Given]:
@@ -90,11 +104,13 @@ def read_config_file(path: Path) -> dict[str, Given]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        raise ConfigError(f"{path} is not valid YAML: {_problem(error)}.") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold lines such as `max-model-len: 4k`, got {content!r}.")
+        raise ConfigError(
+            f"{path} must hold lines such as `max-model-len: 4k`, got a {type(content).__name__}."
+        )
     options = all_options()
     settings: dict[str, Given] = {}
     for key, value in content.items():
@@ -107,6 +123,15 @@ def read_config_file(path: Path) -> dict[str, Given]:
         checked = value if name in THEIRS else _checked(path, key, value, options[name])
         settings[name] = Given(checked, str(path))
     return settings
+
+
+def _problem(error: Exception) -> str:
+    """Say what is wrong in a file and where, without its text, which may hold secrets."""
+    problem = getattr(error, "problem", None) or type(error).__name__
+    mark = getattr(error, "problem_mark", None)
+    return (
+        problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
+    )
 
 
 def _take_model(flags: dict[str, Any]) -> None:
@@ -192,7 +217,7 @@ def _single(path: Path, key: str, value: Any, option: Option) -> Any:
         wanted = f"one of {', '.join(choices)}"
     elif option.words:
         wanted += f" or {', '.join(option.words)}"
-    shown = "something else" if option.name in SECRETS else repr(value)
+    shown = "something else" if option.secrecy is not None else repr(value)
     wrong = ConfigError(f"{path}: {key} must be {wanted}, got {shown}.")
     is_text, is_bool = isinstance(value, str), isinstance(value, bool)
     if option.kind is bool or option.kind is str:

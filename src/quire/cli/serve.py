@@ -8,6 +8,7 @@ from typing import Any
 
 from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.base.secrets import KEY_VARIABLES
 from quire.cli.served_models import served_models
 from quire.cli.settings import (
     SERVER,
@@ -17,8 +18,6 @@ from quire.cli.settings import (
     given_server_settings,
 )
 from quire.serve.several.served import check_together
-
-KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -22,6 +22,7 @@ from quire.base.config import (
 )
 from quire.base.errors import ConfigError
 from quire.base.parallel import ParallelConfig
+from quire.base.secrets import MASK, Secret
 from quire.base.settings import setting
 from quire.serve.vllm_compat import SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS
@@ -31,7 +32,6 @@ ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
 SHORT_FLAGS = {"quantization": "-q"} | {  # vLLM's
     name: short for name, theirs in FLAGS.items() if theirs.is_same for short in theirs.short
 }
-SECRETS = {"api_key", "urgent_api_key", "admin_api_key"}
 FLAG = "flag"  # where a value came from
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -72,10 +72,30 @@ class Option:
     choices: tuple[str, ...]
     is_open: bool
     words: dict[str, int]
+    secrecy: type[Secret] | None
 
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    def shown(self, value: Any) -> Any:
+        """Return a value, or several, as it may be shown."""
+        kind = self.secrecy
+        if kind is None or value is None:
+            return value
+        if isinstance(value, str):
+            return kind(value)
+        if kind is Secret or not isinstance(value, tuple | list):
+            return f"{len(value)} given" if isinstance(value, tuple | list) else MASK
+        return tuple(kind(each) if isinstance(each, str) else MASK for each in value)
+
+    def exposed(self, value: Any) -> bool:
+        """Return whether a value holds a secret that a command line would show to others."""
+        if self.secrecy is None:
+            return False
+        kind, values = self.secrecy, value if isinstance(value, tuple) else (value,)
+        texts = [kind(each) for each in values if isinstance(each, str)]
+        return any(each.has_secret for each in texts)
 
     def parse(self, text: str) -> Any:
         """Return the value that a text stands for; one of them where there are several.
@@ -256,7 +276,7 @@ def _option(item: "dataclasses.Field[Any]", hint: Any) -> Option:
     return Option(
         item.name, kind, several, optional, item.default,
         known["help"], known["unit"], known["choices"], known["plugins"] is not None,
-        known["words"],
+        known["words"], known["secrecy"],
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.config import EngineConfig, flat_settings
+from quire.base.config import EngineConfig, public_settings
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
@@ -206,8 +206,8 @@ def _build_core(
         core.draft(_make_drafting(core, built, speculation, grammars, side.draft))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
-        settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
-        settings |= STORE_SETTINGS  # a replay asks no store, and it may be a secret
+        settings = public_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
+        settings |= STORE_SETTINGS  # a replay asks no store
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
         core.watch(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())

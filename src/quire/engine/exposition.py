@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from quire.base.cache_config import CacheConfig
+from quire.base.secrets import MASK, public_value
 from quire.engine.metrics import HISTOGRAMS, EngineMetrics
 from quire.engine.ranks.times import RankTimes
 from quire.scheduler.decisions import SchedulerView
@@ -130,7 +131,7 @@ class Exposition(Collector):
 
     def _cache_info(self, num_blocks: int) -> Metric:
         cache = self._cache
-        settings = {f.name: str(getattr(cache, f.name)) for f in dataclasses.fields(cache)}
+        settings = {f.name: _label(f, getattr(cache, f.name)) for f in dataclasses.fields(cache)}
         settings["num_gpu_blocks"] = str(num_blocks)
         help = "Settings of the KV cache, as labels."
         return self._gauge("cache_config_info", help, 1, **settings)
@@ -205,3 +206,12 @@ class Exposition(Collector):
         family = CounterMetricFamily(self._full(name), help, labels=LABELS)
         family.add_metric(self._values, value)
         return family
+
+
+def _label(item: "dataclasses.Field[Any]", value: Any) -> str:
+    """Return a setting as metrics show it: without secrets and without paths of this machine."""
+    if item.metadata["is_path"] and value is not None:
+        return MASK
+    if item.name == "kv_store":
+        value = tuple(f"dir:{MASK}" if each.startswith("dir:") else each for each in value)
+    return str(public_value(value))

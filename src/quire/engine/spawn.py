@@ -7,6 +7,8 @@ import sys
 
 import msgspec
 
+from quire.base.secrets import KEY_VARIABLES, reveal_secret
+
 
 def start_child(
     module: str,
@@ -17,8 +19,10 @@ def start_child(
     environment: dict[str, str] | None = None,
     stderr: int | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start a module as a child (engine/child.py), tied to the calling thread. config: sent as JSON
-    on its standard input. fds: descriptors that it inherits. stderr: as `Popen` takes it.
+    """Start a module as a child (engine/child.py), tied to the calling thread.
+
+    config: sent as JSON on its standard input, the one place where secrets are in the clear. fds:
+    descriptors that it inherits. stderr: as `Popen` takes it.
 
     It is in a process group of its own, so that Ctrl-C reaches only this process.
     """
@@ -29,10 +33,16 @@ def start_child(
         stderr=stderr,
         pass_fds=fds,
         process_group=0,
-        env=environment,
+        env=_without_keys(environment),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has died; its exit status says so
-        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.write(msgspec.json.encode(config, enc_hook=reveal_secret))
         process.stdin.close()
     return process
+
+
+def _without_keys(environment: dict[str, str] | None) -> dict[str, str]:
+    """Return a child's environment without the API keys, which it gets with its configuration."""
+    given = os.environ if environment is None else environment
+    return {name: value for name, value in given.items() if name not in KEY_VARIABLES}

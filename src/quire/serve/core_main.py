@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import EngineConfig, flat_settings
+from quire.base.config import EngineConfig, public_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
 from quire.engine.beating import BeatingExecutor
@@ -101,7 +101,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         max_model_len=length,
         max_logprobs=config.max_logprobs,
         max_num_seqs=num_rows,
-        settings=flat_settings(config),
+        settings=public_settings(config),
         memory=built.memory.describe(),
         pooling=built.spec.pooling,
     )

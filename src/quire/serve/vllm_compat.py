@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.base.secrets import MASK
 from quire.serve.vllm_flags import FLAGS, VllmSetting
 
 VLLM_SETTINGS: dict[str, VllmSetting] = {
     name: setting for name, setting in FLAGS.items() if not setting.is_same and not setting.becomes
 }
+SECRETS = ("hf_token",)  # of vLLM's settings; errors do not show their values
 SPECULATION = "speculative_config"
 # vLLM's flags for its fields.
 SPECULATION_FIELDS = {
@@ -33,6 +35,8 @@ def ignore_vllm_setting(name: str, value: Any) -> str:
     values = value if isinstance(value, list | tuple) else [value]
     if not {str(each) for each in values} <= {str(harmless) for harmless in setting.harmless}:
         shown = values[0] if len(values) == 1 else value
+        if name in SECRETS:
+            shown = MASK
         raise ConfigError(f"{name}={shown!r} is not supported: {setting.reason}.")
     return setting.reason
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from quire.base.cache_config import SERVE, CacheConfig
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
+from quire.base.secrets import SecretUrl
 from quire.engine.connectors.connections import Connections, Worker
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
@@ -49,5 +50,8 @@ def connect_stores(
             workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
         else:
             store = make_store(setting, most_bytes)
-            workers.append(StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring))
+            scrub = SecretUrl(setting).scrub
+            workers.append(
+                StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring, scrub=scrub)
+            )
     core.connect(Connections(workers, answers), settings)

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError, QuireError
 from quire.base.plugins import CONNECTORS, all_names, load_plugin
+from quire.base.secrets import SecretUrl
 from quire.engine.connectors.direct import DirectTransfer
 from quire.engine.connectors.disk import DiskStore
 from quire.engine.connectors.peer import PeerStore
@@ -77,20 +78,29 @@ def make_store(setting: str, max_bytes: int) -> BlockStore:
     """Make a store. setting: NAME:ADDRESS, of which the store reads the address; max_bytes: that it
     may keep. Raises ConfigError if there is no such store, or it cannot be made, and
     MissingDependency if that needs a package."""
+    shown = SecretUrl(setting)
     name, colon, address = setting.partition(":")
     if not (name and colon and address):
         raise ConfigError(
             f"a KV store is a name, a colon and an address, such as dir:/var/cache/kv, got"
-            f" {setting!r}; the names are {all_names(CONNECTORS, NAMES)}."
+            f" {shown!r}; the names are {all_names(CONNECTORS, NAMES)}."
         )
     kind: Make = BUILT_IN.get(name) or load_plugin(CONNECTORS, name, NAMES)
     try:
         store: BlockStore = kind(address, max_bytes)
-    except QuireError:
-        raise
+    except QuireError as error:
+        if shown.scrub(str(error)) == str(error):
+            raise
+        raise type(error)(shown.scrub(str(error))) from None
     except Exception as error:
         raise ConfigError(
-            f"the KV store {setting!r} cannot be made: {type(error).__name__}: {error}. Correct the"
-            " address, or take another store."
-        ) from error
+            f"the KV store {shown!r} cannot be made: {type(error).__name__}:"
+            f" {_reason(error, shown)}. Correct the address, or take another store."
+        ) from (None if shown.has_secret else error)  # whose text may hold parts of the address
     return store
+
+
+def _reason(error: Exception, setting: SecretUrl) -> str:
+    """Return why a store cannot be made. A parser may quote any part of an address, a part of the
+    password too, so of one with a secret nothing is quoted."""
+    return "its address is not valid" if setting.has_secret else setting.scrub(str(error))

@@ -26,7 +26,8 @@ class RedisStore:
 
     def __init__(self, address: str, max_bytes: int) -> None:
         url = f"{self.scheme}:{address}"
-        self._place = address.rpartition("@")[2].removeprefix("//")  # what is before is a secret
+        # What is before the @ and in the query may be secret.
+        self._place = address.rpartition("@")[2].removeprefix("//").partition("?")[0]
         self._client = redis.Redis.from_url(url, socket_connect_timeout=0.5, socket_timeout=1.5)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:

@@ -84,7 +84,8 @@ class StoreWorker:
     object any more. All methods are for one thread, the core's.
 
     answer: gets each order's answer, from any thread; ring: is called after it, and wakes the core.
-    Neither should hold the core, which could never end then.
+    Neither should hold the core, which could never end then. scrub: masks the secrets of the
+    store's address in the texts of its errors.
     """
 
     def __init__(
@@ -95,9 +96,11 @@ class StoreWorker:
         answer: Callable[[Answer], None],
         ring: Callable[[], None],
         clock: Clock | None = None,
+        scrub: Callable[[str], str] = str,
     ) -> None:
         clock = clock or MonotonicClock()
-        self._work = _Work(_Mover(store, fingerprint, memory, clock), answer, ring, clock)
+        mover = _Mover(store, fingerprint, memory, clock, scrub)
+        self._work = _Work(mover, answer, ring, clock)
         self._clock = clock
         self._process_id = os.getpid()
         # A daemon, because nothing could end a store's call.
@@ -319,13 +322,18 @@ class _Mover:
     """Carries jobs on, piece by piece; all of it on the store's thread, but for `is_stuck`."""
 
     def __init__(
-        self, store: BlockStore, fingerprint: bytes, memory: HostMemory, clock: Clock
+        self,
+        store: BlockStore,
+        fingerprint: bytes,
+        memory: HostMemory,
+        clock: Clock,
+        scrub: Callable[[str], str],
     ) -> None:
         self.memory = memory
         self._store = store
         self._fingerprint = fingerprint
         self._clock = clock
-        self._log = ThrottledLog(clock)
+        self._log, self._scrub = ThrottledLog(clock), scrub
         self._calls = {
             Remove: self._remove, LookUp: self._look_up, Fetch: self._fetch, Keep: self._keep,
         }  # fmt: skip
@@ -372,7 +380,7 @@ class _Mover:
         self._log.warn(
             "failed",
             f"the KV store {name} failed, and what it was asked for counts as missing:"
-            f" {type(error).__name__}: {error}",
+            f" {type(error).__name__}: {self._scrub(str(error))}",
         )
 
     @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quire.base.config import EngineConfig, flat_settings
 from quire.base.gguf import is_gguf
+from quire.base.secrets import public_value
 from quire.base.version import QUIRE_VERSION
 from quire.models.source import ModelSource, load_format_of
 
@@ -27,12 +28,11 @@ def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
 
 
 def given_settings_of(config: EngineConfig, names: Iterable[str]) -> dict[str, str]:
-    """Return what a machine was told, as JSON, but for what may be another one on each."""
+    """Return what a machine was told, as JSON, but for what may be another one on each. Secrets are
+    digests."""
     flat = flat_settings(config)
     return {
-        name: json.dumps(flat[name], default=str)
-        for name in names
-        if name in flat and name not in OF_MACHINE
+        name: _comparable(flat[name]) for name in names if name in flat and name not in OF_MACHINE
     }
 
 
@@ -40,7 +40,7 @@ def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
     """Say which settings of a machine are not those of machine 0, whose config this is; empty if
     none."""
     flat = flat_settings(config)
-    here = {name: json.dumps(flat.get(name), default=str) for name in given}
+    here = {name: _comparable(flat.get(name)) for name in given}
     unset = json.dumps(None)
     return ", ".join(
         f"{name} is {value} there and {'not set' if here[name] == unset else here[name]} on"
@@ -48,6 +48,14 @@ def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
         for name, value in given.items()
         if value != here[name]
     )
+
+
+def _comparable(value: object) -> str:
+    """Return a setting as JSON, with the digest in place of a value that has a secret."""
+    text = json.dumps(value, default=str)
+    if public_value(value) == value:
+        return text
+    return f"{json.dumps(public_value(value))} (digest {_digest(text.encode())})"
 
 
 def different(here: Mapping[str, str], there: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from quire.base.config import EngineConfig
+from quire.base.secrets import reveal_secret
 from quire.engine.wire import Codec, Frames
 
 MOST_BYTES = 1 << 24
@@ -96,7 +97,7 @@ def keeper_frames() -> Frames:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    return reveal_secret(value)  # the configuration of a rank
 
 
 def _as_typed(kind: Any, value: Any) -> Any:

@@ -17,6 +17,7 @@ from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Float32, Int32, Plan, StepResult
+from quire.base.secrets import reveal_secret
 from quire.engine.loaded import LoadedElsewhere
 from quire.engine.wire import Codec, Frames
 from quire.models.source import ModelSource
@@ -232,7 +233,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, Path):
         return str(value)
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    return reveal_secret(value)  # the configuration of a rank
 
 
 def _as_typed(kind: Any, value: Any) -> Any:

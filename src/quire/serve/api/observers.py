@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.base.config import ServerConfig
+from quire.base.secrets import SecretUrl
 from quire.engine.remote import AsyncClient
 from quire.serve.api.observed_client import Listener, ObservedClient, ObservedRequest
 from quire.serve.rate_limits import RateLimits
@@ -80,4 +81,4 @@ def _tracer(endpoint: str | None, model: str) -> "RequestTracer | None":
         return None
     from quire.serve.api.tracer import RequestTracer
 
-    return RequestTracer.sending_to(endpoint, model)
+    return RequestTracer.sending_to(SecretUrl(endpoint), model)

@@ -5,6 +5,7 @@ A request is a span `llm_request` with vLLM's attributes; its children are `queu
 prompts or answers. Nothing is traced while a request runs, and spans are sent by a thread.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from quire.base.secrets import SecretUrl
 from quire.base.version import QUIRE_VERSION
 from quire.serve.api.observed_client import ObservedRequest
 
@@ -30,6 +32,20 @@ PARTS = (
     ("prefill", "admitted_ms", "first_token_ms"),
     ("decode", "first_token_ms", "finished_ms"),
 )
+
+
+class _Scrub(logging.Filter):
+    """Masks a collector's secrets in what its exporter logs, which quotes URLs."""
+
+    def __init__(self, endpoint: SecretUrl) -> None:
+        super().__init__()
+        self._endpoint = endpoint
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = self._endpoint.scrub(record.getMessage()), ()
+        if record.exc_info and self._endpoint.has_secret:
+            record.exc_info = record.exc_text = None
+        return True
 
 
 class RequestTracer:
@@ -45,11 +61,13 @@ class RequestTracer:
         self._model = model
 
     @classmethod
-    def sending_to(cls, endpoint: str, model: str) -> "RequestTracer":
+    def sending_to(cls, endpoint: SecretUrl, model: str) -> "RequestTracer":
         """Make one that sends to a collector, by OTLP over HTTP. endpoint: a URL; without a path
         the usual one is taken."""
-        bare = urlsplit(endpoint).path in ("", "/")
-        url = endpoint.rstrip("/") + PATH if bare else endpoint
+        true = endpoint.reveal()
+        bare = urlsplit(true).path in ("", "/")
+        url = true.rstrip("/") + PATH if bare else true
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_Scrub(endpoint))
         return cls(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)), model)
 
     def __call__(self, seen: ObservedRequest) -> None:

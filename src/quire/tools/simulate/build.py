@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.clock import FakeClock
-from quire.base.config import EngineConfig, flat_settings
+from quire.base.config import EngineConfig, public_settings
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
 from quire.base.speculation import parse_speculation
@@ -124,7 +124,7 @@ class Engines:
         path = Path(config.record) if number is None else Path(config.record) / str(number)
         core, most = replica.core, config.record_max_mb * 1_000_000
         core.watch(
-            Recorder(core.scheduler, path, most, config.record_tokens, flat_settings(config), 0.0)
+            Recorder(core.scheduler, path, most, config.record_tokens, public_settings(config), 0.0)
         )
 
 

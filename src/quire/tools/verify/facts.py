@@ -3,7 +3,7 @@
 from importlib import metadata
 from typing import Any
 
-from quire.base.config import EngineConfig, flat_settings
+from quire.base.config import EngineConfig, public_settings
 from quire.base.model_spec import ModelSpec
 from quire.base.version import QUIRE_VERSION
 from quire.models.source import ModelSource
@@ -43,5 +43,5 @@ def _version(package: str) -> str:
 
 def _given(config: EngineConfig) -> dict[str, Any]:
     """Return the settings that are not the defaults."""
-    defaults, given = flat_settings(EngineConfig()), flat_settings(config)
+    defaults, given = public_settings(EngineConfig()), public_settings(config)
     return {name: value for name, value in given.items() if value != defaults[name]}

@@ -1,0 +1,182 @@
+"""Settings that hold a secret: texts that mask themselves wherever they are shown.
+
+A `Secret` compares, hashes and encodes as the text it is, and its methods (`partition`, `encode`)
+work on the true text. `str()`, `repr()`, `%` and f-strings show it masked, so logs, errors and
+metrics cannot leak it by accident. msgspec refuses to encode one unless it is given
+`reveal_secret` as its hook, which is for the children of this server alone.
+
+    >>> store = SecretUrl("redis://user:hunter2@cache:6379/0")
+    >>> f"{store}"
+    'redis://user:***@cache:6379/0'
+    >>> store.reveal()
+    'redis://user:hunter2@cache:6379/0'
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any, Self
+from urllib.parse import unquote
+
+MASK = "***"
+KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")  # environment variables that hold an API key
+# Stores and collectors whose addresses hold secrets nowhere but before an @ and in the query.
+KNOWN_SCHEMES = ("dir", "shm", "serve", "peer", "redis", "rediss", "s3", "http", "https")
+OPEN_PARAMETERS = ("via",)  # of a query, which are never secret
+EXTRA = (
+    "kv_connector_extra_config"  # a connector's own settings: nobody here knows which are secret
+)
+MIN_SCRUBBED = 3  # characters; shorter ones are parts of every word
+
+
+class Secret(str):
+    """A key: nothing of it is shown."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: str) -> Self:
+        return super().__new__(cls, value.reveal() if isinstance(value, Secret) else value)
+
+    def reveal(self) -> str:
+        """Return the true text, to connect with it or to hand it to a child."""
+        return str.__str__(self)
+
+    @property
+    def masked(self) -> str:
+        """The text to show."""
+        return MASK
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether the text holds a secret at all."""
+        return True
+
+    def parts(self) -> Iterator[str]:
+        """Yield the parts that must not be shown."""
+        yield self.reveal()
+
+    def scrub(self, text: str) -> str:
+        """Return a text, such as another package's error, with the secret parts masked."""
+        found = {form for part in self.parts() for form in (part, unquote(part))}
+        for part in sorted(found, key=len, reverse=True):
+            if len(part) >= MIN_SCRUBBED:
+                text = text.replace(part, MASK)
+        return text
+
+    def __str__(self) -> str:
+        return self.masked
+
+    def __repr__(self) -> str:
+        return repr(self.masked)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.masked, spec)
+
+
+class SecretUrl(Secret):
+    """An address, NAME:ADDRESS or a URL. The password, a token before the @ and the values of the
+    query are masked. Of another package's NAME:ADDRESS only the name is shown."""
+
+    __slots__ = ()
+
+    @property
+    def masked(self) -> str:
+        scheme, slashes, user, place, query = self._split()
+        if not scheme and not user:
+            return place + _masked_query(query)
+        if scheme not in KNOWN_SCHEMES:
+            return f"{scheme}:{MASK}" if scheme else MASK
+        name, colon, _ = user.partition(":")
+        who = "" if not user else f"{name}:{MASK}@" if colon else f"{MASK}@"
+        return f"{scheme}:{slashes}{who}{place}{_masked_query(query)}"
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether something stands before an @ or in a query."""
+        _, _, user, _, query = self._split()
+        return bool(user) or _masked_query(query) != query
+
+    def parts(self) -> Iterator[str]:
+        scheme, _, user, place, query = self._split()
+        name, colon, password = user.partition(":")
+        if colon or name:
+            yield user
+            yield password if colon else name
+        if scheme and scheme not in KNOWN_SCHEMES:
+            yield place
+        for pair in query.removeprefix("?").split("&"):
+            parameter, _, value = pair.partition("=")
+            if parameter not in OPEN_PARAMETERS and value:
+                yield value
+
+    def _split(self) -> tuple[str, str, str, str, str]:
+        """Return scheme, slashes, what is before the last @, the place, and the query with `?`."""
+        scheme, colon, rest = self.reveal().partition(":")
+        if not colon:
+            scheme, rest = "", scheme
+        slashes = "//" if rest.startswith("//") else ""
+        user, _, place = rest.removeprefix(slashes).rpartition("@")
+        place, sign, query = place.partition("?")
+        return scheme, slashes, user, place, sign + query
+
+
+class SecretJson(Secret):
+    """JSON of a connector. The settings of the connector itself are masked."""
+
+    __slots__ = ()
+
+    @property
+    def has_secret(self) -> bool:
+        return self.masked != self.reveal()
+
+    @property
+    def masked(self) -> str:
+        try:
+            fields = json.loads(self.reveal())
+        except (ValueError, RecursionError):
+            return MASK
+        if not isinstance(fields, dict):
+            return MASK
+        if not fields.get(EXTRA):
+            return self.reveal()
+        return json.dumps(fields | {EXTRA: MASK})
+
+
+def _masked_query(query: str) -> str:
+    """Return `?a=1&via=nixl` with the values masked that may be secret."""
+    if not query:
+        return ""
+    pairs = [pair.partition("=") for pair in query.removeprefix("?").split("&")]
+    shown = (
+        f"{name}={value if name in OPEN_PARAMETERS else MASK}" if value else name
+        for name, _, value in pairs
+    )
+    return "?" + "&".join(shown)
+
+
+def wrap_secrets(config: Any) -> None:
+    """Give the fields of a frozen dataclass that hold secrets their masked types. For
+    `__post_init__`, before anything is checked."""
+    for item in dataclasses.fields(config):
+        kind, value = item.metadata.get("secrecy"), getattr(config, item.name)
+        if kind is None or value is None:
+            continue
+        values = (value,) if isinstance(value, str) else tuple(value)
+        wrapped = tuple(kind(each) if isinstance(each, str) else each for each in values)
+        object.__setattr__(config, item.name, wrapped[0] if isinstance(value, str) else wrapped)
+
+
+def public_value(value: Any) -> Any:
+    """Return a setting's value with its secrets masked, as plain data."""
+    if isinstance(value, Secret):
+        return value.masked
+    if isinstance(value, tuple | list):
+        return type(value)(public_value(each) for each in value)
+    return value
+
+
+def reveal_secret(value: Any) -> Any:
+    """Return the true text of a secret: msgspec's hook for the configuration of a child."""
+    if isinstance(value, Secret):
+        return value.reveal()
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
