@@ -305,8 +305,8 @@ class _Loop:
         self._until_s = time.monotonic() + self._starter.wait_s
 
     def _watch(self) -> None:
-        # Before the select: whatever came until then is read below, also if this thread, too, has to
-        # wait for a CPU.
+        # Before the select: whatever came until then is read below, also if this thread has to wait
+        # for a CPU.
         now_s = time.monotonic()
         events = self._selector.select(LOOK_S)
         for key, _ in events:
