@@ -122,7 +122,7 @@ class Hold(MetaPathFinder):
                 time.sleep(0.01)
         return None
 
-if "HELD" in os.environ:
+if "HELD" in os.environ and "quire.serve.core_main" in sys.orig_argv:
     sys.meta_path.insert(0, Hold())
 """
 
@@ -161,11 +161,11 @@ def restricted(pids: list[int]) -> Iterator[None]:
     if group is not None:
         for pid in pids:
             (group / "cgroup.procs").write_text(str(pid))
-        yield
-        for pid in pids:
-            (group.parent / "cgroup.procs").write_text(str(pid))
-        wait_until(lambda: not (group / "cgroup.procs").read_text(), "it is empty")
-        group.rmdir()
+        try:
+            yield
+        finally:
+            wait_until(lambda: is_emptied(group), "the group is empty")
+            group.rmdir()
         return
     is_over = threading.Event()
 
@@ -185,6 +185,15 @@ def restricted(pids: list[int]) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
+
+
+def is_emptied(group: Path) -> bool:
+    """Move all processes out, also those that were started there; whether there were none."""
+    pids = (group / "cgroup.procs").read_text().split()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            (group.parent / "cgroup.procs").write_text(pid)
+    return not pids
 
 
 def cpu_group() -> Path | None:

@@ -1,5 +1,6 @@
 """A model that started without torch, until somebody asks for what needs it."""
 
+import importlib
 import logging
 import threading
 from dataclasses import dataclass, field
@@ -108,6 +109,9 @@ class WarmModel:
     def _build(self) -> "BuiltRunner":
         """Build the runner of a start with torch, over the memory of this one."""
         logger.info("torch is imported, for what a request asks for")
+        # Steps go on meanwhile, and the first `np.unique` imports this: without it here, such a step
+        # might wait for Python's lock of imports.
+        importlib.import_module("numpy.ma")
         import_torch()
         from quire.runner.build import Taken, build_runner
 
