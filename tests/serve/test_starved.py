@@ -110,17 +110,28 @@ def test_pauses_of_the_core_cost_no_answer() -> None:
         assert server.stop() == 0
 
 
+# Held where a real import takes its time: in the module, not in the search for it, which holds the
+# lock of all imports.
 HOLD_TORCH = """
 import os, sys, time
-from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 
-class Hold(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name == "torch":
+class Hold:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name != "torch":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def hold_and_run(module):
             open(os.environ["HELD"] + ".asked", "w").close()
             while os.path.exists(os.environ["HELD"]):
                 time.sleep(0.01)
-        return None
+            run(module)
+
+        spec.loader.exec_module = hold_and_run
+        return spec
 
 if "HELD" in os.environ and "quire.serve.core_main" in sys.orig_argv:
     sys.meta_path.insert(0, Hold())

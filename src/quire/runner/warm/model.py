@@ -109,8 +109,8 @@ class WarmModel:
     def _build(self) -> "BuiltRunner":
         """Build the runner of a start with torch, over the memory of this one."""
         logger.info("torch is imported, for what a request asks for")
-        # Steps go on meanwhile, and the first `np.unique` imports this: without it here, such a step
-        # might wait for Python's lock of imports.
+        # Steps go on meanwhile, and the first `np.unique` imports this. Such a step could wait for
+        # Python's import lock, which the import of torch holds for long.
         importlib.import_module("numpy.ma")
         import_torch()
         from quire.runner.build import Taken, build_runner
