@@ -220,7 +220,8 @@ def cpu_group() -> Path | None:
             group.mkdir()
             try:
                 for name, text in files.items():
-                    (group / name).write_text(text)
+                    with (group / name).open("r+") as file:  # the kernel makes it, or nothing does
+                        file.write(text)
                 return group
             except OSError:
                 group.rmdir()

@@ -20,7 +20,7 @@ class KeptServer:
 
     def __init__(self, context: ApiContext, kept: Batches, client: TestClient) -> None:
         self.context, self.kept, self.client = context, kept, client
-        self.key = context.config.api_key[0] if context.config.api_key else ""
+        self.key = context.config.api_key[0].reveal() if context.config.api_key else ""
 
     @property
     def headers(self) -> dict[str, str]:

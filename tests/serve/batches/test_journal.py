@@ -1,5 +1,6 @@
 """The output as its own journal: what a killed process leaves, and what is no journal."""
 
+import errno
 from contextlib import closing
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 
 from quire.base.errors import ConfigError, RequestError
+from quire.serve.api.batches import journal as journal_module
 from quire.serve.api.batches.input_index import InputIndex
 from quire.serve.api.batches.journal import Journal
 from quire.serve.api.batches.lines import Failure, OutputLine, Response, shown_id
@@ -150,3 +152,30 @@ def test_a_line_is_there_wholly_or_not_at_all(
     assert (tmp_path / "out").read_bytes() == answered(index, 0).encode()
     journal.append(answered(index, 2))
     assert (tmp_path / "out").read_bytes().count(b"\n") == 2
+
+
+def test_a_disk_that_does_not_take_lines_is_asked_again(
+    tmp_path: Path, index: InputIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync that failed is owed; `close` gives up the files' locks all the same."""
+    journal, num_synced = Journal(tmp_path / "out", tmp_path / "failed"), 0
+
+    def sync(fd: int) -> None:
+        nonlocal num_synced
+        num_synced += 1
+        raise OSError(errno.EIO, "Input/output error")
+
+    journal.resume(index, Tally())
+    journal.append(answered(index, 2))
+    journal.append(failed(index, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(journal_module.os, "fsync", sync)
+        for number in (1, 2):
+            with pytest.raises(OSError, match="Input/output"):
+                journal.sync()
+            assert num_synced == number
+        with pytest.raises(OSError, match="Input/output"):
+            journal.close()
+    again = Journal(tmp_path / "out", tmp_path / "failed")  # nobody holds the locks
+    assert again.resume(index, Tally()) == {0, 2}
+    again.close()

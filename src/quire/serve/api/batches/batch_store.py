@@ -66,13 +66,14 @@ class BatchStore:
     def create(self, record: BatchRecord) -> bool:
         """Add a batch; False if there are too many that are not done. The oldest that is done makes
         room for it."""
-        names = self.directory.names(BATCH, STATE)
+        names, done = self.directory.names(BATCH, STATE), None
         if len(names) >= MAX_BATCHES:
             done = next((name for name in names if self._is_final(name)), None)
             if done is None:
                 return False
-            self._remove(done)
         self.save(record)
+        if done is not None:  # only now: on a full disk both would be lost
+            self._remove(done)
         return True
 
     def save(self, record: BatchRecord) -> None:

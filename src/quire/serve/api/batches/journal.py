@@ -5,6 +5,7 @@ about once a second (`sync`), so that a machine without power loses a second. Wh
 when the process died is the last line without its end, which is cut off.
 """
 
+import contextlib
 import fcntl
 import os
 from array import array
@@ -52,8 +53,11 @@ class Journal:
             file.sync()
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        """Close all files, also if the disk does not take what one of them lacks. Raise OSError
+        then."""
+        with contextlib.ExitStack() as closing:
+            for file in self._files:
+                closing.callback(file.close)
 
 
 class _File:
@@ -102,18 +106,25 @@ class _File:
                 written = os.pwrite(self._fd, rest, at)
                 rest, at = rest[written:], at + written
         except OSError:
-            os.ftruncate(self._fd, self._size)
+            with contextlib.suppress(OSError):  # the first error is the one to report
+                os.ftruncate(self._fd, self._size)
             raise
         self._size, self._is_synced = at, False
 
     def sync(self) -> None:
         if not self._is_synced:
-            self._is_synced = True
-            os.fsync(self._fd)
+            self._is_synced = True  # before: a line that is appended meanwhile is not
+            try:
+                os.fsync(self._fd)
+            except OSError:
+                self._is_synced = False
+                raise
 
     def close(self) -> None:
-        self.sync()
-        os.close(self._fd)
+        try:
+            self.sync()
+        finally:
+            os.close(self._fd)
 
     def _decoded(self, number: int, data: bytes) -> OutputLine:
         try:
