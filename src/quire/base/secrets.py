@@ -23,9 +23,7 @@ KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")  # environment variables that 
 # Stores and collectors whose addresses hold secrets nowhere but before an @ and in the query.
 KNOWN_SCHEMES = ("dir", "shm", "serve", "peer", "redis", "rediss", "s3", "http", "https")
 OPEN_PARAMETERS = ("via",)  # of a query, which are never secret
-EXTRA = (
-    "kv_connector_extra_config"  # a connector's own settings: nobody here knows which are secret
-)
+EXTRA = "kv_connector_extra_config"  # a connector's own settings, any of which may be secret
 MIN_SCRUBBED = 3  # characters; shorter ones are parts of every word
 
 

@@ -1,4 +1,4 @@
-"""Progress within a step, passed on to whoever watches the core."""
+"""Progress within a step, reported to the watcher of the core."""
 
 from collections.abc import Callable
 

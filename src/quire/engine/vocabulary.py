@@ -101,7 +101,7 @@ def make_vocabulary(
 
 
 def without_added_texts(tokenizer: str) -> str:
-    """Return a tokenizer.json whose added tokens keep their ids and have texts that nobody writes.
+    """Return a tokenizer.json whose added tokens keep their ids and hide their texts.
 
     Those that are words (not `is_mark`) stand for their text, so they keep it. In a byte-level
     model such a word may be the name of a byte's token, whose bytes are others: it is hidden, too.

@@ -183,7 +183,7 @@ class JobPool:
         return self._refused(end.text)
 
     def _leave(self, process: JobProcess, heavy: bool) -> None:
-        """Give back a process whose job was cancelled. What it still answers is for nobody, so one
+        """Give back a process whose job was cancelled. Its late answer is discarded, so one
         that has the job already ends; one that only starts goes on with it."""
         if not process.is_at_rest:
             process.kill()

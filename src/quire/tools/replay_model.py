@@ -128,7 +128,7 @@ class _Runs:
         self._compare(done.plan, recorded, result, in_words(step.call))
 
     def close(self) -> None:
-        """Let the executor end: it may wait for masks that nobody makes any more."""
+        """Release the executor, which may wait for masks that are not made any more."""
         self.masks.forgo(self.flying)
 
     def _submit(self, plan: Plan, sampling: Iterable[Sequence]) -> None:
