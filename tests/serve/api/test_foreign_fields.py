@@ -23,11 +23,13 @@ BODIES: dict[str, tuple[type[OpenBody], dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 4}),
 }
 # Fields of other engines that cannot change the text: where and how long something is kept, what is
-# shown, what a field is called in their logs, and numbers that mean nothing without another field.
+# shown, what a field is called in their logs, numbers that mean nothing without another field, and
+# what to keep when a context is shortened, which quire never does.
 LEFT_OUT = {
     "cache_prompt": False, "id_slot": 3, "n_probs": 2, "timings_per_token": True,
     "return_progress": True, "post_sampling_probs": True, "keep_alive": "5m", "rid": "one",
     "return_hidden_states": True, "separate_reasoning": False, "stream_reasoning": True,
+    "n_keep": 9, "num_keep": 9, "smoothing_curve": 1.5,
     "mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_exponent": 1.0,
     "decoder_input_details": True,
 }  # fmt: skip
@@ -94,6 +96,15 @@ def test_two_constraints_exclude_each_other(api: TestClient) -> None:
     body = {"prompt": "Hi", "regex": "a", "response_format": {"type": "json_object"}}
     refused = api.post("/v1/completions", json=body)
     assert refused.status_code == 400 and "exclude each other" in refused.text
+
+
+def test_a_pattern_of_white_space_alone_is_not_left_out(api: TestClient) -> None:
+    for more in ({}, {"response_format": {"type": "json_object"}}):
+        refused = api.post(
+            "/v1/completions", json={"prompt": "Hi", "guided_whitespace_pattern": " ?"} | more
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "guided_whitespace_pattern"
 
 
 def test_extra_args_of_the_python_api() -> None:

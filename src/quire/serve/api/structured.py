@@ -32,6 +32,7 @@ GUIDED = {
     "guided_grammar": "grammar", "grammar": "grammar", "json_schema": "json", "regex": "regex",
     "ebnf": "grammar",
 }  # fmt: skip
+WHITESPACE_FIELD = "guided_whitespace_pattern"
 MAY_BE_EMPTY = ("grammar", "regex", "ebnf")  # clients of those engines send "" for none
 KNOWN = frozenset(StructuredOutputsParams.__struct_fields__)
 
@@ -143,6 +144,12 @@ def _of_guided(body: GenerationRequest) -> Asked | None:
         if getattr(body, old) is not None and not (old in MAY_BE_EMPTY and not getattr(body, old))
     ]
     if not fields:
+        if body.guided_whitespace_pattern is not None:
+            raise bad_request(
+                f"{WHITESPACE_FIELD} belongs to guided_json, which is not there; use"
+                " structured_outputs with json and whitespace_pattern.",
+                WHITESPACE_FIELD,
+            )
         return None
     field = fields[0]
     if len({GUIDED[old] for old in fields}) < len(fields):
