@@ -1,7 +1,7 @@
 """Writing files so that a full disk or a killed process leaves the old contents or the new ones.
 
 `os.write` may write a part of what it is given and report no error: so does a disk with room for
-that part alone. Whoever ignores the count then puts a cut file in the place of a whole one.
+that part alone. Code that ignores the count then replaces a whole file with a cut one.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def replace_file(path: Path, data: bytes, temporary: Path, mode: int = 0o600) -> None:
-    """Put a file in the place of another one, on the disk when this returns.
+    """Replace a file, which is on the disk when this returns.
 
-    temporary: a path in the same directory at which there is nothing. Raises OSError; then `path`
-    is as it was, and nothing is left at `temporary`.
+    temporary: an unused path in the same directory. Raises OSError; then `path` has its old
+    contents, or the new ones if only the directory could not be synced, and `temporary` is gone.
     """
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:

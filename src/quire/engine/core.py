@@ -51,7 +51,7 @@ from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.held_files import HeldFiles
 from quire.engine.pacing import Pacing
-from quire.engine.preparation import NOTHING_TO_LOAD, Preparation
+from quire.engine.preparation import Preparation, nothing_to_load
 from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
 from quire.engine.submitted import NOBODY, Sampling, Submitted
@@ -96,7 +96,7 @@ class EngineCore:
         self._peers = NamedPeers(())
         self._held_files: HeldFiles | None = None
         self._grammars: Grammars | None = None
-        self._preparation: Preparation = NOTHING_TO_LOAD
+        self._preparation = nothing_to_load()
         self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan

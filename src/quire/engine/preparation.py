@@ -91,4 +91,6 @@ class Preparation:
         self._on_ready()
 
 
-NOTHING_TO_LOAD = Preparation(lambda request: False, lambda: None, lambda: None)
+def nothing_to_load() -> Preparation:
+    """Make the preparation of an engine that has loaded everything."""
+    return Preparation(lambda request: False, lambda: None, lambda: None)

@@ -114,7 +114,9 @@ def without_added_texts(tokenizer: str) -> str:
     for token in state.get("added_tokens") or []:
         text = token["content"]
         if is_mark(text, token["special"]) or (is_byte_level and text in names):
-            hidden[text] = f"\ufdd0{token['id']}\ufdd1"  # no characters
+            hidden[text] = (
+                f"\ufdd0{token['id']}\ufdd1"  # Unicode noncharacters, which stand in no text
+            )
             token |= {"content": hidden[text], "special": True}
         else:
             token |= {"lstrip": False, "rstrip": False, "single_word": False}

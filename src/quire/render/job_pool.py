@@ -183,11 +183,13 @@ class JobPool:
         return self._refused(end.text)
 
     def _leave(self, process: JobProcess, heavy: bool) -> None:
-        """Give back a process whose job was cancelled. Its late answer is discarded, so one
-        that has the job already ends; one that only starts goes on with it."""
-        if not process.is_at_rest:
+        """Give back a process whose job was cancelled. One that has the job is killed, because its
+        answer would come too late; one that still starts can take another job."""
+        if process.is_at_rest:
+            self._give_back(process, heavy)
+        else:
             process.kill()
-        self._give_back(process if process.is_at_rest else None, heavy)
+            self._give_back(None, heavy)
 
     def _busy(self) -> EngineBusy:
         return EngineBusy(f"too many {self._kind.waiting}; try again later.")

@@ -178,8 +178,8 @@ class _Formats:
             raise self.wrong(where, "must come last, or be the content of a tag with an end")
 
     def _free(self, node: Node, where: str) -> str:
-        """Return the terminal's expression of the text beside the tags. It has no added tokens, and
-        does not spell excluded texts that equal one."""
+        """Return the terminal's expression of the text outside the tags. It has no added tokens,
+        and does not spell excluded texts that equal one."""
         excluded = self.texts(node, "excludes", where, [])
         if not excluded:
             return ANY_TEXT

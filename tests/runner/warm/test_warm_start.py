@@ -21,7 +21,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.engine.build import BuiltCore, build_core
-from quire.engine.preparation import NOTHING_TO_LOAD
+from quire.engine.preparation import nothing_to_load
 from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.models.source import resolve_model
 from quire.ops.native import core
@@ -300,7 +300,7 @@ def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Pat
     assert run.warm is not None
     phases = list[float]()
     run.warm.progress.listener = phases.append
-    run.built.core.prepare(NOTHING_TO_LOAD)
+    run.built.core.prepare(nothing_to_load())
     run.add("more", [6, 7], temperature=0.0, logprobs=1)
     assert len(run.finish().tokens["more", 0]) == 9
     assert run.warm.has_torch and phases == [LOAD_S, 0.0]

@@ -10,6 +10,7 @@ import pytest
 from quire.base import durable
 from quire.serve.api.batches import batches, file_store
 from quire.serve.api.batches.batch_store import BatchStore
+from quire.serve.api.batches.directory import FilesDirectory
 from quire.serve.api.batches.file_store import FileStore
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.direct import wait_until
@@ -128,3 +129,30 @@ def test_a_file_is_deleted_while_it_is_sent(
         assert answer.status_code == 200 and len(answer.content) == 1_000_000
     else:
         assert answer.status_code == 404 and "GET /v1/files lists them" in answer.text
+
+
+def test_a_shortage_of_descriptors_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = FilesDirectory(tmp_path, 1.0)
+    path = directory.path("some", ".json")
+    directory.write(path, 7)
+
+    def none_left(path: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            directory.read(path, int)
+    assert directory.read(path, int) == 7 and "damaged" not in caplog.text
+
+
+def test_a_part_of_a_file_can_be_asked_for(make_context: MakeContext, tmp_path: Path) -> None:
+    with serving(make_context, tmp_path) as server:
+        made = server.upload(b"0123456789")
+        path = f"/v1/files/{made['id']}/content"
+        part = server.client.get(path, headers={"Range": "bytes=3-5"})
+        assert (part.status_code, part.content) == (206, b"345")
+        assert part.headers["content-range"] == "bytes 3-5/10" and part.headers["etag"]
+        assert server.client.get(path, headers={"Range": "bytes=99-"}).status_code == 416

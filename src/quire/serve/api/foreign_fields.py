@@ -16,6 +16,7 @@ from quire.serve.api.unsupported_fields import short
 NO_SUCH_SAMPLER = "quire does not sample this way; leave it out, or use temperature, top_p or min_p"
 NO_ADAPTERS = "quire loads no adapters; leave it out"
 CONSTRAINT = "this endpoint takes no such constraint; use its own field for formats"
+NOT_THIS_ENDPOINT = "this endpoint does not take it; leave it out"
 TEXT_ONLY = "this server takes text only; leave it out"
 
 
@@ -32,22 +33,22 @@ def _all(names: str, advice: str, *values: object) -> dict[str, ForeignField]:
     return dict.fromkeys(names.split(), ForeignField(advice, values))
 
 
-# By engine: llama.cpp, SGLang, text-generation-inference, Ollama; last vLLM's and OpenAI's own, for
-# the bodies that lack them.
+# Fields of llama.cpp, SGLang, text-generation-inference and Ollama; at the end those of vLLM and
+# OpenAI, for the bodies that lack them.
 FOREIGN: Mapping[str, ForeignField] = {
     **_all("grammar_lazy", "grammars hold from the first token; leave it out", False),
     **_all("grammar_triggers", "use structured_outputs.structural_tag"),
     **_all("n_predict num_predict max_new_tokens max_length", "use max_tokens", -1),
     **_all("t_max_predict_ms", "use timeout_s", 0, -1),
     **_all("mirostat mirostat_mode", NO_SUCH_SAMPLER, 0),
-    **_all("typical_p typ_p tfs tfs_z", NO_SUCH_SAMPLER, 1, 1.0, 0),
+    **_all("typical_p typ_p tfs tfs_z", NO_SUCH_SAMPLER, 1, 0),
     **_all("top_n_sigma", NO_SUCH_SAMPLER, -1, 0),
     **_all("top_a dynatemp_range smoothing_factor adaptive_target", NO_SUCH_SAMPLER, 0, -1),
     **_all("epsilon_cutoff eta_cutoff penalty_alpha", NO_SUCH_SAMPLER, 0),
     **_all("samplers sampler_priority sampler_order", NO_SUCH_SAMPLER),
     **_all("dynamic_temperature", NO_SUCH_SAMPLER, False),
     **_all("min_keep", NO_SUCH_SAMPLER, 0, 1),
-    **_all("repeat_penalty rep_pen", "use repetition_penalty", 1, 1.0),
+    **_all("repeat_penalty rep_pen", "use repetition_penalty", 1),
     **_all("repeat_last_n penalty_last_n", "penalties count the whole text; leave it out", -1),
     **_all("no_repeat_ngram_size", "use repetition_detection, or repetition_penalty", 0),
     **_all("min_new_tokens", "use min_tokens", 0),
@@ -75,15 +76,15 @@ FOREIGN: Mapping[str, ForeignField] = {
     **_all("structured_outputs response_format", CONSTRAINT),
     **_all("guided_json guided_regex guided_choice", CONSTRAINT),
     **_all("guided_grammar structural_tag", CONSTRAINT),
-    **_all("logit_bias bad_words allowed_token_ids stop stop_token_ids", "leave it out here"),
-    **_all("logits_processors min_tokens use_beam_search best_of suffix", "leave it out here"),
-    **_all("repetition_detection chat_template", "leave it out here"),
+    **_all("logit_bias bad_words allowed_token_ids stop stop_token_ids", NOT_THIS_ENDPOINT),
+    **_all("logits_processors min_tokens use_beam_search best_of suffix", NOT_THIS_ENDPOINT),
+    **_all("repetition_detection chat_template", NOT_THIS_ENDPOINT),
     **_all("guided_whitespace_pattern", CONSTRAINT),
-    **_all("thinking_token_budget", "leave it out here", -1),
-    **_all("n", "leave it out here", 1),
-    **_all("ignore_eos include_stop_str_in_output", "leave it out here", False),
-    **_all("frequency_penalty presence_penalty", "leave it out here", 0),
-    **_all("xtc_probability dry_multiplier", "leave it out here", 0),
+    **_all("thinking_token_budget", NOT_THIS_ENDPOINT, -1),
+    **_all("n", NOT_THIS_ENDPOINT, 1),
+    **_all("ignore_eos include_stop_str_in_output", NOT_THIS_ENDPOINT, False),
+    **_all("frequency_penalty presence_penalty", NOT_THIS_ENDPOINT, 0),
+    **_all("xtc_probability dry_multiplier", NOT_THIS_ENDPOINT, 0),
     **_all("functions", "use tools, which replaced it"),
 }
 

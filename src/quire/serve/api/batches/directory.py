@@ -25,6 +25,7 @@ import msgspec
 
 from quire.base.durable import replace_file
 from quire.base.errors import ConfigError, RequestError
+from quire.engine.wire import NO_RESOURCES
 
 logger = logging.getLogger("quire")
 
@@ -66,12 +67,15 @@ class FilesDirectory:
 
     def read(self, path: Path, kind: type[T]) -> T | None:
         """Return what `write` has put there; None if there is nothing, or something else. A damaged
-        file is reported once in the log, and costs no other file."""
+        file is reported once in the log, and costs no other file. Raise OSError if the process
+        lacks memory or descriptors."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
+            if error.errno in NO_RESOURCES:
+                raise  # of the process, which says nothing about the file
             self._report_damage(path, error.strerror or str(error))
             return None
         try:

@@ -3,14 +3,13 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator
 from typing import Annotated, Any, BinaryIO, Literal
-from urllib.parse import quote
 
 import fastapi
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse
+from starlette.types import Receive, Scope, Send
 
 from quire.base.errors import RequestError
 from quire.serve.api.batches.batches import Batches
@@ -28,7 +27,6 @@ router = APIRouter()
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 LEAST_S, MOST_S = 3600, 2592000
-SEND_BYTES = 1 << 18
 FORM_SCHEMA = {
     "requestBody": {
         "required": True,
@@ -107,38 +105,33 @@ async def show_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept
     return _as_json(await _found(file_id, request, api, kept))
 
 
-@router.get("/v1/files/{file_id}/content", response_class=StreamingResponse)
-async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> Response:
-    """Send what is in a file, whole also if it is deleted meanwhile."""
+class OpenFileResponse(FileResponse):
+    """Sends a file that is open, whole also if it is deleted meanwhile, and closes it."""
+
+    def __init__(self, file: BinaryIO, filename: str, media_type: str) -> None:
+        number = file.fileno()
+        super().__init__(
+            f"/proc/self/fd/{number}",
+            filename=filename,
+            media_type=media_type,
+            stat_result=os.fstat(number),
+        )
+        self._file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
+@router.get("/v1/files/{file_id}/content", response_class=FileResponse)
+async def send_file(file_id: str, request: fastapi.Request, api: Api, kept: Kept) -> FileResponse:
+    """Send what is in a file."""
     record = await _found(file_id, request, api, kept)
     try:
         file = await asyncio.to_thread(kept.files.directory.path(record.id, DATA).open, "rb")
     except FileNotFoundError as error:
         raise _missing(file_id) from error
-    headers = {
-        "Content-Length": str(os.fstat(file.fileno()).st_size),
-        "Content-Disposition": _disposition(record.filename),
-    }
-    return StreamingResponse(_pieces(file), headers=headers, media_type="application/jsonl")
-
-
-def _disposition(name: str) -> str:
-    """Return a header's value that names a file; what is not plain ASCII as RFC 5987 has it."""
-    quoted = quote(name)
-    return (
-        f'attachment; filename="{name}"'
-        if quoted == name
-        else (f"attachment; filename*=utf-8''{quoted}")
-    )
-
-
-async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes, None]:
-    """Yield what is in a file, and close it."""
-    try:
-        while piece := await asyncio.to_thread(file.read, SEND_BYTES):
-            yield piece
-    finally:
-        file.close()
+    return OpenFileResponse(file, record.filename, "application/jsonl")
 
 
 @router.delete("/v1/files/{file_id}")
