@@ -1,6 +1,7 @@
 """Which core a request goes to: pure, so by examples and by chance."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,12 @@ from quire.engine.core_choice import (
     MUCH_MORE,
     CoreChoice,
     OpenLoad,
+    SeenLoad,
     _marked_blocks,
     check_core,
     weight,
 )
+from quire.engine.heartbeat import Heartbeat, HeartbeatReader, LoadReport
 
 SIZE = 4  # tokens of a block
 IDLE = {0: 0, 1: 0}
@@ -153,3 +156,23 @@ def test_nobody_is_sent_to_a_core_with_much_more_to_do(
         most_known = len(token_ids)
         costs = [load + weight(one) for load in loads.values()]
         assert loads[core] + weight(one) - most_known <= MUCH_MORE * min(costs)
+
+
+def test_own_work_counts_before_the_core_reports_it() -> None:
+    seen = SeenLoad()
+    assert seen.tokens(LoadReport(), own=300) == 300
+    assert seen.tokens(LoadReport(500, 1), own=300) == 500  # 200 of others
+    assert seen.tokens(LoadReport(500, 1), own=400) == 600
+    assert seen.tokens(LoadReport(500, 1), own=100) == 300
+    assert seen.tokens(LoadReport(50, 2), own=100) == 100
+
+
+def test_the_same_load_reported_again_is_news(tmp_path: Path) -> None:
+    """Another client's request may weigh as much as the one of ours that has ended."""
+    beat, reader = Heartbeat(tmp_path / "beat", 1.0), HeartbeatReader(tmp_path / "beat")
+    seen = SeenLoad()
+    beat.tell_load(300)
+    assert seen.tokens(reader.load(), own=300) == 300
+    beat.tell_load(0)  # ours has ended
+    beat.tell_load(300)  # the other client's began
+    assert seen.tokens(reader.load(), own=0) == 300

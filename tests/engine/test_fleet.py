@@ -62,7 +62,7 @@ class Served:
 
     @property
     def load(self) -> int:
-        return HeartbeatReader(self.home / "heartbeat").load()
+        return HeartbeatReader(self.home / "heartbeat").load().tokens
 
     def stop(self) -> None:
         self.server.stop()

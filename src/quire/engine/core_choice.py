@@ -20,6 +20,7 @@ import numpy as np
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
+from quire.engine.heartbeat import LoadReport
 from quire.kv.digest import root_digest
 
 ROW_TOKENS = 256  # a sequence that is decoded counts as much as so many tokens of a prompt
@@ -62,6 +63,20 @@ class OpenLoad:
     def remove(self, request_id: str) -> None:
         """Forget a request; one that is unknown is ignored."""
         self.total -= self._weights.pop(request_id, 0)
+
+
+class SeenLoad:
+    """A core's load as one of its clients sees it: the core's last report, corrected by how much
+    the client's own open work has changed since then."""
+
+    def __init__(self) -> None:
+        self._report, self._own_then = LoadReport(), 0
+
+    def tokens(self, report: LoadReport, own: int) -> int:
+        """Return the core's load, at least own: the tokens that this client has open there."""
+        if report != self._report:
+            self._report, self._own_then = report, own
+        return max(own, report.tokens + own - self._own_then)
 
 
 class CoreChoice:

@@ -19,7 +19,7 @@ from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.live import LiveFrame
 from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request, ResetPrefixCache
 from quire.base.outputs import RequestOutput
-from quire.engine.core_choice import CoreChoice, OpenLoad, check_core
+from quire.engine.core_choice import CoreChoice, OpenLoad, SeenLoad, check_core
 from quire.engine.heartbeat import HeartbeatReader
 from quire.engine.merged_metrics import merged
 from quire.engine.remote import RemoteClient, limits_of
@@ -281,7 +281,7 @@ class _Core:
         self._beat_path = path.with_name("heartbeat")
         self._seen: Ready | None = None
         self._beat = HeartbeatReader(self._beat_path)
-        self._told = self._own_then = 0
+        self._load = SeenLoad()
 
     @property
     def is_usable(self) -> bool:
@@ -297,15 +297,12 @@ class _Core:
             return False
         self._seen = self.client.ready
         self._beat = HeartbeatReader(self._beat_path)  # the file is a new one
+        self._load = SeenLoad()
         return True
 
     def load(self) -> int:
-        """Return what the core told last of all clients, and what of ours has come since; what is
-        ours at least."""
-        told, own = self._beat.load(), self.own.total
-        if told != self._told:
-            self._told, self._own_then = told, own
-        return max(own, told + own - self._own_then)
+        """Return the core's load in tokens, of this client and of the others."""
+        return self._load.tokens(self._beat.load(), self.own.total)
 
 
 CoreClient = RemoteClient | FleetClient

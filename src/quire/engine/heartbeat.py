@@ -12,18 +12,26 @@ for a CPU does not count (`engine/starvation.py`).
 import mmap
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.base.config import EngineConfig
 from quire.engine.starvation import ReadThreads, Starvation, no_threads
 
 FIELDS = struct.Struct("<dq")
-LOAD = struct.Struct("<q")  # behind them
+LOAD = struct.Struct("<qq")  # after them: a LoadReport
 CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
 COMPILE_S = 60.0
 LEAST_S = 10.0
 TOLERANCE = 10.0
 CONFIRM_S = 0.9  # between the first look that found the core late, and one that counts
 FORGET = 0.999  # per step: how fast the longest step is forgotten
+
+
+class LoadReport(NamedTuple):
+    """What a core says of its open work."""
+
+    tokens: int = 0
+    number: int = 0  # of the report: two reports of the same load differ in it
 
 
 class StepLimit:
@@ -58,7 +66,7 @@ class Heartbeat:
         path.write_bytes(bytes(FIELDS.size + LOAD.size))
         self._memory = _map(path, mmap.ACCESS_WRITE)
         self._limit = StepLimit(expected_s)
-        self._num_steps = 0
+        self._num_steps = self._num_reports = 0
         self._began_s = self._phase_s = 0.0
 
     def begin(self, now_s: float) -> None:
@@ -90,8 +98,9 @@ class Heartbeat:
         FIELDS.pack_into(self._memory, 0, deadline_s, self._num_steps)
 
     def tell_load(self, load: int) -> None:
-        """Tell those who choose between cores how much work is open here."""
-        LOAD.pack_into(self._memory, FIELDS.size, load)
+        """Report how many tokens of work are open here, to the clients that choose a core."""
+        self._num_reports += 1
+        LOAD.pack_into(self._memory, FIELDS.size, load, self._num_reports)
 
 
 class HeartbeatReader:
@@ -112,12 +121,12 @@ class HeartbeatReader:
         assert self._memory is not None
         return float(FIELDS.unpack_from(self._memory, 0)[0])
 
-    def load(self) -> int:
-        """Return how much work the core said is open; 0 before it has said anything."""
+    def load(self) -> LoadReport:
+        """Return the core's last report of its open work."""
         if not self._is_there(FIELDS.size + LOAD.size):
-            return 0
+            return LoadReport()
         assert self._memory is not None
-        return int(LOAD.unpack_from(self._memory, FIELDS.size)[0])
+        return LoadReport(*LOAD.unpack_from(self._memory, FIELDS.size))
 
     def _is_there(self, num_bytes: int) -> bool:
         if self._memory is None:
