@@ -74,6 +74,17 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, says: str) -
 
 
 @pytest.mark.parametrize(
+    "line", ["serve --kv-stor={}", "serve --kv-stor {} --bad {}", "chat -x {}"]
+)
+def test_the_value_of_a_misspelt_flag_is_not_shown(
+    capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    status, _, err = run(capsys, *line.format("MARKER", "MARKER").split())
+    assert status == 2 and "unrecognized arguments: -" in err
+    assert "MARKER" not in err
+
+
+@pytest.mark.parametrize(
     ("line", "says"),
     [
         ("serve --port 70000", "port must be from 0 to 65535, got 70000"),

@@ -2,9 +2,14 @@
 
 import http.client
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tests.serve.processes import WAIT_S, Server, wait_until
+import pytest
+
+from quire.cli.main import main
+from tests.serve.processes import WAIT_S, Server, children_of, wait_until
 from tests.serve.test_server import started
 
 MARKER = "MARK3R-s3cret"
@@ -37,24 +42,64 @@ def answer(server: Server, path: str, key: str, body: object = None) -> tuple[in
     return response.status, text
 
 
-def test_no_output_of_a_server_has_a_secret(tmp_path: Path) -> None:
+def first_bytes(server: Server, path: str, key: str) -> tuple[int, str]:
+    """Return the status and the beginning of an answer that does not end."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+    response = connection.getresponse()
+    text = f"{response.headers}{response.readline().decode()}"
+    connection.close()
+    return response.status, text
+
+
+def descendants_of(pid: int) -> Iterator[int]:
+    for child in children_of(pid):
+        yield child
+        yield from descendants_of(child)
+
+
+def flags_of(settings: dict[str, Any]) -> list[str]:
+    """Return settings as a command line has them."""
+    words: list[str] = []
+    for name, value in settings.items():
+        for each in value if isinstance(value, list) else [value]:
+            words += [f"--{name}"] if each is True else [f"--{name}", str(each)]
+    return words
+
+
+@pytest.mark.parametrize("way", ["config", "flags", "ranks"])
+def test_no_output_of_a_server_has_a_secret(tmp_path: Path, way: str) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(json.dumps(SETTINGS | {"record": str(tmp_path / "recording")}))
+    settings = SETTINGS | {"record": str(tmp_path / "recording")}
+    if way == "ranks":  # of which the settings allow no store
+        del settings["kv-store"], settings["kv-transfer-config"]
+        settings["tensor-parallel-size"] = 2
+    config.write_text(json.dumps(settings))
+    words = flags_of(settings) if way == "flags" else ["--config", str(config)]
     paths = ["/", "/metrics", "/health", "/load", "/version", "/v1/models", "/openapi.json"]
-    with started("--config", str(config)) as server:
+    with started(*words) as server:
         shown = {path: answer(server, path, KEYS[2]) for path in paths}
         shown["a completion"] = answer(server, "/v1/completions", KEYS[0], BODY)
+        name = json.loads(shown["a completion"][1].partition("\n\n")[2])["id"]
+        shown["its explanation"] = answer(server, f"/v1/requests/{name}", KEYS[2])
+        shown["live"] = first_bytes(server, "/v1/engine/live", KEYS[2])
         shown["a wrong key"] = answer(server, "/v1/models", "wrong")
         shown["an error"] = answer(server, "/v1/completions", KEYS[0], BODY | {"n": -1})
         shown["a reset"] = answer(server, "/reset_prefix_cache", KEYS[2], {})
-        assert shown["a completion"][0] == 200 and shown["/metrics"][0] == 200, shown
-        assert 'kv_store="' in shown["/metrics"][1] and "127.0.0.1:9" in shown["/metrics"][1]
+        for each in ("/metrics", "a completion", "its explanation", "live"):
+            assert shown[each][0] == 200, shown[each]
+        assert 'kv_store="' in shown["/metrics"][1]
+        assert ("127.0.0.1:9" in shown["/metrics"][1]) == (way != "ranks")
         assert [shown[name][0] for name in ("a wrong key", "an error")] == [401, 400]
-        processes = [server.process.pid, *server.children]
+        # What a user writes into a command line is there for all to see; the start warns of it.
+        processes = [server.process.pid] * (way != "flags")
+        processes += descendants_of(server.process.pid)
+        assert len(processes) >= 3
         for pid in processes:
             for name in ("cmdline", "environ", "comm"):
                 shown[f"{pid} {name}"] = 200, (Path("/proc") / str(pid) / name).read_text()
-        wait_until(lambda: any("KV store" in line for line in server.lines), "the store failed")
+        if way != "ranks":
+            wait_until(lambda: any("KV store" in line for line in server.lines), "the store failed")
         assert server.stop() == 0
         shown["log"] = 200, "".join(server.lines)
     for path in (tmp_path / "recording").rglob("*"):
@@ -62,3 +107,13 @@ def test_no_output_of_a_server_has_a_secret(tmp_path: Path) -> None:
             shown[path.name] = 200, path.read_bytes().decode("latin-1")
             assert path.stat().st_size > 0
     assert not [name for name, (_, text) in shown.items() if MARKER in text]
+
+
+def test_doctor_shows_no_secret(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(SETTINGS))
+    for more in ([], ["--json"]):
+        main(["doctor", "demo", "--config", str(config), *more])
+        shown = capsys.readouterr()
+        assert "bfloat16" in shown.out
+        assert MARKER not in shown.out + shown.err

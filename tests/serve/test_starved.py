@@ -16,12 +16,15 @@ import openai
 import pytest
 
 from tests.serve.batches.inputs import request
+from tests.serve.checkpoints import text_checkpoint
+from tests.serve.pooling_checkpoints import with_modules
 from tests.serve.processes import WAIT_S, Server, is_running, kill, wait_until
 from tests.serve.test_attacks import post
 from tests.serve.test_server import started
 
 SHARE = 0.1  # of a core
-NUM_REQUESTS = 60
+NUM_REQUESTS, NUM_EMBEDDINGS, NUM_AT_ONCE = 60, 6, 8
+VECTORS = "vectors"  # the name of the model that makes embeddings
 PERIOD_S = 0.1
 TOOL = {
     "name": "paint",
@@ -52,28 +55,31 @@ CHATS: list[dict[str, Any]] = [
 ]
 
 
-def bodies(num: int) -> list[tuple[str, dict[str, Any]]]:
-    """Requests of all kinds in turn, each with a prompt of its own."""
+def bodies(num: int, num_embeddings: int = 0) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of all kinds in turn, each with a prompt of its own; num counts embeddings too."""
     found: list[tuple[str, dict[str, Any]]] = []
     for number in range(num):
         kind = number % (len(KINDS) + len(CHATS))
         text = f"Once upon a time {number}"
-        if kind < len(KINDS):
+        if number < num_embeddings:
+            found.append(("/v1/embeddings", {"model": VECTORS, "input": [text, "The fox"]}))
+        elif kind < len(KINDS):
             body = {"prompt": text, "max_tokens": 8, "temperature": 0.0, **KINDS[kind]}
-            found.append(("/v1/completions", body))
+            found.append(("/v1/completions", body | {"model": "demo"}))
         else:
             chat = CHATS[kind - len(KINDS)]
             messages = [{"role": "user", "content": text}]
             body = {"messages": messages, "max_tokens": 40, "temperature": 0.0, **chat}
-            found.append(("/v1/chat/completions", body))
+            found.append(("/v1/chat/completions", body | {"model": "demo"}))
     return found
 
 
 def answer(server: Server, path: str, body: dict[str, Any]) -> Any:
-    """Return the choices, without what is random."""
+    """Return the choices or vectors, without what is random."""
     status, data = post(server, path, json.dumps(body).encode())
     assert status == 200, data
-    return without_ids(json.loads(data)["choices"])
+    found = json.loads(data)
+    return without_ids(found["data"] if "data" in found else found["choices"])
 
 
 def without_ids(value: Any) -> Any:
@@ -82,9 +88,9 @@ def without_ids(value: Any) -> Any:
     return [without_ids(each) for each in value] if isinstance(value, list) else value
 
 
-def answers(server: Server, num: int, num_at_once: int = 8) -> list[Any]:
-    with ThreadPoolExecutor(num_at_once) as pool:
-        return list(pool.map(lambda each: answer(server, *each), bodies(num)))
+def answers(server: Server, num: int, num_embeddings: int = 0) -> list[Any]:
+    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
+        return list(pool.map(lambda each: answer(server, *each), bodies(num, num_embeddings)))
 
 
 def assert_nothing_was_killed(server: Server) -> None:
@@ -238,12 +244,19 @@ def test_a_tenth_of_a_core_is_enough_for_right_answers(
 ) -> None:
     if not has_group:
         monkeypatch.setattr(f"{__name__}.cpu_group", lambda: None)
-    with started("--files-dir", str(tmp_path / "one")) as server:
-        wanted = answers(server, NUM_REQUESTS), batch_answers(server)
-    with started("--files-dir", str(tmp_path / "another")) as server:
-        with restricted([server.core, *server.api]), ThreadPoolExecutor(1) as pool:
+    embedder = with_modules(
+        text_checkpoint("llama"), ("Pooling", "1_Pooling", {"pooling_mode": "mean"})
+    )
+    models = [{"model": "demo"}, {"model": str(embedder), "name": VECTORS}]
+    config = tmp_path / "quire.yaml"
+    config.write_text(json.dumps({"models": models}))
+    words = ["--config", str(config), "--files-dir"]
+    with started(*words, str(tmp_path / "one")) as server:
+        wanted = answers(server, NUM_REQUESTS, NUM_EMBEDDINGS), batch_answers(server)
+    with started(*words, str(tmp_path / "another")) as server:
+        with restricted(list(server.children)), ThreadPoolExecutor(1) as pool:
             batch = pool.submit(batch_answers, server)
-            found = answers(server, NUM_REQUESTS)
+            found = answers(server, NUM_REQUESTS, NUM_EMBEDDINGS)
             assert (found, batch.result(2 * WAIT_S)) == wanted
         assert_nothing_was_killed(server)
         assert server.stop() == 0

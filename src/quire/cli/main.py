@@ -67,8 +67,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         add_vllm_settings(command, words)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], command)}")
+        shown = " ".join(_without_values(unknown))
+        command.error(f"unrecognized arguments: {shown}{_hint(unknown[0], command)}")
     return arguments
+
+
+def _without_values(words: Sequence[str]) -> list[str]:
+    """Return unknown words without the values of flags: a misspelt flag may hold a secret."""
+    first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    flags = [word.partition("=")[0] for word in words[first:] if word.startswith("-")]
+    return [*words[:first], *flags]
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ Covers `engine/ranks/node.py`, `engine/ranks/keeper_messages.py`, `engine/ranks/
 """
 
 import contextlib
+import hashlib
 import os
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from quire import LLM
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, EngineError, RankLost
 from quire.base.parallel import ParallelConfig
-from quire.engine.ranks.alike import given_settings_of
+from quire.engine.ranks.alike import contradictions, given_settings_of
 from quire.engine.ranks.dial_in import Address, Door
 from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep
 from quire.engine.ranks.node import Node, rank_token, ranks_of_node
@@ -249,6 +250,10 @@ def test_who_was_started_otherwise_is_refused_with_the_difference(
     told = given_settings_of(other, ["model", "max_model_len", "device", "host"])
     assert told == {"model": '"a"', "max_model_len": "50"}
     assert "max_model_len is 50 there and 96 on machine 0; start" in core.refusal(1, settings=told)
+    other = config_from_flat(model="a", kv_store=("redis://user:hunter2@cache",))
+    told = given_settings_of(other, ["kv_store"])
+    refused = core.refusal(1, settings=told)
+    assert 'kv_store is ["redis://user:***@cache"] there and [] on machine 0; start' in refused
     unset = core.refusal(1, settings={"revision": '"main"'})
     assert 'revision is "main" there and not set on machine 0; start' in unset
     assert "no rank 5 of 3: machine 0 was started with tensor_parallel_size=3" in core.refusal(5)
@@ -258,7 +263,17 @@ def test_who_was_started_otherwise_is_refused_with_the_difference(
     assert ending.result(10) == Ending(CORE_ENDED)
     lines = [record.getMessage() for record in caplog.records]
     assert "rank 1 of the machine 127.0.0.1 was refused: max_model_len is 50" in lines[0]
-    assert sum("was refused" in line for line in lines) == 4
+    assert sum("was refused" in line for line in lines) == 5
+
+
+def test_secrets_of_machines_are_compared_and_not_shown() -> None:
+    one, two = (
+        config_from_flat(model="a", kv_store=(f"redis://user:{word}@cache",)) for word in ("x", "y")
+    )
+    given = given_settings_of(one, ["kv_store"])
+    assert contradictions(one, given) == ""
+    assert contradictions(two, given) == "kv_store has another secret there than on machine 0"
+    assert hashlib.sha256(b'["redis://user:x@cache"]').hexdigest()[:16] not in str(given)
 
 
 def test_a_machine_that_is_told_to_end_says_so_and_the_others_hear_why(core: Core) -> None:

@@ -1,6 +1,8 @@
 """Other engines' fields: those that change the text are taken or refused, never left out
 (`serve/api/foreign_fields.py`)."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +64,16 @@ def test_what_clients_send_with_every_request_is_no_error(api: TestClient, path:
     assert "mirostat" in answer.headers[IGNORED_HEADER]
 
 
+def test_a_document_names_all_of_them() -> None:
+    """But for those that are other endpoints' fields here."""
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    section = page.partition("## Fields of other engines\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", section))
+    ours = {name for kind, _ in BODIES.values() for name in kind.model_fields}
+    assert sorted({*FOREIGN, *LEFT_OUT} - ours - named) == []
+    assert {"verbosity", "prediction"} <= named
+
+
 def test_true_is_no_number() -> None:
     check_foreign({"mirostat": 0}, ("mirostat",))
     for name, value in (("mirostat", True), ("do_sample", 1), ("typical_p", 0.9)):
@@ -93,6 +105,10 @@ def test_two_constraints_exclude_each_other(api: TestClient) -> None:
     refused = api.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert "grammar and ebnf exclude each other" in refused.text
+    body = {"prompt": "Hi", "guided_json": {}, "grammar": 'root ::= "a"'}
+    refused = api.post("/v1/completions", json=body)
+    assert refused.status_code == 400
+    assert "guided_json and grammar exclude each other" in refused.text
     body = {"prompt": "Hi", "regex": "a", "response_format": {"type": "json_object"}}
     refused = api.post("/v1/completions", json=body)
     assert refused.status_code == 400 and "exclude each other" in refused.text

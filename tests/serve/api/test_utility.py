@@ -56,6 +56,16 @@ def test_served_names(make_context: MakeContext) -> None:
     assert api.post("/tokenize", json={"prompt": "a", "model": MODEL}).status_code == 404
 
 
+def test_only_admins_see_where_a_model_is(make_context: MakeContext) -> None:
+    names, keys = ("short",), ("user", "admin")
+    context = make_context(served_model_name=names, api_key=keys, admin_api_key=keys[1:])
+    api = TestClient(create_app(context))
+    for path in ("/v1/models/short", "/v1/models"):
+        for key, root in (("user", "short"), ("admin", MODEL)):
+            answer = api.get(path, headers={"Authorization": f"Bearer {key}"}).json()
+            assert answer.get("data", [answer])[0]["root"] == root
+
+
 def test_tokenize_a_text_and_back(api: TestClient, api_context: ApiContext) -> None:
     answer = api.post("/tokenize", json={"prompt": "Hello", "return_token_strs": True}).json()
     tokenizer = api_context.renderer.tokenizer

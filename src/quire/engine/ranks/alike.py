@@ -14,6 +14,7 @@ from quire.models.source import ModelSource, load_format_of
 OWN = ("node_rank",)  # settings that each machine has for itself
 # What a machine may call otherwise than machine 0 does, or has otherwise.
 OF_MACHINE = (*OWN, "device", "master_addr", "master_port", "node_wait_s")
+MASKED = "masked"  # the key of a masked value, next to its digest
 
 
 def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
@@ -28,8 +29,8 @@ def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
 
 
 def given_settings_of(config: EngineConfig, names: Iterable[str]) -> dict[str, str]:
-    """Return what a machine was told, as JSON, but for what may be another one on each. Secrets are
-    digests."""
+    """Return the settings that a machine was given, as JSON, without those that may differ between
+    machines. A setting with a secret is its masked value and a digest."""
     flat = flat_settings(config)
     return {
         name: _comparable(flat[name]) for name in names if name in flat and name not in OF_MACHINE
@@ -40,22 +41,34 @@ def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
     """Say which settings of a machine are not those of machine 0, whose config this is; empty if
     none."""
     flat = flat_settings(config)
-    here = {name: _comparable(flat.get(name)) for name in given}
-    unset = json.dumps(None)
-    return ", ".join(
-        f"{name} is {value} there and {'not set' if here[name] == unset else here[name]} on"
-        " machine 0"
-        for name, value in given.items()
-        if value != here[name]
-    )
+    found = []
+    for name, there in given.items():
+        here = _comparable(flat.get(name))
+        if there == here:
+            continue
+        if _shown(there) == _shown(here):
+            found.append(f"{name} has another secret there than on machine 0")
+        else:
+            found.append(f"{name} is {_shown(there)} there and {_shown(here)} on machine 0")
+    return ", ".join(found)
 
 
 def _comparable(value: object) -> str:
-    """Return a setting as JSON, with the digest in place of a value that has a secret."""
-    text = json.dumps(value, default=str)
-    if public_value(value) == value:
+    """Return a setting as JSON. A value with a secret is masked and has a digest with it, which is
+    expensive to compute, so that a weak secret is not found by trying."""
+    shown, text = public_value(value), json.dumps(value, default=str)
+    if shown == value:
         return text
-    return f"{json.dumps(public_value(value))} (digest {_digest(text.encode())})"
+    digest = hashlib.scrypt(text.encode(), salt=b"quire settings", n=1 << 14, r=8, p=1, dklen=16)
+    return json.dumps({MASKED: shown, "digest": digest.hex()})
+
+
+def _shown(text: str) -> str:
+    """Return a comparable setting as an error may show it."""
+    value = json.loads(text)
+    if isinstance(value, dict) and MASKED in value:
+        return json.dumps(value[MASKED])
+    return "not set" if value is None else text
 
 
 def different(here: Mapping[str, str], there: Mapping[str, str]) -> str:

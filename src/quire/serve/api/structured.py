@@ -152,9 +152,9 @@ def _of_guided(body: GenerationRequest) -> Asked | None:
             )
         return None
     field = fields[0]
-    if len({GUIDED[old] for old in fields}) < len(fields):
+    if len(fields) > 1:
         raise bad_request(f"{' and '.join(fields)} exclude each other; leave one out.", fields[-1])
-    given = {GUIDED[old]: getattr(body, old) for old in fields}
+    given = {GUIDED[field]: getattr(body, field)}
     if body.guided_whitespace_pattern is not None:
         given["whitespace_pattern"] = body.guided_whitespace_pattern
     return _made(given, field), False, field

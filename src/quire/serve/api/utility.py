@@ -156,20 +156,22 @@ async def docs() -> Response:
 
 
 @router.get("/v1/models")
-async def list_models(api: Api) -> dict[str, Any]:
-    """The served models, each once under each of its names."""
+async def list_models(api: Api, request: fastapi.Request) -> dict[str, Any]:
+    """The served models, each once under each of its names. On a server with keys only those of
+    admin_api_key see where a model's files are, as its root."""
     contexts = api.models or (api,)
-    cards = [_card(each, name) for each in contexts for name in each.model_names]
+    shows_root = is_admin(request.scope, api.config)
+    cards = [_card(each, name, shows_root) for each in contexts for name in each.model_names]
     return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}")
-async def show_model(name: str, api: Api) -> dict[str, Any]:
+async def show_model(name: str, api: Api, request: fastapi.Request) -> dict[str, Any]:
     """A served model, under one of its names."""
     if not name:
-        return await list_models(api)
+        return await list_models(api, request)
     found = api.of_model(name)
-    return _card(found, check_model(found, name))
+    return _card(found, check_model(found, name), is_admin(request.scope, api.config))
 
 
 @router.post("/tokenize", dependencies=[Depends(knowing)])
@@ -257,8 +259,8 @@ def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
             raise bad_request(text, "tokens")
 
 
-def _card(api: ApiContext, name: str) -> dict[str, Any]:
-    """Return what is told of a model; one of several may never have been loaded."""
+def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
+    """Describe a model; one of several may never have been loaded."""
     card = {
         "id": name,
         "object": "model",
@@ -270,7 +272,8 @@ def _card(api: ApiContext, name: str) -> dict[str, Any]:
     }
     with contextlib.suppress(EngineDead):
         known = api.client.ready
-        card["root"] = known.settings.get("model", name)
+        if shows_root:
+            card["root"] = known.settings.get("model", name)
         card["max_model_len"] = known.max_model_len
     if api.all_models is not None:
         [state] = [each for each in api.all_models.states if each.name == api.model_names[0]]
