@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.base.speculation import Suffixes
@@ -77,6 +77,8 @@ def of_itself(text: list[int], num: int, limits: Suffixes) -> tuple[float, list[
 
 @settings(max_examples=200, deadline=None)
 @given(prompt=TEXTS, pieces=st.lists(TEXTS, max_size=6), num=st.integers(1, 8))
+@example(prompt=[0, 0, 1, 0, 1, 0, 0, 1, 0, 1], pieces=[[0]], num=2)  # its beginning comes again
+@example(prompt=[0, 0, 0, 2, 2, 2, 2, 0, 2, 2], pieces=[[2]], num=2)  # a part of that
 def test_a_sequence_alone_as_a_search_would_find(
     prompt: list[int], pieces: list[list[int]], num: int
 ) -> None:

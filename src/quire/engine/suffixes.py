@@ -118,6 +118,9 @@ class SuffixGuesser:
             self._there = _follow(self._answers.places, self._there, token_id)
             self._answers.write(self._writer, token_id, keys, own.tokens)
         own.append(token_id, keys)
+        length = min(self._here[0], LONG + 1)
+        if own.tokens[-length:] == own.tokens[max(0, LONG - length) : LONG]:
+            self._here = 0, []  # the first place that can be found leads here as well
         self._keys = keys_of(own.tokens)
         self.num_taken += 1
 
