@@ -141,15 +141,19 @@ $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
 	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
 	$(PIP_INSTALL) -r $(VENV)/requirements.txt
-	@.ci/build $(BIN)/python
+	@.ci/build $(BIN)/python native
 	@.ci/announce core $(BIN)/python
 	@touch $@
 
-# Nothing is built: quire stands already.
-$(VENV)/.installed-test: $(VENV)/.installed
+# The tests run the code of all instruction sets.
+$(VENV)/.installed-test: $(BUILD_INPUTS) | $(VENV)/bin/python
+	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
+	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
 	@.ci/requirements $(BIN)/python test > $(VENV)/requirements-test.txt
-	$(PIP_INSTALL) -r $(VENV)/requirements-test.txt
-	@touch $@
+	$(PIP_INSTALL) -r $(VENV)/requirements.txt -r $(VENV)/requirements-test.txt
+	@.ci/build $(BIN)/python all
+	@.ci/announce core $(BIN)/python
+	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-bench: $(VENV)/.installed
 	@.ci/requirements $(BIN)/python bench > $(VENV)/requirements-bench.txt

@@ -31,8 +31,7 @@ from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.select import make_backend
-from quire.ops.formats import ATTENTION, NAMES, chosen_variant
-from quire.ops.formats import variants as linear_variants
+from quire.ops.formats import ATTENTION, NAMES, chosen_variant, variant_numbers
 from quire.ops.native import needed_core
 from quire.ops.threads import num_threads, set_num_threads
 
@@ -174,7 +173,7 @@ class Bench:
         weights measure it."""
         format = "bfloat16" if self.dtype == torch.bfloat16 else ATTENTION
         name = self.variant or chosen_variant(format)
-        index, number = NAMES.index(format), linear_variants().index(name)
+        index, number = NAMES.index(format), variant_numbers()[name]
         return max(needed_core().linear_peak(index, number, num_threads()) for _ in range(7))
 
     def cases(self) -> Iterator[str]:

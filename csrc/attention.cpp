@@ -15,14 +15,26 @@ constexpr int64_t kAloneTokens = 8;  // that one thread stores before another wa
 const AttentionKernels& attention_kernels(int variant) {
     if (variant < 0) variant = num_attention_variants() - 1;
 #if defined(QUIRE_X86_VARIANTS)
+#if QUIRE_LAST_VARIANT >= 4
     if (variant == static_cast<int>(Variant::kAmx)) return kAttentionAmx;
+#endif
+#if QUIRE_LAST_VARIANT >= 3
     if (variant == static_cast<int>(Variant::kAvx512Bf16)) return kAttentionAvx512Bf16;
+#endif
+#if QUIRE_LAST_VARIANT >= 2
     if (variant == static_cast<int>(Variant::kAvx512)) return kAttentionAvx512;
+#endif
+#if QUIRE_LAST_VARIANT >= 1
     if (variant == static_cast<int>(Variant::kAvx2)) return kAttentionAvx2;
+#endif
 #elif defined(QUIRE_ARM_VARIANTS)
     if (variant == static_cast<int>(Variant::kNeon)) return kAttentionNeon;
 #endif
+#if QUIRE_FIRST_VARIANT == 0
     return kAttentionPortable;
+#else
+    return kAttentionAvx2;
+#endif
 }
 
 }  // namespace

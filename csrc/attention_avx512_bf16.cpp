@@ -12,6 +12,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")
 
 #define QUIRE_BFLOAT16_DOTS
+#define QUIRE_OTHER_FORMATS kAttentionAvx512
 #include "attention_avx512.inc.h"
 #include "attention_tiles.inc.h"
 

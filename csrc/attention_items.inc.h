@@ -511,18 +511,21 @@ void run_in_tiles(const AttentionCall& call, const AttentionUnit& unit, const At
 #endif
 
 void run_item(const AttentionCall& call, const AttentionUnit& unit, const AttentionUnit& next) {
+#ifdef QUIRE_OTHER_FORMATS
+    if (call.kv.format != KvFormat::kBfloat16) return QUIRE_OTHER_FORMATS.run_item(call, unit, next);
+#ifdef QUIRE_AMX
+    run_in_tiles(call, unit, next);
+#else
+    ItemRun<Bfloat16Dots>(call, unit, next).run();
+#endif
+#else
     switch (call.kv.format) {
         case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, unit, next).run();
-#if defined(QUIRE_AMX)
-        case KvFormat::kBfloat16: return run_in_tiles(call, unit, next);
-#elif defined(QUIRE_BFLOAT16_DOTS)
-        case KvFormat::kBfloat16: return ItemRun<Bfloat16Dots>(call, unit, next).run();
-#else
         case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, unit, next).run();
-#endif
         case KvFormat::kFloat16: return ItemRun<Float16Kv>(call, unit, next).run();
         default: return ItemRun<Int8Kv>(call, unit, next).run();
     }
+#endif
 }
 
 void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {

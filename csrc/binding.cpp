@@ -32,7 +32,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 23;
+constexpr int kInterfaceVersion = 24;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -189,16 +189,23 @@ quire::MutableMatrix matrix(Address data, int element, int64_t rows, int64_t col
     return {static_cast<quire::Element>(element), rows, columns, stride, as<void*>(data)};
 }
 
-std::vector<std::string> linear_variants() {
-    std::vector<std::string> names(static_cast<size_t>(quire::num_linear_variants()));
-    for (size_t v = 0; v < names.size(); ++v) names[v] = quire::linear_kernels(int(v)).name;
-    return names;
+// Variants by name, the best last, with their numbers.
+using Variants = std::vector<std::pair<std::string, int>>;
+
+Variants linear_variants() {
+    Variants found;
+    for (int v = QUIRE_FIRST_VARIANT; v < quire::num_linear_variants(); ++v) {
+        found.emplace_back(quire::linear_kernels(v).name, v);
+    }
+    return found;
 }
 
-std::vector<std::string> attention_variants() {
-    std::vector<std::string> names(static_cast<size_t>(quire::num_attention_variants()));
-    for (size_t v = 0; v < names.size(); ++v) names[v] = quire::attention_variant_name(int(v));
-    return names;
+Variants attention_variants() {
+    Variants found;
+    for (int v = QUIRE_FIRST_VARIANT; v < quire::num_attention_variants(); ++v) {
+        found.emplace_back(quire::attention_variant_name(v), v);
+    }
+    return found;
 }
 
 int linear_pack(Address data, const quire::PackedWeight& packed, Address weight, int element,

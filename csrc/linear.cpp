@@ -13,10 +13,18 @@ namespace quire {
 const LinearKernels& linear_kernels(int variant) {
 #ifdef QUIRE_X86_VARIANTS
     switch (static_cast<Variant>(variant)) {
-        case Variant::kAvx2: return kLinearAvx2;
-        case Variant::kAvx512: return kLinearAvx512;
-        case Variant::kAvx512Bf16: return kLinearAvx512Bf16;
+#if QUIRE_LAST_VARIANT >= 4
         case Variant::kAmx: return kLinearAmx;
+#endif
+#if QUIRE_LAST_VARIANT >= 3
+        case Variant::kAvx512Bf16: return kLinearAvx512Bf16;
+#endif
+#if QUIRE_LAST_VARIANT >= 2
+        case Variant::kAvx512: return kLinearAvx512;
+#endif
+#if QUIRE_LAST_VARIANT >= 1
+        case Variant::kAvx2: return kLinearAvx2;
+#endif
         default: break;
     }
 #elif defined(QUIRE_ARM_VARIANTS)
@@ -28,7 +36,11 @@ const LinearKernels& linear_kernels(int variant) {
     }
 #endif
     (void)variant;
+#if QUIRE_FIRST_VARIANT == 0
     return kLinearPortable;
+#else
+    return kLinearAvx2;
+#endif
 }
 
 int num_linear_variants() { return static_cast<int>(best_variant()) + 1; }

@@ -11,6 +11,7 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #define QUIRE_BFLOAT16_DOTS
+#define QUIRE_OTHER_FORMATS kLinearAvx512
 #include "linear_avx512.inc.h"
 #include "linear_tiles.inc.h"
 

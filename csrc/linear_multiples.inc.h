@@ -117,7 +117,7 @@ struct MultipliedTile {
 };
 
 // A panel for `rows` rows from `row` on.
-void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x, int64_t row,
+[[maybe_unused]] void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x, int64_t row,
                       int64_t rows, const uint8_t* w) {
     // Where one tile has all rows, memory is read in one stream.
     const int64_t fitting = kChunkBytes / layout.block_bytes;

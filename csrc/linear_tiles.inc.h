@@ -5,6 +5,9 @@
 // A tile is up to kTileRows rows times some vectors of outputs, summed in registers. Tiles of a chunk
 // of K follow one another while that chunk of the panel is in the L2 cache; between chunks the sums
 // wait in memory, which changes no bit of them.
+//
+// QUIRE_OTHER_FORMATS: where a variant differs from a lesser one in bfloat16 alone, the lesser one's
+// kernels, which multiply all other formats. The same code is not compiled twice.
 #pragma once
 
 #include <cstring>
@@ -429,6 +432,12 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 using PanelFunction = void (*)(const Sums&, const Sums&, const PackedWeight&, const PanelLayout&,
                                const Operand&, int64_t, int64_t, const uint8_t*);
 
+#ifdef QUIRE_OTHER_FORMATS
+
+PanelFunction panel_function(const PackedWeight&) { return dense_panel<Bfloat16Weight>; }
+
+#else
+
 void multiples_panel(const Sums& acc, [[maybe_unused]] const Sums& last,
                      [[maybe_unused]] const PackedWeight& weight, const PanelLayout& layout,
                      const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
@@ -462,6 +471,8 @@ PanelFunction panel_function(const PackedWeight& weight) {
     return panel_function(weight.format, std::make_integer_sequence<int, kCount>{});
 }
 
+#endif
+
 bool ends_in_results([[maybe_unused]] const PackedWeight& weight, [[maybe_unused]] int64_t rows) {
 #ifdef QUIRE_HALF_TILES
     return weight.rounds_activations() && takes_half_tiles(rows);
@@ -472,6 +483,11 @@ bool ends_in_results([[maybe_unused]] const PackedWeight& weight, [[maybe_unused
 
 void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
               const Operand& x, int64_t begin, int64_t end) {
+#ifdef QUIRE_OTHER_FORMATS
+    if (weight.format != WeightFormat::kBfloat16) {
+        return QUIRE_OTHER_FORMATS.multiply(out, bias, weight, x, begin, end);
+    }
+#endif
     alignas(64) float acc[kBlockRows * kPanel];
     const PanelFunction panel_of = panel_function(weight);
     PanelLayout layout(weight);
@@ -533,6 +549,10 @@ int64_t repeat_step(int64_t steps, const Sum& zero) {
 }
 
 int64_t repeat(WeightFormat format, int64_t steps) {
+#ifdef QUIRE_OTHER_FORMATS
+    if (format != WeightFormat::kBfloat16) return QUIRE_OTHER_FORMATS.repeat(format, steps);
+    return repeat_step<Bfloat16Weight, typename Bfloat16Weight::X>(steps, Isa::zero());
+#else
     switch (parts_of(format).values) {
         case Values::kFloat32: return repeat_step<Float32Weight, float>(steps, Isa::zero());
         case Values::kBfloat16:
@@ -541,6 +561,7 @@ int64_t repeat(WeightFormat format, int64_t steps) {
         case Values::kInt8: return repeat_step<Int8Weight, int8_t>(steps, Isa::all(0));
         default: return repeat_step<Int4Weight, int8_t>(steps, Isa::all(0));
     }
+#endif
 }
 
 constexpr LinearKernels kKernels{Isa::kName,    kPanel,  Isa::kInt8Offset,

@@ -1,5 +1,6 @@
 #include "variants.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #ifdef QUIRE_X86_VARIANTS
@@ -99,7 +100,7 @@ Variant best_of_cpu() { return Variant::kPortable; }
 }  // namespace
 
 Variant best_variant() {
-    static const Variant best = best_of_cpu();
+    static const Variant best = std::min(best_of_cpu(), static_cast<Variant>(QUIRE_LAST_VARIANT));
     return best;
 }
 

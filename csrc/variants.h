@@ -24,6 +24,13 @@
 
 namespace quire {
 
+// The first and the last of the variants that are compiled: all, unless CMakeLists.txt says otherwise
+// for x86-64.
+#ifndef QUIRE_FIRST_VARIANT
+#define QUIRE_FIRST_VARIANT 0
+#define QUIRE_LAST_VARIANT 4
+#endif
+
 // From the least to the most that a CPU can have. kNeonI8mm: sdot, smmla and bfmmla.
 enum class Variant : int {
     kPortable,
@@ -38,7 +45,8 @@ enum class Variant : int {
     kNeonI8mm,
 };
 
-// The last that this CPU runs: the one with the most features, which need not be the fastest.
+// The last that was compiled and that this CPU runs: the one with the most features, which need not be
+// the fastest. Less than QUIRE_FIRST_VARIANT: there is none.
 Variant best_variant();
 
 }  // namespace quire

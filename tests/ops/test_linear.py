@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops import packed
+from quire.ops import formats
 from quire.ops.formats import VARIANT, Quantization, packed_form
 from quire.ops.linear import linear, pack_weight, packed_weight_bytes
 from quire.ops.native import core
@@ -22,7 +22,7 @@ from tests.ops.figures import keep_figures, own_figures
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
 
-VARIANTS = packed.variants()
+VARIANTS = formats.variants()
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 QUANTIZATIONS = [Quantization("int8", size) for size in (0, 32, 64, 128)]

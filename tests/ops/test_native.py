@@ -2,11 +2,13 @@
 
 import ast
 import inspect
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from quire.ops import native_types
-from quire.ops.native import core
+from quire.ops.native import INTERFACE_VERSION, core
 from quire.ops.native_types import Core, CoreGroup, CorePlan, CoreProgram, CoreStatePlan
 
 PROTOCOLS = {
@@ -55,3 +57,11 @@ def test_the_protocols_say_what_was_compiled() -> None:
         for method, member in functions(PROTOCOLS.get(name, native_types.CoreWeight)).items():
             if method != "__init__":
                 assert told(member) == true(getattr(found, method), True), f"{name}.{method}"
+
+
+def test_a_core_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make serve` compiles no code for lesser CPUs than this machine's."""
+    other = SimpleNamespace(version=lambda: INTERFACE_VERSION, linear_variants=lambda: [])
+    monkeypatch.setitem(sys.modules, "quire._core", other)
+    with pytest.warns(UserWarning, match="built for another CPU"):
+        assert core.__wrapped__() is None

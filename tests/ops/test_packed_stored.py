@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops import packed
+from quire.ops import formats
 from quire.ops.formats import Quantization, packed_bytes, panel_of
 from quire.ops.linear import linear, pack_rows
 from quire.ops.native import core
@@ -19,7 +19,7 @@ from tests.ops.test_linear import quantised_activations, random
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
 
-VARIANTS = packed.variants()
+VARIANTS = formats.variants()
 SHAPES = [(1, 8), (33, 48), (70, 131), (257, 96), (20, 1027)]
 TOKENS = (1, 2, 3, 4, 6, 7, 13, 121)
 

@@ -175,11 +175,16 @@ def packed_bytes(
 
 
 @functools.cache
-def variants() -> tuple[str, ...]:
-    """List the instruction sets that both the core and this CPU have, the default last; none
-    without the core."""
+def variant_numbers() -> dict[str, int]:
+    """Return the instruction sets that both the core and this CPU have, the default last, with the
+    core's numbers; none without the core."""
     module = core()
-    return () if module is None else tuple(module.linear_variants())
+    return {} if module is None else dict(module.linear_variants())
+
+
+def variants() -> tuple[str, ...]:
+    """List the names of `variant_numbers`."""
+    return tuple(variant_numbers())
 
 
 def chosen_variant(format: str) -> str:
@@ -225,7 +230,7 @@ def measurement() -> Measurement:
 def _measure() -> dict[str, dict[str, Speed]]:
     from quire.ops.kernel_timing import measure_kernels  # it needs numpy, which fit does without
 
-    return measure_kernels(needed_core(), variants(), timed_formats())
+    return measure_kernels(needed_core(), variant_numbers(), timed_formats())
 
 
 def timed_formats() -> dict[str, tuple[int, int]]:
@@ -246,7 +251,7 @@ def measurement_file() -> KernelFile:
 def panel_of(variant: str) -> int:
     """Count the outputs per panel of an instruction set, from the bytes of one weight."""
     core = needed_core()
-    one_float32 = WeightLayout(NAMES.index("float32"), variants().index(variant), 1, 1, 1)
+    one_float32 = WeightLayout(NAMES.index("float32"), variant_numbers()[variant], 1, 1, 1)
     return core.linear_bytes(one_float32.at(0, core)) // DTYPE_BYTES["float32"]
 
 

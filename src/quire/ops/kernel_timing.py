@@ -29,17 +29,17 @@ Clock = Callable[[], float]
 
 
 def measure_kernels(
-    core: Core, variants: Sequence[str], formats: Mapping[str, tuple[int, int]]
+    core: Core, variants: Mapping[str, int], formats: Mapping[str, tuple[int, int]]
 ) -> dict[str, dict[str, Speed]]:
     """Time every instruction set with every format: {format: {variant: speed}}. Takes about 0.1 s.
 
-    variants: the core's names, in the order of its numbers. formats: the core's number of what is
+    variants: the core's names and numbers. formats: the core's number of what is
     timed for each, and inputs of its groups.
     """
     weights = _some_weights()
     found = {}
     for name, (number, group) in formats.items():
-        shapes = [_shapes(core, number, variant, group) for variant in range(len(variants))]
+        shapes = [_shapes(core, number, variant, group) for variant in variants.values()]
         calls = [
             tuple(_product(core, weights, rows, layout) for rows, layout in pair) for pair in shapes
         ]

@@ -15,7 +15,7 @@ from quire.ops.native_types import Core
 if TYPE_CHECKING:
     import torch
 
-INTERFACE_VERSION = 23
+INTERFACE_VERSION = 24
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"
@@ -25,7 +25,8 @@ _HOW_TO_BUILD = (
 
 @functools.cache
 def core() -> Core | None:
-    """Return the compiled module; None, with a warning, if it is missing or of another version."""
+    """Return the compiled module; None, with a warning, if it is missing, of another version or for
+    CPUs that have more than this one."""
     try:
         module = cast(Core, importlib.import_module("quire._core"))
     except ImportError as error:
@@ -37,6 +38,9 @@ def core() -> Core | None:
             f" it was built from other sources. {_HOW_TO_BUILD}",
             stacklevel=2,
         )
+        return None
+    if not module.linear_variants():
+        warnings.warn(f"The C++ core was built for another CPU. {_HOW_TO_BUILD}", stacklevel=2)
         return None
     return module
 

@@ -24,7 +24,7 @@ from quire.ops.formats import (
     packed_form,
     panel_of,
     rounds_activations,
-    variants,
+    variant_numbers,
 )
 from quire.ops.host_memory import HugeMemory
 from quire.ops.mapped_tensors import MappedTensors
@@ -92,7 +92,7 @@ class PackedWeight(OpaqueWeight):
 
     @property
     def variant(self) -> str:
-        return variants()[self.layout.variant]
+        return _variant_of(self.layout)
 
     @cached_property
     def core(self) -> CoreWeight:
@@ -182,7 +182,7 @@ def pack_parts(
     files. Raises ModelError where that fails."""
     shape = (sum(map(len, parts_NK)), parts_NK[0].shape[1])
     layout = _layout(shape, dtype, quantization, None)
-    panel = panel_of(variants()[layout.variant])
+    panel = panel_of(_variant_of(layout))
     is_float = quantization is not None and quantization.format == "fp8"
     if is_float or any(len(part) % panel for part in parts_NK[:-1]):
         converted = [part.to(dtype) for part in parts_NK]
@@ -410,8 +410,13 @@ def _pack_arrays(
 def _layout_of(
     format: str, shape: tuple[int, int], group: int, variant: str | None, is_ordered: int = 0
 ) -> WeightLayout:
-    index = variants().index(variant or chosen_variant(format))
-    return WeightLayout(NAMES.index(format), index, *shape, group, is_ordered)
+    number = variant_numbers()[variant or chosen_variant(format)]
+    return WeightLayout(NAMES.index(format), number, *shape, group, is_ordered)
+
+
+def _variant_of(layout: WeightLayout) -> str:
+    [name] = [name for name, number in variant_numbers().items() if number == layout.variant]
+    return name
 
 
 def _not_quantisable(weight_NK: torch.Tensor, quantization: Quantization | None) -> ConfigError:
@@ -445,7 +450,7 @@ def _known_layout(numbers: Sequence[int]) -> WeightLayout:
         raise ValueError(f"there is no packed weight of {numbers}")
     format = NAMES[layout.format]
     is_known = layout.is_ordered in (0, 1) and _has_group(format, layout)
-    is_known = is_known and layout.variant == variants().index(chosen_variant(format))
+    is_known = is_known and layout.variant == variant_numbers()[chosen_variant(format)]
     if not is_known:
         raise ValueError(f"a packed weight of {numbers} is not what it should be")
     return layout

@@ -253,14 +253,15 @@ def multiplied_as(layout: KVLayout) -> str:
     return "bfloat16" if is_bfloat16 else ATTENTION
 
 
-def variants() -> tuple[str, ...]:
-    """Return the instruction sets that attention has here, the best last; none without the core."""
+def variants() -> dict[str, int]:
+    """Return the instruction sets that attention has here, the best last, with the core's numbers;
+    none without the core."""
     module = core()
-    return () if module is None else tuple(module.attention_variants())
+    return {} if module is None else dict(module.attention_variants())
 
 
 def variant_number(name: str) -> int:
     """Return a variant's number, or the best one's for an instruction set without attention of its
     own: it has the features of the best."""
-    names = variants()
-    return names.index(name) if name in names else len(names) - 1
+    numbers = variants()
+    return numbers.get(name, max(numbers.values()))
