@@ -74,8 +74,9 @@ class DetokenizeBody(OpenBody):
 @public.get("/health")
 async def health(request: fastapi.Request, api: Api, model: str | None = None) -> Response:
     """200 while the engine lives, also during a drain: what must not be is a restart. Of several
-    models: while some model can answer, with what each is for key holders; model, which is theirs
-    to ask: while that one can."""
+    models: while some model can answer, with what each is for key holders, and what is wrong with
+    it; model, which is theirs to ask: while that one can. One whose process has died cannot before
+    it is loaded again."""
     is_told = has_key(request.scope, api.config.api_key)
     if model is not None and not is_told:
         raise wrong_key()
@@ -85,7 +86,10 @@ async def health(request: fastapi.Request, api: Api, model: str | None = None) -
     status = 200 if is_alive else 503
     if api.all_models is None or not is_told:
         return Response(status_code=status)
-    told = [{"name": each.name, "state": each.state} for each in api.all_models.states]
+    told = [
+        {"name": each.name, "state": each.state} | ({"why": each.why} if each.why else {})
+        for each in api.all_models.states
+    ]
     return JSONResponse({"models": told}, status)
 
 
