@@ -34,6 +34,8 @@ from quire.serve.api.rendering import (
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # what reads such a tokenizer.json in transformers
+# What a model's makers may set for requests that leave it open (`render/generation.py`)
+TOLD_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DOCS = Path(__file__).with_name("docs.html")
 # The page runs its own script, talks to this server, and nothing else.
 DOCS_HEADERS = {
@@ -262,7 +264,9 @@ def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
 
 
 def _card(api: ApiContext, name: str) -> dict[str, Any]:
-    """Return what is told of a model; one of several may never have been loaded."""
+    """Return what is told of a model; one of several may never have been loaded. Its
+    default_sampling_params are those of a request that leaves them open."""
+    defaults = api.requests.defaults.default_sampling_params()
     card = {
         "id": name,
         "object": "model",
@@ -271,6 +275,7 @@ def _card(api: ApiContext, name: str) -> dict[str, Any]:
         "root": name,
         "parent": None,
         "max_model_len": None,
+        "default_sampling_params": {name: getattr(defaults, name) for name in TOLD_PARAMS},
     }
     with contextlib.suppress(EngineDead):
         known = api.client.ready
