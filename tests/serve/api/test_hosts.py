@@ -56,6 +56,18 @@ def test_the_name_that_the_server_listens_on(make_context: MakeContext) -> None:
         assert client.get("/v1/models", headers={"Host": host}).status_code == status
 
 
+@pytest.mark.parametrize(
+    ("here", "status"), [("http://127.0.1.1:8000", 403), ("http://192.168.1.7:8000", 200)]
+)
+def test_a_name_that_the_server_listens_on_may_mean_this_machine(
+    make_context: MakeContext, here: str, status: int
+) -> None:
+    """As Debian's /etc/hosts has it: the address of the connection tells."""
+    client = TestClient(create_app(make_context(host="box")), base_url=here)
+    assert client.get("/v1/models", headers={"Host": "evil.example"}).status_code == status
+    assert client.get("/v1/models", headers={"Host": "box:8000"}).status_code == 200
+
+
 def test_errors_have_their_paths_form(make_context: MakeContext) -> None:
     answer = client_of(make_context).post("/v1/messages", headers={"Host": "evil.example"}, json={})
     assert answer.status_code == 403 and answer.json()["type"] == "error"
@@ -68,6 +80,8 @@ def test_errors_have_their_paths_form(make_context: MakeContext) -> None:
         ({"host": "::1"}, True),
         ({"host": "localhost"}, True),
         ({"host": "Box.localhost."}, True),
+        ({"host": "box"}, True),  # where it means the loopback interface
+        ({"host": "box", "api_key": ("k",)}, False),
         ({"api_key": ("k",)}, False),
         ({"host": "0.0.0.0"}, False),
         ({"host": "0.0.0.0", "allowed_hosts": ("a",)}, True),

@@ -32,12 +32,13 @@ class HostCheck:
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
+        self._is_loopback_only = not config.allowed_hosts
         self._names = {_normal(name) for name in config.allowed_hosts}
         if not is_address(config.host):
             self._names.add(_normal(config.host))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or not _is_tcp(scope):
+        if scope["type"] not in ("http", "websocket") or not self._is_checked(scope):
             await self._app(scope, receive, send)
             return
         wrong = [host for host in _hosts(scope) if not self._is_ours(host)]
@@ -47,6 +48,14 @@ class HostCheck:
             await error_answer(_refusal(wrong[0]), scope)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": POLICY})
+
+    def _is_checked(self, scope: Scope) -> bool:
+        """Return whether a request came over TCP, and to an interface whose names are checked: a
+        server that listens on a name learns from its connections what the name means."""
+        server = scope.get("server")
+        if server is None or server[1] is None or not is_address(server[0]):
+            return False
+        return not self._is_loopback_only or ipaddress.ip_address(server[0]).is_loopback
 
     def _is_ours(self, host: str) -> bool:
         parts = HOST.fullmatch(host)
@@ -59,11 +68,12 @@ class HostCheck:
 
 
 def checks_hosts(config: ServerConfig) -> bool:
-    """Return whether a server looks at the names: if it is told which, or listens on the loopback
-    interface and is open to all there."""
+    """Return whether a server looks at the names: if it is told which, or is open to all and
+    listens on the loopback interface, which a name may mean, too."""
     if EVERY_HOST in config.allowed_hosts:
         return False
-    return bool(config.allowed_hosts) or (not config.api_key and _is_loopback(config.host))
+    may_be_loopback = not is_address(config.host) or ipaddress.ip_address(config.host).is_loopback
+    return bool(config.allowed_hosts) or (not config.api_key and may_be_loopback)
 
 
 def is_address(host: str) -> bool:
@@ -92,17 +102,6 @@ def _is_localhost(name: str) -> bool:
     """Return whether a name is `localhost` or below it."""
     *above, last = _normal(name).split(".")
     return last == LOCALHOST and all(above)
-
-
-def _is_loopback(host: str) -> bool:
-    if _is_localhost(host):
-        return True
-    return is_address(host) and ipaddress.ip_address(host).is_loopback
-
-
-def _is_tcp(scope: Scope) -> bool:
-    server = scope.get("server")
-    return server is not None and server[1] is not None and is_address(server[0])
 
 
 def _hosts(scope: Scope) -> list[str]:

@@ -12,6 +12,8 @@ from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.engine.fleet import CoreClient
+from quire.engine.remote import AsyncClient
+from quire.serve.api.several.all_models import AllModels
 from quire.serve.api.several.leased_client import LeasedClient
 from quire.serve.several.messages import Ask, Deny, GiveBack, Grant, ModelState, States
 from tests.serve.api.several.fake_keeper import FakeKeeper, linked
@@ -255,6 +257,8 @@ def test_which_models_are_alive_without_a_connection(
         while client._link.states["b"].why != why:
             await asyncio.sleep(0)
         assert client.is_alive == expected
+        [told] = AllModels({"b": cast(AsyncClient, client)}, client._link).states
+        assert bool(told.why) == (not expected), "what is wrong is told"
         core.load()
         assert client.is_alive
 
