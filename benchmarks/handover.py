@@ -9,7 +9,8 @@ salt), `warm` with them, from the request on: look-up, fetch, loading, the tail 
 `kept` is how much later than the first engine's answer its last block is in the store. Moved bytes
 are compared with those of the blocks that the second engine lacks. Run it on a quiet machine.
 `CPU` is the time of all threads of this process during `warm`. --second-store: of the second
-engine, if it is another one, as with `serve://127.0.0.1:7400` and `peer://127.0.0.1:7400`.
+engine, if it is another one, as with `serve://127.0.0.1:7400` and `peer://127.0.0.1:7400`,
+which need `QUIRE_KV_SECRET` in the environment.
 """
 
 import argparse

@@ -61,7 +61,7 @@ def test_the_protocols_say_what_was_compiled() -> None:
 
 def test_a_core_for_another_cpu_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make serve` compiles no code for lesser CPUs than this machine's."""
-    other = SimpleNamespace(version=lambda: INTERFACE_VERSION, linear_variants=lambda: [])
+    other = SimpleNamespace(version=lambda: INTERFACE_VERSION, linear_variants=list)
     monkeypatch.setitem(sys.modules, "quire._core", other)
     with pytest.warns(UserWarning, match="built for another CPU"):
         assert core.__wrapped__() is None

@@ -17,6 +17,7 @@ from quire.base.errors import ConfigError, RequestError
 from quire.base.kv_orders import Fetch, LookUp
 from quire.engine.connectors import served
 from quire.engine.connectors import worker as worker_file
+from quire.engine.connectors.peer_wire import SECRET
 from quire.ops.native import core
 from quire.scheduler import stores as stores_file
 from quire.scheduler.decisions import StoresView
@@ -73,6 +74,12 @@ def settled(llm: LLM) -> None:
     running.scheduler.check_invariants()
     kv = running.scheduler.memory.kv
     assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools))
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers prove that they know it."""
+    monkeypatch.setenv(SECRET, "a secret of these tests")
 
 
 @pytest.fixture
@@ -408,10 +415,14 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
         ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "gives none"),
         ({"kv_store": "shm:../x"}, "takes a name of letters"),
         ({"kv_store": "peer://10.1.2.3:7400"}, "set the environment variable QUIRE_KV_SECRET"),
+        ({"kv_store": "serve://localhost:0"}, "set the environment variable QUIRE_KV_SECRET"),
         ({"kv_store": "peer://nowhere"}, "takes HOST:PORT"),
     ],
 )
-def test_wrong_settings_are_told(settings: dict[str, Any], says: str) -> None:
+def test_wrong_settings_are_told(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setenv(SECRET, "a secret" if "nowhere" in str(settings) else "")
     with pytest.raises(ConfigError, match=says):
         open_llm("qwen3", **settings)
 

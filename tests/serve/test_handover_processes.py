@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.connectors.peer_wire import SECRET
 from tests.engine.connectors.shared_store import shared_store
 from tests.serve.processes import WAIT_S, Server
 
@@ -91,7 +92,10 @@ def second_alone(server: Server, asked: list[str], answers: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_side_is_killed_and_nothing_is_held_for_it() -> None:
+def test_the_other_side_is_killed_and_nothing_is_held_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SECRET, "a secret of this test")
     first = Server("--kv-store", "serve://127.0.0.1:0", *OPTIONS)
     port = int(first.wait_for_line(r"served to peers at 127.0.0.1, port (\d+)")[1])
     [prompt] = prompts(1, 9)

@@ -28,13 +28,14 @@ from tests.serve.test_handover import (
     open_pair,
     port_of,
     scheduler_of,
+    secret,
     settled,
     view,
     wanted,
 )
 from tests.serve.test_same_bits import found, open_llm
 
-__all__ = ["redis_server", "s3_server", "wanted"]  # fixtures
+__all__ = ["redis_server", "s3_server", "secret", "wanted"]  # fixtures
 CALLS_S = 18.0  # for calls that end without an answer, and a tiny model on a busy machine
 
 

@@ -6,6 +6,7 @@ import { onTheme } from "./theme";
 
 const SPAN_S = 60;
 const LEAST_SPAN_S = 10;
+const MOST_JOINED_S = 5; // moments that are further apart are not joined by a line
 const MOST_STEPS = 80;
 
 export interface Line {
@@ -27,7 +28,7 @@ class Chart {
     });
     const head = make("figcaption", {}, make("b", {}, title), this.latest, make("span", { class: "keys" }, ...keys));
     this.element = make("figure", { class: "card" }, head, this.canvas);
-    this.canvas.setAttribute("aria-label", `${title}: nothing yet`);
+    this.tell("");
     new ResizeObserver(() => this.draw()).observe(this.canvas);
     onTheme(() => this.draw());
   }
@@ -50,9 +51,15 @@ class Chart {
   }
 
   protected tell(text: string): void {
-    if (this.latest.textContent === text) return;
+    if (this.latest.textContent === text && text) return;
     this.latest.textContent = text;
-    this.canvas.setAttribute("aria-label", `${this.title}: ${text}`);
+    this.canvas.setAttribute("aria-label", `${this.title}: ${text || "nothing yet"}`);
+  }
+
+  /** Wipe out what was shown before. */
+  protected showNothing(): void {
+    this.draw();
+    this.tell("");
   }
 }
 
@@ -63,8 +70,10 @@ export class Lines extends Chart {
     super(title, lines);
   }
 
-  /** Add what holds at a time in seconds; NaN: nothing is known. */
+  /** Add what holds at a time in seconds; NaN: nothing is known. A time before the last one is of
+   * another run: what was there goes. */
   add(at: number, values: number[], isDrawn = true): void {
+    if (at < (this.points.at(-1)?.at ?? at)) this.points.length = 0;
     this.points.push({ at, values });
     while ((this.points[0]?.at ?? at) < at - SPAN_S) this.points.shift();
     if (!isDrawn) return;
@@ -74,6 +83,7 @@ export class Lines extends Chart {
 
   clear(): void {
     this.points.length = 0;
+    this.showNothing();
   }
 
   override draw(): void {
@@ -93,21 +103,21 @@ export class Lines extends Chart {
       context.strokeStyle = this.colour(line.colour);
       context.lineWidth = 2;
       context.beginPath();
-      let isDown = false;
+      let before = -Infinity; // when the point was that the line has come to
       for (const { at, values } of this.points) {
         const value = values[i] ?? NaN;
         if (!Number.isFinite(value)) {
-          isDown = false;
+          before = -Infinity;
           continue;
         }
         const x = (width - 3) * (1 - (last.at - at) / span);
         const y = height - 2 - (height - 16) * (value / most);
-        if (isDown) context.lineTo(x, y);
+        if (at - before <= MOST_JOINED_S) context.lineTo(x, y);
         else {
           context.moveTo(x, y);
           context.lineTo(x + 2, y); // also a point that stands alone is seen
         }
-        isDown = true;
+        before = at;
       }
       context.stroke();
     });
@@ -136,6 +146,7 @@ export class StepBars extends Chart {
 
   clear(): void {
     this.steps = [];
+    this.showNothing();
   }
 
   override draw(): void {

@@ -15,12 +15,13 @@ export class ChatView {
   private readonly thread = make("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
   private readonly heard = make("p", { class: "unseen", role: "status" }); // the last answer, for who hears the page
   private readonly input = make("textarea", { rows: 2, placeholder: "Ask something", "aria-label": "Your message", dir: "auto" });
-  private readonly toAll = make("input", { type: "checkbox" });
+  private readonly toAll = make("input", { type: "checkbox", onchange: () => this.tell() });
   private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
   private readonly send = make("button", { class: "main" }, "Send");
+  private readonly wait = make("p", { class: "quiet wait", role: "status" }); // why nothing is sent
   private readonly stop = button("Stop", () => this.halt(), { hidden: true });
   private readonly open_ = button("Settings", () => this.toggle(this.settings.element.hidden), { class: "plain", "aria-controls": "chat-settings" });
-  private readonly settings = new ChatSettings(() => this.keep());
+  private readonly settings = new ChatSettings(() => this.keep(), () => this.closeSettings());
   private readonly streams = new Map<string, AbortController>(); // by the message that is written
   private views = new Map<string, MessageView>();
   private all: Conversation[] = load();
@@ -31,7 +32,7 @@ export class ChatView {
   constructor(private readonly model: () => string | undefined) {
     this.now = this.all[0] ?? begin();
     const row = make("div", { class: "row" }, this.open_, this.toAllLabel, this.stop, this.send);
-    const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.input, row);
+    const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, make("div", {}, this.input, this.wait), row);
     const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list);
     byId("chat").append(side, make("div", { class: "talk" }, this.thread, this.heard, composer), this.settings.element);
     this.toggle(innerWidth >= NARROW);
@@ -49,6 +50,16 @@ export class ChatView {
   private toggle(isShown: boolean): void {
     this.settings.element.hidden = !isShown;
     this.open_.setAttribute("aria-expanded", String(isShown));
+  }
+
+  private closeSettings(): void {
+    this.toggle(false);
+    this.open_.focus();
+  }
+
+  /** Show what the model takes where a request says nothing. */
+  showDefaults(defaults: Record<string, number>): void {
+    this.settings.parameters.showDefaults(defaults);
   }
 
   // ---- conversations ------------------------------------------------------------------------------
@@ -229,8 +240,13 @@ export class ChatView {
 
   private submit(): void {
     const content = this.input.value.trim();
-    const targets = this.toAll.checked && this.now.branches.length > 1 ? this.now.branches.map((_, i) => i) : [this.active];
-    if (!content || targets.some((branch) => this.isBusy(branch))) return;
+    const targets = this.targets();
+    const busy = targets.find((branch) => this.isBusy(branch));
+    if (!content) return;
+    if (busy !== undefined) {
+      this.wait.textContent = busy === this.active ? "An answer is still being written. Wait for its end, or press Stop (Esc); then send." : `An answer is still being written in branch ${busy + 1}. Wait for its end, or stop it there; then send.`;
+      return;
+    }
     if (this.settings.problem) {
       say(this.settings.problem);
       this.toggle(true);
@@ -239,6 +255,11 @@ export class ChatView {
     this.input.value = "";
     this.isFollowing = true;
     for (const branch of targets) void this.answer(branch, add(this.now, this.now.branches[branch] ?? null, { role: "user", content }).id);
+  }
+
+  /** Return the branches that a message goes to. */
+  private targets(): number[] {
+    return this.toAll.checked && this.now.branches.length > 1 ? this.now.branches.map((_, i) => i) : [this.active];
   }
 
   /** Let the model answer behind a message, in a branch that goes there. */
@@ -272,5 +293,6 @@ export class ChatView {
     this.stop.hidden = !isBusy;
     this.send.disabled = isBusy;
     this.toAllLabel.hidden = this.now.branches.length < 2;
+    if (!this.targets().some((branch) => this.isBusy(branch))) this.wait.textContent = "";
   }
 }

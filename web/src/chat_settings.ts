@@ -1,7 +1,7 @@
 // What a chat's requests ask for beside messages: system prompt, parameters, tools, the answer's form.
 
 import type { Conversation } from "./conversations";
-import { field, make } from "./dom";
+import { button, field, make } from "./dom";
 import { Parameters } from "./parameters";
 
 const TOOLS_EXAMPLE = `[{"type": "function", "function": {
@@ -56,15 +56,16 @@ class JsonBox {
 export class ChatSettings {
   readonly element: HTMLElement;
   private readonly system = make("textarea", { rows: 3, placeholder: "none", dir: "auto", onchange: () => this.keep() });
-  private readonly parameters = new Parameters("quire.chat", { temperature: 0.7 });
+  readonly parameters = new Parameters("quire.chat.parameters");
   private readonly choice = make("select", {}, ...["auto", "required", "none"].map((name) => make("option", {}, name)));
   private readonly tools = new JsonBox("Tools, a JSON list", TOOLS_EXAMPLE, (value) => (Array.isArray(value) ? "" : "a list of tools is wanted"), () => this.keep());
   private readonly schema = new JsonBox("JSON schema of the answer", SCHEMA_EXAMPLE, (value) => (typeof value === "object" && value !== null && !Array.isArray(value) ? "" : "an object is wanted"), () => this.keep());
   private of: Conversation | null = null;
 
-  constructor(private readonly kept: () => void) {
+  constructor(private readonly kept: () => void, close: () => void) {
     const part = (title: string, isOpen: boolean, ...children: HTMLElement[]): HTMLElement => make("details", { open: isOpen }, make("summary", {}, title), ...children);
     this.element = make("aside", { class: "settings", "aria-label": "Settings", id: "chat-settings" },
+      make("header", {}, make("h2", {}, "Settings"), button("×", close, { class: "plain", "aria-label": "Close settings" })),
       part("System prompt", true, field("Said before everything", this.system)),
       part("Parameters", true, this.parameters.element),
       part("Tools", false, this.tools.element, field("May the model call them?", this.choice), make("p", { class: "quiet" }, "Calls are shown in the chat. Type in what a tool gives back, and the model goes on.")),

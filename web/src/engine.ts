@@ -5,8 +5,8 @@ import { Lines, StepBars } from "./charts";
 import { button, byId, duration, field, make, say, short } from "./dom";
 import { heldRow, pinnedRow, runningRow, waitingRow, type Links } from "./engine_rows";
 import { readFrames, type Before } from "./frames_file";
-import { KeyedRows } from "./keyed_rows";
 import { Latency } from "./latency";
+import { ListCard } from "./list_card";
 import { Live, type Snapshot, type Step, type Update } from "./live";
 import { Player } from "./player";
 import { messageOf } from "./server";
@@ -28,12 +28,10 @@ export class EngineView {
   private readonly mapsBox = make("div", { class: "maps" });
   private maps: BlockMap[] = [];
   private readonly counts = new Map<string, { num: number; shown: HTMLElement }>();
-  private readonly running = new KeyedRows(make("tbody"), 6);
-  private readonly waiting = new KeyedRows(make("tbody"), 5, 2);
-  private readonly pinned = new KeyedRows(make("tbody"), 4);
-  private readonly pinnedList = list("Pinned", ["Prefix", "Tokens", "Blocks", "Hits"], this.pinned.body);
-  private readonly held = new KeyedRows(make("tbody"), 4);
-  private readonly heldList = list("Held", ["Request", "Tokens", "Blocks", "For"], this.held.body);
+  private readonly running = new ListCard("Running", ["Request", "Progress", "Prompt", "Written", "Cached", "Blocks"]);
+  private readonly waiting = new ListCard("Queue", ["Request", "Tokens", "Since", "Waits because", "Preempted"], 2);
+  private readonly pinned = new ListCard("Pinned", ["Prefix", "Tokens", "Blocks", "Hits"]);
+  private readonly held = new ListCard("Held", ["Request", "Tokens", "Blocks", "For"]);
   private readonly throughput = new Lines(
     "Throughput",
     [{ name: "written", colour: "--decode" }, { name: "prompts read", colour: "--prefill" }],
@@ -80,10 +78,7 @@ export class EngineView {
       this.bar, this.notice, tiles,
       make("section", { class: "card map-card", "aria-label": "KV blocks" }, head, this.mapsBox, make("div", { class: "under" }, counts, legend())),
       make("div", { class: "charts" }, ...charts),
-      make("div", { class: "lists" },
-        list("Running", ["Request", "Progress", "Prompt", "Written", "Cached", "Blocks"], this.running.body),
-        list("Queue", ["Request", "Tokens", "Since", "Waits because", "Preempted"], this.waiting.body),
-        this.pinnedList, this.heldList),
+      make("div", { class: "lists" }, ...[this.running, this.waiting, this.pinned, this.held].map((list) => list.element)),
       this.story.element,
     );
     this.showBar();
@@ -208,12 +203,12 @@ export class EngineView {
   }
 
   private tellLists(state: Snapshot): void {
-    this.running.show(state.running.map((row) => runningRow(row, this.links)), others(state.num_running - state.running.length, state.num_running ? "" : "nobody runs"));
-    this.waiting.show(state.waiting.map((row) => waitingRow(row, state, this.links)), others(state.num_waiting - state.waiting.length, state.num_waiting ? "" : "nobody waits"));
-    this.pinned.show(state.pinned.map(pinnedRow), "");
-    this.pinnedList.hidden = !state.pinned.length;
-    this.held.show(state.held.map((row) => heldRow(row, state.at_s, this.links)), others(state.num_held - state.held.length, ""));
-    this.heldList.hidden = !state.num_held;
+    this.pinned.element.hidden = !state.pinned.length;
+    this.held.element.hidden = !state.num_held;
+    this.running.show(state.running.map((row) => runningRow(row, this.links)), state.num_running, "nobody runs");
+    this.waiting.show(state.waiting.map((row) => waitingRow(row, state, this.links)), state.num_waiting, "nobody waits");
+    this.pinned.show(state.pinned.map(pinnedRow), state.pinned.length);
+    this.held.show(state.held.map((row) => heldRow(row, state.at_s, this.links)), state.num_held);
   }
 
   private begin(state: Snapshot): void {
@@ -239,7 +234,7 @@ export class EngineView {
     for (const step of steps) this.steps.push({ at: step.at_s, read: step.prefill_tokens, written: step.sampled_tokens });
   }
 
-  /** Add mean times; where none came there is no point, and the line goes on. */
+  /** Add mean times; where none came for a short while there is no point, and the line goes on. */
   private addTimes(at: number, [first, next]: [first: number, next: number]): void {
     if (Number.isFinite(first)) this.firsts.add(at, [first]);
     if (Number.isFinite(next)) this.nexts.add(at, [next]);
@@ -284,16 +279,6 @@ export class EngineView {
       // the stream says that the engine is away
     }
   }
-}
-
-function others(num: number, nobody: string): string {
-  return num > 0 ? `and ${num} more` : nobody;
-}
-
-function list(title: string, columns: string[], body: HTMLElement): HTMLElement {
-  const head = make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name)));
-  const table = make("table", {}, make("thead", {}, head), body);
-  return make("section", { class: "card", "aria-label": title }, make("h2", {}, title), make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `${title}, a table` }, table));
 }
 
 function legend(): HTMLElement {

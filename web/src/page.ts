@@ -17,8 +17,8 @@ const status = byId("status");
 /** What requests call the model; before it is known they name none, and get the one that there is. */
 const modelName = (): string | undefined => model.value || undefined;
 const engine = new EngineView(modelName);
-new ChatView(modelName);
-new TokensView(modelName);
+const chat = new ChatView(modelName);
+const tokens = new TokensView(modelName);
 
 let now: string = "chat";
 
@@ -51,17 +51,36 @@ byId("tabs").addEventListener("keydown", (event) => {
   show(next); // the event of the hash comes later, perhaps after the next key
   byId(`tab-${next}`).focus();
 });
-model.addEventListener("change", () => engine.changeModel());
+model.addEventListener("change", () => {
+  engine.changeModel();
+  showDefaults();
+});
 addEventListener("hashchange", () => show(location.hash.slice(1)));
 document.addEventListener("visibilitychange", look);
 
 // ---- the server --------------------------------------------------------------------------------
 
+interface Card {
+  id: string;
+  default_sampling_params: Record<string, number>;
+}
+
+let cards: Card[] = [];
+
+/** Show what the chosen model takes where a request says nothing. */
+function showDefaults(): void {
+  const defaults = cards.find(({ id }) => id === model.value)?.default_sampling_params ?? {};
+  chat.showDefaults(defaults);
+  tokens.parameters.showDefaults(defaults);
+}
+
 async function loadModels(): Promise<void> {
   try {
-    const { data } = await askJson<{ data: { id: string }[] }>("v1/models");
+    const { data } = await askJson<{ data: Card[] }>("v1/models");
     const kept = model.value;
     model.replaceChildren(...data.map(({ id }) => make("option", { value: id, selected: id === kept }, id)));
+    cards = data;
+    showDefaults();
     say("");
   } catch (error) {
     say(messageOf(error));

@@ -1,4 +1,5 @@
-// Sampling parameters: a field each, kept in this browser; empty is the server's default.
+// Sampling parameters: a field each, kept in this browser. An empty one shows the model's default and
+// is not sent.
 
 import { field, make } from "./dom";
 
@@ -20,7 +21,8 @@ const SPECS: Spec[] = [
   { name: "seed", label: "Seed", hint: "the same seed gives the same answer", step: 1 },
 ];
 
-/** Fields for sampling parameters. name: under which they are kept. */
+/** Fields for sampling parameters. name: under which they are kept; defaults: what stands in them at
+ * first, because the view wants it and not the model. */
 export class Parameters {
   readonly element: HTMLElement;
   private readonly inputs = new Map<string, HTMLInputElement>();
@@ -40,6 +42,11 @@ export class Parameters {
   get values(): Record<string, number> {
     const given = [...this.inputs].filter(([, input]) => input.value !== "" && input.checkValidity());
     return Object.fromEntries(given.map(([name, input]) => [name, Number(input.value)]));
+  }
+
+  /** Show what the model takes where nothing is given. */
+  showDefaults(defaults: Record<string, number>): void {
+    for (const [name, input] of this.inputs) input.placeholder = name in defaults ? `default ${defaults[name]}` : "default";
   }
 
   private kept(): Record<string, number> | null {

@@ -50,7 +50,8 @@ export class TokenCard {
 
   tell(): void {
     const perplexity = this.numKnown ? ` · perplexity ${Math.exp(-this.sum / this.numKnown).toFixed(2)}` : "";
-    this.about.textContent = `${this.num} tokens${perplexity}${this.run.end ? ` · ${this.run.end}` : ""}${this.run.isShared ? " · shares blocks" : ""}`;
+    const cut = this.num > MOST_TOKENS ? ` · the first ${MOST_TOKENS.toLocaleString("en")} are shown` : "";
+    this.about.textContent = `${this.num} tokens${cut}${perplexity}${this.run.end ? ` · ${this.run.end}` : ""}${this.run.isShared ? " · shares blocks" : ""}`;
     this.about.title = this.run.isShared ? "The server kept the other branch: up to the fork both have the same KV blocks, as the Engine view shows" : "";
   }
 

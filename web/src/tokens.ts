@@ -12,7 +12,7 @@ export class TokensView {
   private readonly prompt = make("textarea", { rows: 3, dir: "auto" });
   private readonly columns = make("div", { class: "token-columns" });
   private readonly others = make("aside", { class: "card others", "aria-label": "What else it might have been", "aria-live": "polite" });
-  private readonly parameters = new Parameters("quire.tokens", { temperature: 0.7, max_tokens: 64 });
+  readonly parameters = new Parameters("quire.tokens.parameters", { max_tokens: 64 });
   private readonly write = make("button", { class: "main" }, "Write");
   private readonly stop = button("Stop", () => this.halt(), { hidden: true });
   private cards: TokenCard[] = [];

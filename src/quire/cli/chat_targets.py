@@ -129,7 +129,7 @@ async def _next(events: AsyncGenerator[str, None], is_enough: Callable[[], bool]
         await asyncio.wait([task], timeout=LOOK_S)
     if not task.done():
         task.cancel()
-        await asyncio.wait([task])
+        await asyncio.gather(task, return_exceptions=True)
         return None
     return task.result()
 

@@ -18,6 +18,7 @@ from quire.engine.connectors import direct
 from quire.engine.connectors.direct import DirectSource, DirectTransfer, Piece, Region
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.peer import PeerStore
+from quire.engine.connectors.peer_wire import SECRET
 from quire.engine.connectors.store import StoreError
 from quire.engine.connectors.worker import StoreWorker
 from tests.engine.connectors.stores import (
@@ -34,6 +35,12 @@ from tests.engine.connectors.test_peer import NUM_BLOCKS, Engine, got
 
 SIZE = BLOCK_BYTES[0]
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers prove that they know it."""
+    monkeypatch.setenv(SECRET, "a secret of these tests")
 
 
 class PlacedMemory(Memory):

@@ -18,7 +18,7 @@ from quire.engine.connectors import peer as peer_module
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
 from quire.engine.connectors.peer import PeerStore
-from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, greet, request
+from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, greet, introduce, request
 from quire.engine.connectors.served import MOST_CONNECTIONS, ServedBlocks
 from quire.engine.connectors.store import StoreError
 from quire.kv.pool import BlockPool
@@ -69,6 +69,12 @@ class Engine:
 
     def close(self) -> None:
         self.blocks.close(0.0)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers prove that they know it."""
+    monkeypatch.setenv(SECRET, "a secret of these tests")
 
 
 @pytest.fixture
@@ -193,14 +199,34 @@ def test_who_does_not_know_the_secret_gets_nothing(monkeypatch: pytest.MonkeyPat
     knows.close()
 
 
-def test_beyond_this_machine_there_must_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SECRET, raising=False)
-    with pytest.raises(ConfigError, match=f"set the environment variable {SECRET}"):
-        PeerStore("0.0.0.0:0", 1)
-    with pytest.raises(ConfigError, match=f"set the environment variable {SECRET}"):
-        Engine("0.0.0.0:0")
-    monkeypatch.setenv(SECRET, "a secret")
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost", "[::1]"])
+@pytest.mark.parametrize("value", [None, "", "  "])
+def test_there_must_be_a_secret_also_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, host: str, value: str | None
+) -> None:
+    """All of its users reach a port of it."""
+    if value is None:
+        monkeypatch.delenv(SECRET)
+    else:
+        monkeypatch.setenv(SECRET, value)
+    with pytest.raises(ConfigError, match=f"peer://.*set the environment variable {SECRET}"):
+        PeerStore(f"{host}:0", 1)
+    with pytest.raises(ConfigError, match=f"serve://.*set the environment variable {SECRET}"):
+        Engine(f"{host}:0")
+
+
+def test_with_a_secret_every_interface_may_be_listened_on() -> None:
     Engine("0.0.0.0:0").close()
+
+
+def test_who_knows_no_secret_gets_nothing(served: Engine) -> None:
+    """As an engine did that had none."""
+    served.put(1)
+    with (
+        socket.create_connection(("127.0.0.1", served.port)) as sock,
+        pytest.raises(StoreError, match="another secret"),
+    ):
+        introduce(sock, b"")
 
 
 @pytest.mark.parametrize(

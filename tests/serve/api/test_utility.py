@@ -1,5 +1,6 @@
 """Models, tokens, health and numbers."""
 
+import copy
 import threading
 import warnings
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import quire
+from quire.render.generation import GenerationDefaults
 from quire.render.renderer import Renderer
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
@@ -37,6 +39,18 @@ def test_models_with_the_official_client(openai_client: openai.OpenAI) -> None:
         openai_client.models.retrieve("gpt-9")
     assert caught.value.code == "model_not_found"
     assert MODEL in caught.value.message
+
+
+def test_a_model_tells_what_requests_leave_open(make_context: MakeContext) -> None:
+    """The model's own settings, and ours where it has none."""
+    context = make_context()
+    defaults = GenerationDefaults(sampling={"temperature": 0.25, "top_k": 7, "max_tokens": 3})
+    context.requests = copy.copy(context.requests)
+    context.requests.defaults = defaults
+    [card] = TestClient(create_app(context)).get("/v1/models").json()["data"]
+    assert card["default_sampling_params"] == {
+        "temperature": 0.25, "top_p": 1.0, "top_k": 7, "min_p": 0.0, "repetition_penalty": 1.0,
+    }  # fmt: skip
 
 
 def test_served_names(make_context: MakeContext) -> None:

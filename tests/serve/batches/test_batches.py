@@ -2,19 +2,23 @@
 (`serve/api/batches/batch_job.py`, `serve/api/batches/batches_routes.py`)."""
 
 import asyncio
+import gc
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.base.errors import RequestError
 from quire.serve.api.app import create_app
 from quire.serve.api.batches import batch_store, line_runner
-from quire.serve.api.batches.batch_job import LOW_PRIORITY
+from quire.serve.api.batches.batch_job import LOW_PRIORITY, BatchJob, Workplace
 from quire.serve.api.batches.batch_store import BatchRecord, BatchStore, new_batch_id
 from quire.serve.api.batches.batches import open_batches
 from quire.serve.api.batches.directory import FilesDirectory
+from quire.serve.api.batches.slots import Slots
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.direct import text_of, wait_until
 from tests.serve.batches.inputs import request
@@ -247,6 +251,60 @@ def test_a_stop_is_heard_whenever_it_comes(
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
+
+
+def test_a_stop_ends_the_validation_of_a_batch_quietly(
+    make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the file turns out to be wrong after the stop: the next server says so."""
+    reading, may_end = threading.Event(), threading.Event()
+
+    def read(self: BatchJob) -> None:
+        reading.set()
+        may_end.wait(10)
+        raise RequestError("the file has too many lines.")
+
+    monkeypatch.setattr(BatchJob, "_read", read)
+    reported: list[dict[str, Any]] = []
+
+    async def run() -> BatchRecord:
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: reported.append(found))
+        context = make_context(files_dir=str(tmp_path))
+        kept = open_batches(context.config)
+        assert kept is not None
+        record = record_of("file-" + "0" * 32)
+        kept.records.create(record)
+        kept.start(create_app(context, kept))
+        await asyncio.to_thread(reading.wait, 10)
+        stopping = asyncio.create_task(kept.stop())
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait_for(stopping, 5)
+        found = kept.records.get(record.id, None)
+        assert found is not None
+        return found
+
+    found = asyncio.run(run())
+    gc.collect()  # which tells of errors that nobody took
+    assert reported == []
+    assert found.status == "validating", "the next server validates it again"
+
+
+def test_a_stop_does_not_wait_for_the_rest_of_a_file(
+    make_context: MakeContext, tmp_path: Path
+) -> None:
+    context = make_context(files_dir=str(tmp_path))
+    kept = open_batches(context.config)
+    assert kept is not None
+    looks = iter([False, False, True])
+    place = Workplace(
+        create_app(context, kept), kept.files, kept.records, Slots(1), lambda: next(looks)
+    )
+    record = record_of("file-" + "0" * 32)
+    lines = "".join(json.dumps(each) + "\n" for each in requests(9))
+    kept.files.directory.path(record.input_file_id, ".data").write_text(lines)
+    asyncio.run(BatchJob(record, place).run())
+    assert list(looks) == [] and record.status == "validating" and not record.faults
 
 
 def test_lines_wait_for_an_engine_that_is_started_anew(

@@ -239,3 +239,27 @@ def test_any_order_of_things_keeps_the_rules_and_serves_everybody(seed: int, mos
         carry_out(residency.decide(now))
     assert not asked and number > 500
     assert longest < 30.0
+
+
+def test_what_went_wrong_is_told_until_the_model_is_there_again() -> None:
+    residency = loaded("a", "b")
+    residency.begin("a", 1.0, "its process ended.")
+    residency.failed("b", "the file is gone.", 1.0)
+    residency.ask("b", (P, 1), 2.0 + RETRY_S)
+    assert residency.decide(2.0 + RETRY_S) == [Start("b")]
+    told = [(each.state, each.why) for each in residency.models.values()]
+    assert told[:2] == [(LOADING, "its process ended."), (LOADING, "the file is gone.")]
+    for name in "ab":
+        residency.loaded(name, 20.0)
+        assert residency.models[name].why == ""
+
+
+def test_what_went_wrong_is_told_also_while_there_is_no_place() -> None:
+    residency = loaded("a", max_loaded=1)
+    residency.failed("b", "the file is gone.", 1.0)
+    residency.ask("a", (P, 1), 1.0)
+    residency.decide(1.0)
+    residency.ask("b", (P, 2), 2.0 + RETRY_S)
+    residency.decide(2.0 + RETRY_S)
+    waits = residency.models["b"]
+    assert (waits.state, waits.why) == (UNLOADED, "the file is gone.")

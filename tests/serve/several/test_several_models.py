@@ -96,6 +96,12 @@ def states(server: Server) -> dict[str, str]:
     return {each["name"]: each["state"] for each in get(server, "/health")["models"]}
 
 
+def why_of(server: Server, model: str) -> str:
+    """What /health says is wrong with a model; nothing if nothing is."""
+    [found] = [e for e in get(server, f"/health?model={model}")["models"] if e["name"] == model]
+    return str(found.get("why", ""))
+
+
 def card(server: Server, model: str) -> Any:
     return get(server, f"/v1/models/{model}")
 
@@ -254,6 +260,9 @@ def test_one_dies_and_comes_again_while_the_other_answers(
     wait_until(lambda: len(going_on.texts) > 3, "a streams")
     wait_until(lambda: get(server, "/load")["server_load"] == 2, "both are open")
     kill(core)
+    wait_until(lambda: ask(server, "/health?model=b")[0] == 503, "it is known")
+    wait_until(lambda: "signal 9" in why_of(server, "b"), "the reason is known")
+    assert ask(server, "/health?model=a")[0] == ask(server, "/health")[0] == 200
     cut.end()
     assert cut.error is not None and "engine" in str(cut.error)
     going_on.end()
@@ -262,6 +271,7 @@ def test_one_dies_and_comes_again_while_the_other_answers(
     assert answer(server, "b", PROMPTS[0]) == expected["b"][0]  # waits until it is back
     wait_until(lambda: states(server) == {"a": "loaded", "b": "loaded"}, "both are back")
     assert [card(server, name)["num_loads"] for name in "ab"] == [1, 2]
+    assert ask(server, "/health?model=b")[0] == 200 and why_of(server, "b") == ""
 
 
 # ---- coming and going --------------------------------------------------------------------------

@@ -107,7 +107,13 @@ def test_run_prints_and_writes(directory: Path, capsys: pytest.CaptureFixture[st
     assert bench.run(options(f"{sizes} --output-json {path}"), given) == 0
     printed = capsys.readouterr().out
     assert "Throughput: " in printed and " output tokens/s\n" in printed
+    title, *_ = printed.splitlines()
+    assert title.endswith(
+        ": 3 requests (random), each with 6 prompt tokens and 4 output tokens; 18 prompt tokens and"
+        " 12 output tokens in all"
+    )
     assert "Total num prompt tokens:  18\nTotal num output tokens:  12\n" in printed
+    assert "Mean tokens per request:  6.0 prompt, 4.0 output\n" in printed
     assert "of the 2.0 of a large matrix product" in printed
     assert "of the 4.0 of a long read" in printed
     written = json.loads(path.read_text(encoding="utf-8"))
@@ -132,6 +138,16 @@ def test_requests_of_different_lengths(llm: LLM) -> None:
     run = bench.run_requests(llm, bench.StepTimes.of(llm), requests)
     assert [len(ids) for ids in run.token_ids] == [5, 2]
     assert (run.num_prompt_tokens, run.num_output_tokens) == (12, 7)
+
+
+def test_lengths_are_told_apart_from_totals() -> None:
+    same = [BenchRequest([1] * 7, 7, 2000)] * 1000
+    assert bench.described(same) == (
+        "each with 7 prompt tokens and 2,000 output tokens; 7,000 prompt tokens and 2,000,000"
+        " output tokens in all"
+    )
+    different = [BenchRequest([1] * 3, 3, 5), BenchRequest([4] * 9, 9, 5)]
+    assert bench.described(different).startswith("each with 3 to 9 prompt tokens and 5 output")
 
 
 def test_settings_fit_the_requests() -> None:

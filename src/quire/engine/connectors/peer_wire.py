@@ -12,13 +12,12 @@
               header of its value
 
 Both sides prove that they know the secret, and neither sends it; what follows is not encrypted.
-Values are envelopes with checksums (`store.py`), which their reader checks. Without a secret the
-server listens on this machine alone.
+Values are envelopes with checksums (`store.py`), which their reader checks. There is no server
+without a secret: every user of this machine reaches its port.
 """
 
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
@@ -53,21 +52,15 @@ def parse_address(kind: str, text: str) -> tuple[str, int]:
 
 
 def secret_for(host: str, kind: str) -> bytes:
-    """Return the secret that both sides know. Raises ConfigError where there must be one."""
+    """Return the secret that both sides know. Raises ConfigError if there is none."""
     secret = os.environ.get(SECRET, "")
-    if not secret and not _is_loopback(host):
+    if not secret.strip():
         raise ConfigError(
-            f"{kind}://{host} is more than this machine, so both sides need a secret: set the"
-            f" environment variable {SECRET} to the same text for all engines."
+            f"{kind}://{host} needs a secret, because everybody who reaches its port could read"
+            " what prompts left there, other users of this machine included: set the environment"
+            f" variable {SECRET} to the same long random text for all engines."
         )
     return secret.encode()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def receive(

@@ -166,7 +166,7 @@ _CHAT_CHOICE = {"allOf": [_CHOICE, _object(message=_MESSAGE)]}
 _HEAD = {"id": "string", "created": "integer", "model": "string"}
 _MODEL = _object(
     id="string", object="model", created="integer", owned_by="string", root="string",
-    max_model_len="integer",
+    max_model_len="integer", default_sampling_params="object",
 )  # fmt: skip
 _MODELS = _object(object="list", data=[_MODEL])
 _PREFIX = _object(

@@ -34,6 +34,8 @@ from quire.serve.api.rendering import (
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # what reads such a tokenizer.json in transformers
+# What a model's makers may set for requests that leave it open (`render/generation.py`)
+TOLD_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 DOCS = Path(__file__).with_name("docs.html")
 # The page runs its own script, talks to this server, and nothing else.
 DOCS_HEADERS = {
@@ -74,8 +76,9 @@ class DetokenizeBody(OpenBody):
 @public.get("/health")
 async def health(request: fastapi.Request, api: Api, model: str | None = None) -> Response:
     """200 while the engine lives, also during a drain: what must not be is a restart. Of several
-    models: while some model can answer, with what each is for key holders; model, which is theirs
-    to ask: while that one can."""
+    models: while some model can answer, with what each is for key holders, and what is wrong with
+    it; model, which is theirs to ask: while that one can. One whose process has died cannot before
+    it is loaded again."""
     is_told = has_key(request.scope, api.config.api_key)
     if model is not None and not is_told:
         raise wrong_key()
@@ -85,7 +88,10 @@ async def health(request: fastapi.Request, api: Api, model: str | None = None) -
     status = 200 if is_alive else 503
     if api.all_models is None or not is_told:
         return Response(status_code=status)
-    told = [{"name": each.name, "state": each.state} for each in api.all_models.states]
+    told = [
+        {"name": each.name, "state": each.state} | ({"why": each.why} if each.why else {})
+        for each in api.all_models.states
+    ]
     return JSONResponse({"models": told}, status)
 
 
@@ -260,7 +266,9 @@ def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
 
 
 def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
-    """Describe a model; one of several may never have been loaded."""
+    """Describe a model; one of several may never have been loaded. Its default_sampling_params are
+    those of a request that leaves them open."""
+    defaults = api.requests.defaults.default_sampling_params()
     card = {
         "id": name,
         "object": "model",
@@ -269,6 +277,7 @@ def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
         "root": name,
         "parent": None,
         "max_model_len": None,
+        "default_sampling_params": {name: getattr(defaults, name) for name in TOLD_PARAMS},
     }
     with contextlib.suppress(EngineDead):
         known = api.client.ready

@@ -220,7 +220,8 @@ class Keeper:
             self._residency.died(name, why, now)
             return
         due_s = child.due_s
-        self._residency.begin(name, now)
+        why = f"its process ended by itself ({how}); it is being loaded again."
+        self._residency.begin(name, now, why)
         self._start(name)
         child.due_s = due_s
 

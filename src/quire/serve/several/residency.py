@@ -10,7 +10,7 @@ Pure: no process, no clock of its own. It is told what happened, and `decide` sa
   long as that took, TURN_S at most, so that two models that take turns do some work in between.
 - A model that nobody has used for `idle_s` is unloaded (0: never).
 - One that cannot be loaded is tried again when it is asked for RETRY_S later; one that is dead is
-  not.
+  not. What went wrong is told until the model is loaded.
 """
 
 from dataclasses import dataclass, field
@@ -120,10 +120,10 @@ class Residency:
                 if lease[0] == holder:
                     self.give_back(model, lease, now_s)
 
-    def begin(self, model: str, now_s: float) -> None:
+    def begin(self, model: str, now_s: float, why: str = "") -> None:
         """Note that a model is being loaded without anybody who asks: at the start, or after its
-        process has died."""
-        self.models[model].enter(LOADING, now_s)
+        process has died. why: how it died."""
+        self.models[model].enter(LOADING, now_s, why)
 
     def loaded(self, model: str, now_s: float) -> None:
         resident = self.models[model]
@@ -182,7 +182,7 @@ class Residency:
         """Answer those who asked for what will not come."""
         again_s = resident.since_s + RETRY_S
         if resident.state == FAILED and any(at >= again_s for at in resident.asked.values()):
-            resident.enter(UNLOADED, now_s)
+            resident.enter(UNLOADED, now_s, resident.why)
         if resident.state not in (FAILED, DEAD):
             return []
         denied: list[Order] = [Denied(resident.name, each, resident.why) for each in resident.asked]
@@ -201,7 +201,7 @@ class Residency:
         that give way as soon as their leases are back."""
         num_free = self.max_loaded - sum(each.has_place for each in self.models.values())
         for resident in waiting[: max(0, num_free)]:
-            resident.enter(LOADING, now_s)
+            resident.enter(LOADING, now_s, resident.why)
             orders.append(Start(resident.name))
         num_going = sum(each.state == UNLOADING for each in self.models.values())
         num_lacking = len(waiting) - max(0, num_free) - num_going

@@ -2,8 +2,8 @@
 
     quire bench throughput --model shape:qwen3-0.6b --num-prompts 16 --input-len 128
 
-All requests arrive at once, and none ends before its last token. The lines and the JSON keys are
-those of `vllm bench throughput`.
+All requests arrive at once, and none ends before its last token. The lines of totals and
+the JSON keys are those of `vllm bench throughput`.
 """
 
 import argparse
@@ -154,14 +154,19 @@ def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
 
 
 def print_run(run: Run) -> None:
-    """Print vLLM's lines."""
+    """Print vLLM's lines, and how long the requests were."""
     print(
         f"Throughput: {run.num_requests / run.elapsed_s:.2f} requests/s, "
         f"{run.num_tokens / run.elapsed_s:.2f} total tokens/s, "
         f"{run.num_output_tokens / run.elapsed_s:.2f} output tokens/s"
     )
     print(f"Total num prompt tokens:  {run.num_prompt_tokens}")
-    print(f"Total num output tokens:  {run.num_output_tokens}", flush=True)
+    print(f"Total num output tokens:  {run.num_output_tokens}")
+    print(
+        f"Mean tokens per request:  {run.num_prompt_tokens / run.num_requests:.1f} prompt,"
+        f" {run.num_output_tokens / run.num_requests:.1f} output",
+        flush=True,
+    )
 
 
 def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
@@ -214,6 +219,21 @@ def settings_for(requests: list[BenchRequest], given: dict[str, Any]) -> dict[st
     return settings
 
 
+def described(requests: list[BenchRequest]) -> str:
+    """Return how long prompts and outputs are, and what all of them have together."""
+    prompts = [request.prompt_len for request in requests]
+    outputs = [request.output_len for request in requests]
+    return (
+        f"each with {_range(prompts)} prompt tokens and {_range(outputs)} output tokens;"
+        f" {sum(prompts):,} prompt tokens and {sum(outputs):,} output tokens in all"
+    )
+
+
+def _range(lengths: list[int]) -> str:
+    least, most = min(lengths), max(lengths)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 def measure_rounds(
     llm: LLM, requests: list[BenchRequest], options: argparse.Namespace
 ) -> list[Run]:
@@ -229,12 +249,7 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
     model, revision = given.get("model", "demo"), given.get("revision")
     tokens = LocalTokens(model, given.get("tokenizer"), revision)
     requests = make_requests(options, tokens, given.get("seed", 0))
-    num_prompt = sum(request.prompt_len for request in requests)
-    num_output = sum(request.output_len for request in requests)
-    print_head(
-        f"{model}: {len(requests)} requests ({options.dataset_name}), {num_prompt:,} prompt and"
-        f" {num_output:,} output tokens"
-    )
+    print_head(f"{model}: {len(requests)} requests ({options.dataset_name}), {described(requests)}")
     with LLM(**settings_for(requests, given)) as llm:
         engine = llm.engine
         dtype = getattr(torch, engine.config.model.dtype)

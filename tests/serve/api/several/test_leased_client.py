@@ -12,8 +12,10 @@ from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.engine.fleet import CoreClient
+from quire.engine.remote import AsyncClient
+from quire.serve.api.several.all_models import AllModels
 from quire.serve.api.several.leased_client import LeasedClient
-from quire.serve.several.messages import Ask, Deny, GiveBack, Grant
+from quire.serve.several.messages import Ask, Deny, GiveBack, Grant, ModelState, States
 from tests.serve.api.several.fake_keeper import FakeKeeper, linked
 
 READY = Ready(
@@ -229,5 +231,35 @@ def test_questions_do_not_load_a_model(tmp_path: Path) -> None:
         core.load()
         assert await client.metrics() == "some"
         assert client.is_alive and keeper.heard == []
+
+    run(tmp_path, check)
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "expected"),
+    [
+        ("unloaded", "", True),  # the next request loads it
+        ("loading", "", True),
+        ("unloading", "", True),
+        ("loading", "its process ended by itself.", False),
+        ("unloaded", "the file is gone.", False),  # it failed, and is about to be tried again
+        ("loaded", "", False),  # and does not answer this process
+        ("failed", "the file is gone.", False),
+        ("dead", "its process ended by itself.", False),
+    ],
+)
+def test_which_models_are_alive_without_a_connection(
+    tmp_path: Path, state: str, why: str, expected: bool
+) -> None:
+    async def check(client: LeasedClient, core: Core, keeper: FakeKeeper) -> None:
+        keeper.tell(States([ModelState("a", "loaded"), ModelState("b", state, why)]))
+        await client._link.wait_for_state("b", (state,))
+        while client._link.states["b"].why != why:
+            await asyncio.sleep(0)
+        assert client.is_alive == expected
+        [told] = AllModels({"b": cast(AsyncClient, client)}, client._link).states
+        assert bool(told.why) == (not expected), "what is wrong is told"
+        core.load()
+        assert client.is_alive
 
     run(tmp_path, check)

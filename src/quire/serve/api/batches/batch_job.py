@@ -21,7 +21,7 @@ from quire.serve.api.batches.batch_store import (
 )
 from quire.serve.api.batches.directory import NO_ROOM, make_id
 from quire.serve.api.batches.file_store import DATA, FILE, FileRecord, FileStore
-from quire.serve.api.batches.input_index import InputIndex
+from quire.serve.api.batches.input_index import InputIndex, ReadingStopped
 from quire.serve.api.batches.journal import Journal
 from quire.serve.api.batches.line_runner import LineOptions, LineRunner
 from quire.serve.api.batches.owners import key_of_owner
@@ -50,12 +50,14 @@ class BatchFailed(Exception):
 
 @dataclass(frozen=True)
 class Workplace:
-    """What all batches of a process share."""
+    """What all batches of a process share. is_stopped: whether the process leaves its batches to
+    the next one."""
 
     app: FastAPI
     files: FileStore
     records: BatchStore
     slots: Slots
+    is_stopped: Callable[[], bool] = lambda: False
 
     @property
     def api(self) -> ApiContext:
@@ -71,11 +73,14 @@ class BatchJob:
         self._ends_as: str | None = None  # why nothing new is begun, once it is not
 
     async def run(self) -> None:
-        """Bring the batch to its end. Raise OSError if not even that can be written."""
+        """Bring the batch to its end, unless the process stops before. Raise OSError if not even
+        the end can be written."""
         record = self._record
         try:
             if record.status != "finalizing":
                 await self._answer_all()
+        except ReadingStopped:
+            return
         except BatchFailed as error:
             record.faults, record.ends_as = error.faults, "failed"
         except (QuireError, OSError) as error:
@@ -121,7 +126,9 @@ class BatchJob:
         path = self._place.files.directory.path(record.input_file_id, DATA)
         most = api.config.max_body_bytes
         try:
-            return InputIndex(path, api.model_names[0], most, {record.endpoint}, MAX_LINES)
+            return InputIndex(
+                path, api.model_names[0], most, {record.endpoint}, MAX_LINES, self._place.is_stopped
+            )
         except FileNotFoundError as error:
             message = f"the input file {record.input_file_id} is no longer there."
             raise BatchFailed([LineFault("file_not_found", message)]) from error
@@ -225,11 +232,11 @@ class BatchJob:
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call beside the event loop. Whoever cancels this waits for the call: what it works on is
-    closed then."""
+    """Call alongside the event loop. A cancellation waits for the call, because the caller closes
+    what it works on; nobody needs its result or its error then."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)
     except asyncio.CancelledError:
-        await asyncio.wait((call,))
+        await asyncio.gather(call, return_exceptions=True)
         raise

@@ -64,7 +64,8 @@ class Batches:
 
     async def _run(self, app: FastAPI) -> None:
         api: ApiContext = app.state.context
-        place = Workplace(app, self.files, self.records, Slots(num_slots(api)))
+        slots = Slots(num_slots(api))
+        place = Workplace(app, self.files, self.records, slots, lambda: self._is_stopped)
         is_swept = False
         while True:
             try:

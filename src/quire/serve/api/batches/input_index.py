@@ -10,7 +10,7 @@ stand in the order of their first lines, and lines in a group likewise.
 import hashlib
 import zlib
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,10 @@ CUTS = [FIRST_CUT << i for i in range((MAX_BEGINNING_BYTES // FIRST_CUT).bit_len
 MAX_LINES = 1 << 26
 MAX_PROBLEMS = 100  # that are told
 PIECE_BYTES = 1 << 20
+
+
+class ReadingStopped(Exception):
+    """The caller wants no more of a file that was not read to its end."""
 
 
 @dataclass(frozen=True)
@@ -56,29 +60,30 @@ class InputIndex:
         max_line_bytes: int,
         urls: Collection[str] | None = None,
         max_lines: int = MAX_LINES,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Read the whole file. model: which its ids are for; urls: that lines may have, None is
-        not to be checked. Raise RequestError for too many lines, OSError."""
+        not to be checked; is_stopped: asked before each line. Raise RequestError for too many
+        lines, ReadingStopped, OSError."""
         self.path, self.problems, self.num_problems = path, list[Problem](), 0
-        self._model, self._max_bytes = model, max_line_bytes
+        self._model, self._max_bytes, self._max_lines = model, max_line_bytes, max_lines
         self._file: IO[bytes] = path.open("rb")
         self._offsets, self._sizes, self._numbers = array("q"), array("q"), array("q")
         self._ids = array("Q")  # the first half of each
         custom_ids = array("Q")  # a digest of each, 0 where there is none
         beginnings = [array("I") for _ in CUTS]
-        for number, offset, data in _lines(self._file, max_line_bytes):
-            if len(self._offsets) == max_lines:
-                raise RequestError(
-                    f"{path.name} has more than {max_lines} lines; make several of it."
-                )
-            self._offsets.append(offset)
-            self._sizes.append(len(data))
-            self._numbers.append(number)
-            self._ids.append(_first_half(id_of(data, number, model)))
-            line = self._look(number, data, urls)
-            custom_ids.append(0 if line is None else _digest(line.custom_id))
-            for numbers, mark in zip(beginnings, _marks(line), strict=True):
-                numbers.append(mark)
+        try:
+            for number, offset, data in _lines(self._file, max_line_bytes):
+                if is_stopped():
+                    raise ReadingStopped
+                self._add_place(number, offset, data)
+                line = self._look(number, data, urls)
+                custom_ids.append(0 if line is None else _digest(line.custom_id))
+                for numbers, mark in zip(beginnings, _marks(line), strict=True):
+                    numbers.append(mark)
+        except BaseException:
+            self.close()
+            raise
         self._repeated = self._find_repeated(custom_ids)
         self.order = _grouped(beginnings)
 
@@ -124,6 +129,17 @@ class InputIndex:
             message = f"the line is longer than {self._max_bytes} bytes; send less, or start with a"
             raise LineError("line_too_long", f"{message} larger max_body_bytes.")
         return parse_line(data, urls)
+
+    def _add_place(self, number: int, offset: int, data: bytes) -> None:
+        """Note where a line is. Raise RequestError for one too many."""
+        if len(self._offsets) == self._max_lines:
+            raise RequestError(
+                f"{self.path.name} has more than {self._max_lines} lines; make several of it."
+            )
+        self._offsets.append(offset)
+        self._sizes.append(len(data))
+        self._numbers.append(number)
+        self._ids.append(_first_half(id_of(data, number, self._model)))
 
     def _look(self, number: int, data: bytes, urls: Collection[str] | None) -> Line | None:
         try:

@@ -3,11 +3,15 @@ pinned."""
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from quire.base.messages import HeldRequest, PinnedPrefix
 from quire.engine.merged_metrics import merged
 from quire.engine.remote import AsyncClient
 from quire.serve.api.several.link import ModelLink
-from quire.serve.several.messages import ModelState
+from quire.serve.several.messages import LOADED, ModelState
+
+NO_ANSWER = "its process does not answer."
 
 
 class AllModels:
@@ -23,11 +27,18 @@ class AllModels:
 
     @property
     def states(self) -> list[ModelState]:
-        return [self._link.states[name] for name in self._clients]
+        return [self._state(name) for name in self._clients]
+
+    def _state(self, name: str) -> ModelState:
+        """Return what the supervisor tells of a model, and what it has not found out yet."""
+        told = self._link.states[name]
+        if told.state == LOADED and not self._clients[name].is_alive:
+            return msgspec.structs.replace(told, why=NO_ANSWER)
+        return told
 
     @property
     def is_alive(self) -> bool:
-        """Whether some model is there, or can be."""
+        """Whether some model answers, or a request has it loaded."""
         return any(client.is_alive for client in self._clients.values())
 
     async def metrics(self) -> str:

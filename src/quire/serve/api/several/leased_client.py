@@ -16,7 +16,7 @@ from quire.base.outputs import RequestOutput
 from quire.engine.fleet import CoreClient
 from quire.engine.output import ABORTED, OpenRequest
 from quire.serve.api.several.link import ModelLink
-from quire.serve.several.messages import DEAD, FAILED
+from quire.serve.several.messages import DEAD, FAILED, LOADING, UNLOADED, UNLOADING
 
 READY_S = 60.0  # for a core that is loaded to answer this process, too
 
@@ -61,8 +61,11 @@ class LeasedClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are welcome: the model is there, or can be."""
-        return self._client.is_alive or self._link.states[self._model].state not in (FAILED, DEAD)
+        """Whether the model answers, or nothing is wrong and a request has it loaded. A model whose
+        process has died or could not be loaded is not alive before it is loaded again."""
+        told = self._link.states[self._model]
+        can_come = told.state in (UNLOADED, LOADING, UNLOADING) and not told.why
+        return self._client.is_alive or can_come
 
     async def be_known(self) -> None:
         """Have the model loaded if it never was: what it takes is known from then on. Raise

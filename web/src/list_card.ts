@@ -1,0 +1,42 @@
+// A table with its title, in a box that scrolls; below it stands how many rows are out of sight.
+
+import { make } from "./dom";
+import { KeyedRows, type Row } from "./keyed_rows";
+
+export class ListCard {
+  readonly element: HTMLElement;
+  private readonly body = make("tbody");
+  private readonly rows: KeyedRows;
+  private readonly box: HTMLElement;
+  private readonly more = make("p", { class: "quiet more", hidden: true });
+  private total = 0; // rows that there are, also those that are not listed
+
+  /** wide: the cell, counted without the first, whose text may be long. */
+  constructor(title: string, columns: string[], wide = -1) {
+    this.rows = new KeyedRows(this.body, columns.length, wide);
+    const head = make("tr", {}, ...columns.map((name) => make("th", { scope: "col" }, name)));
+    const table = make("table", {}, make("thead", {}, head), this.body);
+    this.box = make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": `${title}, a table`, onscroll: () => this.tell() }, table);
+    this.element = make("section", { class: "card", "aria-label": title }, make("h2", {}, title), this.box, this.more);
+    new ResizeObserver(() => this.tell()).observe(this.box);
+  }
+
+  /** Show rows. total: how many there are, of which these are the first; nobody: what to say if there
+   * are none. */
+  show(rows: Row[], total: number, nobody = ""): void {
+    const unlisted = total - rows.length;
+    this.rows.show(rows, unlisted > 0 ? `and ${unlisted} more` : total ? "" : nobody);
+    this.total = total;
+    this.tell();
+  }
+
+  /** Say how many rows are below what is seen of the table. */
+  private tell(): void {
+    const bottom = this.box.scrollTop + this.box.clientHeight + 1;
+    const isLonger = this.box.scrollHeight > bottom;
+    const seen = isLonger ? [...this.body.rows].filter((row) => !row.hidden && row.offsetTop + row.offsetHeight <= bottom).length : this.total;
+    const text = seen < this.total ? `${this.total - seen} more below` : "";
+    if (this.more.textContent !== text) this.more.textContent = text;
+    this.more.hidden = !text;
+  }
+}
