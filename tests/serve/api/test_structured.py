@@ -96,7 +96,7 @@ def test_older_names(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
         ({"structured_outputs": {"whitespace_pattern": " "}}, "got none", "structured_outputs"),
         ({"structured_outputs": {"regexp": " "}}, "regexp", "structured_outputs"),
         ({"structured_outputs": {"choice": "ab"}}, "choice must be a list", "structured_outputs"),
-        ({"guided_json": {}, "guided_regex": "a"}, "got json and regex", "guided_json"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json and guided_regex", "guided_regex"),
         ({"guided_json": {}, "structured_outputs": {"regex": "a"}}, "exclude", "guided_json"),
     ],
 )  # fmt: skip
