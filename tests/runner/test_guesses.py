@@ -4,11 +4,15 @@ whatever is guessed."""
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.messages import Draft
+from quire.base.plan import Plan, RowDraft
+from quire.ops.device_guesses import NO_TOKEN
 from quire.ops.native import core
+from quire.runner.guesses import accept, places_of
 from quire.scheduler.sequence import Sequence
 from tests.engine.stand_in import StandIn
 
@@ -101,3 +105,22 @@ def test_right_guesses_save_steps() -> None:
         llm.generate(PROMPTS[:1], params, use_tqdm=False)
         # One step for the prompt and the first token; then five tokens each.
         assert scheduler.planner.next_step_id - before == 5
+
+
+def test_a_right_draft_with_no_token_after_it_is_the_last_that_counts() -> None:
+    """A grammar that ends, or that allows nothing, leaves no token to choose there."""
+    drafts = RowDraft(3, np.array([5, 6, 7], np.int32)), RowDraft(1, np.array([8], np.int32))
+    plan = Plan(
+        0, rows=np.array([3, 1]), num_tokens=np.array([4, 2]), computed_bound=np.array([0, 0]),
+        sample_rows=np.array([3, 1]), sources=np.array([3, 1]), drafts=drafts,
+    )  # fmt: skip
+    places = places_of(plan)
+    assert places.depths.tolist() == [0, 0, 1, 2, 3, 1]
+    for chosen, counts in [
+        ([5, 8, 6, 7, 4, 2], [4, 2]),  # all drafts are right, and a token after each
+        ([5, 8, 6, 9, 4, 2], [3, 2]),  # the third draft is wrong
+        ([5, 8, 6, NO_TOKEN, 4, NO_TOKEN], [2, 1]),
+        ([5, 8, NO_TOKEN, NO_TOKEN, NO_TOKEN, 2], [1, 2]),
+    ]:
+        _, accepted = accept(plan, places, np.array(chosen))
+        assert accepted.tolist() == counts, chosen

@@ -11,7 +11,7 @@ from quire.kv.manager import KVManager
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_policies import add, scheduler_of, step
+from tests.scheduler.test_policies import BLOCK, add, answer, scheduler_of, step
 
 
 def guess(scheduler: Scheduler, name: str, num: int, known: int | None = None) -> None:
@@ -214,3 +214,39 @@ def test_the_host_does_not_guess_where_the_device_does() -> None:
     assert plan_of(scheduler).is_guessing
     guess(scheduler, "b", 2)
     assert tried(plan_of(scheduler)) == {}
+
+
+def test_a_plan_that_preempts_tries_no_drafts() -> None:
+    """What it evicts is copied out first, and the victim's blocks are for those that wait."""
+    scheduler = scheduler_of(Fifo, budget=64, blocks=6)
+    for name in ("a", "b"):
+        add(scheduler, name, 2 * BLOCK, max_tokens=16)
+    while scheduler.lifecycle.sequences["a"].num_output_tokens <= BLOCK:
+        step(scheduler)
+    assert scheduler.num_running == 2 and scheduler.memory.kv.pools[0].num_free == 0
+    guess(scheduler, "a", 2)
+    plan = plan_of(scheduler)
+    assert scheduler.num_running == 1, "b gave its blocks away"
+    assert tried(plan) == {} and scheduler.drafts.has_any
+    scheduler.update(answer(plan), 0.0)
+    guess(scheduler, "a", 2)
+    assert tried(plan_of(scheduler)) == {0: 2}, "the next plan does"
+
+
+def test_no_block_behind_a_stop_token_gets_a_name() -> None:
+    """Right drafts were computed beyond it, but their tokens are not the sequence's."""
+    groups = CacheGroup("full", (0,), 1, 1), CacheGroup("state", (1,), state_size=1)
+    kv = KVManager(groups, (20, 8), BLOCK)
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler = Scheduler(Memory(kv, 16), config, 64, Fifo)
+    add(scheduler, "a", 6, stops=(9,))
+    step(scheduler)
+    sequence = scheduler.lifecycle.sequences["a"]
+    guess(scheduler, "a", 8)
+    plan = plan_of(scheduler)
+    assert tried(plan) == {0: 8}
+    scheduler.update(result(plan, 1, 9, *[1] * 7), 0.0)
+    assert "a" not in scheduler.lifecycle.sequences
+    known = 6 + 3  # the prompt, and the tokens up to the stop token
+    assert len(sequence.digests) == len(kv.pools[0].indexed_blocks()) == known // BLOCK
+    scheduler.check_invariants()

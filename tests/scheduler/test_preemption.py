@@ -4,12 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.base.cache_group import CacheGroup
+from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.messages import Abort, MeasuredRates
+from quire.base.plan import MoveKind
+from quire.kv.manager import KVManager
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.memory import Memory
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import Preemption
+from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import expected_tokens
 from tests.scheduler.test_pins import MAX_LEN, PREFIX, Bench
+from tests.scheduler.test_policies import add, step
 
 
 @pytest.mark.parametrize(
@@ -46,6 +54,45 @@ def test_what_is_not_worth_swapping_is_computed_again() -> None:
         event = bench.scheduler.lifecycle.events[-1]
         assert isinstance(event, Preempted) and not event.swapped and event.num_lost_tokens > 0
         assert sequence.host_blocks is None
+
+
+@pytest.mark.parametrize(
+    ("has_states", "is_trying", "may_be"),
+    [(True, True, False), (True, False, True), (False, True, True)],
+)
+def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
+    has_states: bool, is_trying: bool, may_be: bool
+) -> None:
+    """Blocks of wrong drafts can be cut off again, a state cannot go back."""
+    memory = SimpleNamespace(
+        kv=SimpleNamespace(has_states=has_states),
+        pinned=SimpleNamespace(reserved=[0]),
+        rates=None,
+    )
+    rows = SimpleNamespace(is_trying=lambda member: is_trying)
+    member = SimpleNamespace(group=None, is_pin=False, blocks=None)
+    preemption = Preemption(rows, memory, None, "swap")  # type: ignore[arg-type]
+    assert preemption._may_be_swapped([member]) is may_be  # type: ignore[list-item]
+
+
+def test_copies_on_write_of_one_plan_are_undone_from_the_last_to_the_first() -> None:
+    """A row that copied a shared block, shared the copy and copied that again is swapped out from
+    the first block, which has its tokens."""
+    kv = KVManager((CacheGroup("full", (0,), 1, 1),), (8,), 4, host_limits=[8])
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, preemption_mode="swap")
+    scheduler = Scheduler(Memory(kv, 16, watermark=0.0), config, 32, Fifo)
+    add(scheduler, "a", 6)
+    step(scheduler)
+    sequence, pool, builder = scheduler.lifecycle.sequences["a"], kv.pools[0], PlanBuilder(99)
+    [table] = sequence.blocks.tables
+    first = table.blocks[-1]
+    second, third = pool.allocate(), pool.allocate()  # others hold the first and second now
+    builder.copies += [(0, sequence.row, first, second), (0, sequence.row, second, third)]
+    table.blocks[-1] = third
+    scheduler.preemption.preempt(sequence, "other", builder, 0.0)
+    [out] = [move for move in builder.moves() if move.kind is MoveKind.SWAP_OUT]
+    assert out.source.tolist()[-1] == first
+    assert [pool.num_refs(block) for block in (first, second, third)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -158,14 +158,15 @@ class Planner:
         return int(need.sum())
 
     def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
-        """Give one new block to each of these rows, if none of them needs more than that and nobody
-        has to give way; whether that was so. target: [N] tokens that they will have computed.
+        """Give one new block to each of these rows, if each has filled its blocks and needs one
+        more, and no row is preempted for it; whether that was so. target: [N] tokens that they
+        will have computed.
 
         In steady decode a sixteenth of the rows needs this in every step, each in the same way; a
         call of its own for each would be most of the time of a step.
         """
         table, capacity = self._rows.table, self._rows.table.capacity[rows]
-        if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
+        if (table.computed[rows] != capacity).any():
             return False
         found = self._memory.grow_by_blocks(self._rows.sequences(rows), target.tolist())
         if found is None:
