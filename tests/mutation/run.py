@@ -102,6 +102,7 @@ def put_in_place(mutant: Mutant) -> None:
     path = ROOT / mutant.path
     made = compile(mutant.tree(path.read_text("utf-8")), str(path), "exec")
     codes = {(c.co_qualname, c.co_firstlineno): c for c in all_codes(made)}
+    gc.unfreeze()  # tests/conftest.py hides from the collector what was there before the tests
     functions = [
         found
         for found in gc.get_objects()

@@ -2,9 +2,12 @@
 them stays as it is when others come."""
 
 import ast
+import gc
 from pathlib import Path
 
+from quire.kv.digest import extend_by_one
 from tests.mutation.mutants import mutants_of, sample
+from tests.mutation.run import KILLED, ROOT, SURVIVED, in_child, put_in_place
 
 SOURCE = '''
 LIMIT = 8  # not in a function, so it stays
@@ -57,3 +60,21 @@ def test_a_sample_changes_little_when_the_code_does() -> None:
     assert first != {mutant.name for mutant in sample(mutants, 5, seed=1)}
     both = {mutant.name for mutant in sample([*more, *mutants], 5, seed=0)}
     assert len(both) == 5 and all("more.py" in name for name in both - first)
+
+
+def test_a_mutant_takes_the_place_of_its_function() -> None:
+    """Also of one that was there when the collection of tests froze all objects."""
+    path = Path("src/quire/kv/digest.py")
+    mutant = next(
+        each
+        for each in mutants_of(path, (ROOT / path).read_text())
+        if each.function == "extend_by_one"
+    )
+
+    def work(pipe: int) -> int:
+        before = extend_by_one.__code__.co_code
+        gc.freeze()
+        put_in_place(mutant)
+        return KILLED if extend_by_one.__code__.co_code != before else SURVIVED
+
+    assert in_child(work, 60) == (KILLED, "")
