@@ -183,6 +183,29 @@ def test_a_template_that_names_the_developer_sees_it() -> None:
     assert rendered(f"{named}{{% endfor %}}", developer, USER) == "<Be brief.>"
 
 
+@pytest.mark.parametrize(
+    ("condition", "written"),
+    [
+        ("m.role != 'system'", "developer:late"),  # drops a system message in the middle
+        ("m.role not in ('developer', 'tool')", "system:late"),  # the other one
+        ("m.role not in ('system', 'developer')", "user:hi"),  # both
+        ("true", "system:late"),
+    ],
+)
+def test_a_developer_in_the_middle_has_the_role_that_is_written(
+    condition: str, written: str
+) -> None:
+    shown = "{{ m.role + ':' + m.content + ';' }}"
+    shown = f"{{% if loop.first or {condition} %}}{shown}{{% endif %}}"
+    template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
+    system = {"role": "system", "content": "Be brief."}
+    late = {"role": "developer", "content": "late"}
+    assert last(template, system, USER, late) == written
+    assert rendered(template, late, USER).startswith(
+        "developer:late" if "developer" in condition else "system:late"
+    )
+
+
 def test_system_and_developer_are_one_message() -> None:
     """Many templates take one system message, at the beginning."""
     system = {"role": "system", "content": parts("a", "b")}

@@ -129,18 +129,16 @@ def _with_known_roles(messages: list[Message], forms: TemplateForms) -> list[Mes
     One beside the system's message becomes a part of it: many templates take one of the two."""
     found: list[Message] = []
     for message in messages:
-        roles = {message["role"], found[-1]["role"] if found else ""}
-        if roles == {"system", "developer"} or (len(found) > 0 and roles == {"developer"}):
+        roles = {message["role"], found[-1]["role"]} if found else set()
+        if "developer" in roles and roles <= {"system", "developer"}:
             before = found[-1]
             texts = [_joined(before["content"]), _joined(message["content"])]
             found[-1] = before | {"content": "\n\n".join(texts)}
         else:
             found.append(message)
-    if any(message["role"] == "developer" for message in found) and not forms.knows_developer:
-        return [
-            message | {"role": "system"} if message["role"] == "developer" else message
-            for message in found
-        ]
+    for message in found:
+        if message["role"] == "developer":
+            message["role"] = forms.developer_role(message is found[0])
     return found
 
 

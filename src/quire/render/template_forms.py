@@ -69,6 +69,7 @@ class TemplateForms:
         self._tree = tree
         self._render = render
         self._taken: dict[tuple[str, str], bool] = {}
+        self._later: dict[str, bool] = {}
 
     def takes_parts(self, role: str) -> bool:
         """Return whether a message's content may be a list of any number of parts."""
@@ -88,13 +89,31 @@ class TemplateForms:
         """The content of a message that has calls and says nothing: an empty text or None."""
         return self._call_form[1]
 
+    def developer_role(self, is_first: bool) -> str:
+        """Return the role of a developer's message: `developer`, if the template names it and
+        writes what the message says, otherwise `system`. In the middle of a conversation a template
+        may drop one of the two; the other one counts then. is_first: it begins the conversation."""
+        if is_first:
+            return "developer" if self._names_developer and self._says("developer") else "system"
+        roles = ("developer", "system") if self._names_developer else ("system", "developer")
+        return next((role for role in roles if self._says_later(role)), "system")
+
     @cached_property
-    def knows_developer(self) -> bool:
-        """Whether the template names the role `developer` and writes what such a message says."""
+    def _names_developer(self) -> bool:
         from jinja2 import nodes
 
-        names = any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
-        return names and any(self._takes("developer", form) for form in CONTENTS)
+        return any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
+
+    def _says(self, role: str) -> bool:
+        return any(self._takes(role, form) for form in CONTENTS)
+
+    def _says_later(self, role: str) -> bool:
+        """Return whether the template writes such a message behind an answer."""
+        if role not in self._later:
+            answer = self._user | {"role": "assistant"}
+            messages = [self._user, answer, *self._conversation(role, CONTENTS[TEXT])]
+            self._later[role] = self._shows(messages, ONE, TWO, but=())
+        return self._later[role]
 
     @cached_property
     def _call_form(self) -> tuple[object, str | None]:
