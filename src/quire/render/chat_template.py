@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError, RequestError
-from quire.render.content_format import takes_strings, wants_parts
 from quire.render.conversation import Message, plain_data, prepare_messages, prepare_tools
+from quire.render.template_forms import TemplateForms
 
 MAX_CHARS = 1 << 24
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -25,7 +25,8 @@ class ChatOptions:
     """How to render a conversation; the names are those of chat completions.
 
     content_format: `string` joins text parts, `openai` hands them to the template as parts, `auto`
-    looks what the template does. template_kwargs: further variables for the template.
+    finds out for each role what the template takes. template_kwargs: further variables for the
+    template.
     """
 
     add_generation_prompt: bool = True
@@ -58,14 +59,13 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except (TemplateError, RecursionError) as error:
             raise RequestError(f"the chat template cannot be compiled: {error}") from error
-        self.wants_parts = wants_parts(tree)
-        self._takes_strings = takes_strings(tree)
+        self._forms = TemplateForms(tree, self._probe)
 
     def render(self, messages: object, options: ChatOptions | None = None) -> str:
         """Return the text of a conversation, with the header of the model's turn if asked for."""
         options = options or ChatOptions()
-        parts = self._parts(options.content_format)
-        prepared = prepare_messages(messages, parts, self._takes_strings)
+        _check_content_format(options.content_format)
+        prepared = prepare_messages(messages, self._forms, options.content_format)
         final = _mark_final(prepared, options) if options.continue_final_message else ""
         text = self._run(
             self._variables | _checked_kwargs(options.template_kwargs),
@@ -76,14 +76,10 @@ class ChatTemplate:
         )
         return _cut_final(text, final) if options.continue_final_message else text
 
-    def _parts(self, content_format: str) -> bool:
-        if content_format not in CONTENT_FORMATS:
-            raise RequestError(
-                f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)},"
-                f" got {content_format!r}.",
-                "chat_template_content_format",
-            )
-        return self.wants_parts if content_format == "auto" else content_format == "openai"
+    def _probe(self, messages: list[Message], tools: list[Message] | None) -> str:
+        """Return the text of a short conversation that shows what the template does."""
+        own = {"messages": messages, "tools": tools, "documents": None}
+        return self._run(self._variables, **own, add_generation_prompt=False)
 
     def _run(self, variables: Mapping[str, Any], **own: Any) -> str:
         from jinja2.exceptions import TemplateError
@@ -118,6 +114,15 @@ def load_template(value: str) -> str:
     if not path.is_file():
         raise ConfigError(f"chat_template {value!r} is neither a file nor the text of a template.")
     return path.read_text("utf-8")
+
+
+def _check_content_format(content_format: str) -> None:
+    if content_format not in CONTENT_FORMATS:
+        raise RequestError(
+            f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)},"
+            f" got {content_format!r}.",
+            "chat_template_content_format",
+        )
 
 
 def _checked_kwargs(values: object) -> dict[str, Any]:

@@ -1,42 +1,39 @@
-"""Messages of a conversation: checked, and brought into the form that chat templates expect.
+"""Messages of a conversation: checked, and brought into the form that a chat template takes.
 
 A message is {"role": ..., "content": text or list of parts, ...}; a part is a text or
 {"type": "text", "text": ...}. Further fields (name, tool_calls, tool_call_id, reasoning_content and
-what a model's template knows) are handed on as plain data. The caller's objects are not changed.
+what a model's template knows) are handed on as plain data, unless they are null. The caller's
+objects are not changed.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.render.call_arguments import arguments_object, arguments_text
+from quire.render.template_forms import TemplateForms
 
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MAX_DEPTH = 64
 Message = dict[str, Any]
 
 
-def prepare_messages(messages: object, parts_wanted: bool, strings_too: bool) -> list[Message]:
-    """Checked copies of the messages. Raises RequestError that names the message at fault.
+def prepare_messages(
+    messages: object, forms: TemplateForms, content_format: str = "auto"
+) -> list[Message]:
+    """Return checked copies of the messages. Raises RequestError that names the message at fault.
 
-    parts_wanted: the template goes through the parts of a content; otherwise their texts are
-    joined by line ends. strings_too: such a template takes a content that is a text as well.
+    forms: what the template takes. content_format: see `ChatOptions`.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise RequestError("a conversation must be a non-empty list of messages.")
-    out = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise _wrong(index, f"must be an object with a role, got {type(message).__name__}")
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise _wrong(index, f"needs a role such as user or assistant, got {role!r}")
-        plain: Message = plain_data(dict(message), f"messages[{index}]")
-        _set_content(plain, index, parts_wanted, strings_too)
-        _set_tool_calls(plain, index)
-        _set_reasoning(plain)
-        out.append(plain)
+    checked = [_checked(message, index) for index, message in enumerate(messages)]
+    out = _with_known_roles(checked, forms)
+    for message in out:
+        _set_tool_calls(message, forms)
+        _set_content(message, forms, content_format)
+        _set_reasoning(message)
     return out
 
 
@@ -97,25 +94,73 @@ def _wrong_part(index: int, rule: str) -> RequestError:
     return RequestError(f"messages[{index}] {rule}.")
 
 
-def _set_content(message: Message, index: int, parts_wanted: bool, strings_too: bool) -> None:
-    """Set parts or text, as the template wants it; an answer of tool calls alone has empty text."""
+def _checked(message: object, index: int) -> Message:
+    """Return a copy of a message whose content is a text or a list of texts."""
+    if not isinstance(message, Mapping):
+        raise _wrong(index, f"must be an object with a role, got {type(message).__name__}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise _wrong(index, f"needs a role such as user or assistant, got {role!r}")
+    plain: Message = plain_data(dict(message), f"messages[{index}]")
+    plain = {name: value for name, value in plain.items() if value is not None}
+    plain["content"] = _texts(plain, index)
+    _check_tool_calls(plain, index)
+    return plain
+
+
+def _texts(message: Message, index: int) -> str | list[str]:
+    """Return a message's content; that of calls alone is an empty text."""
     content = message.get("content")
     if content is None and message["role"] != "assistant":
         raise _wrong(index, f"needs a content, which only an assistant's message ({message['role']}"
                             " is the role here) may lack")  # fmt: skip
     if content is None or isinstance(content, str):
-        text = content or ""
-        as_parts = parts_wanted and not strings_too and text != ""
-        message["content"] = [{"type": "text", "text": text}] if as_parts else text
-    elif isinstance(content, list):
-        texts = [_part_text(part, index) for part in content]
-        parts = [{"type": "text", "text": text} for text in texts]
-        message["content"] = parts if parts_wanted else "\n".join(texts)
-    else:
-        kind = type(content).__name__
-        raise _wrong_part(
-            index, f"has a content of type {kind}; it must be a text or a list of text parts"
-        )
+        return content or ""
+    if isinstance(content, list):
+        return [_part_text(part, index) for part in content]
+    kind = type(content).__name__
+    raise _wrong_part(
+        index, f"has a content of type {kind}; it must be a text or a list of text parts"
+    )
+
+
+def _with_known_roles(messages: list[Message], forms: TemplateForms) -> list[Message]:
+    """Return the messages in which developers speak as the system, unless the template knows them.
+    One beside the system's message becomes a part of it: many templates take one of the two."""
+    found: list[Message] = []
+    for message in messages:
+        roles = {message["role"], found[-1]["role"]} if found else set()
+        if "developer" in roles and roles <= {"system", "developer"}:
+            before = found[-1]
+            texts = [_joined(before["content"]), _joined(message["content"])]
+            found[-1] = before | {"content": "\n\n".join(texts)}
+        else:
+            found.append(message)
+    for message in found:
+        if message["role"] == "developer":
+            message["role"] = forms.developer_role(message is found[0])
+    return found
+
+
+def _joined(content: str | list[str]) -> str:
+    return content if isinstance(content, str) else "\n".join(content)
+
+
+def _set_content(message: Message, forms: TemplateForms, content_format: str) -> None:
+    """Set parts or a text, as the template takes it."""
+    role, content = message["role"], message["content"]
+    if not content and "tool_calls" in message:
+        message["content"] = forms.call_content
+        return
+    is_auto = content_format == "auto"
+    has_parts = isinstance(content, list) and not (is_auto and not forms.takes_parts(role))
+    if content_format == "string" or not has_parts:
+        content = _joined(content)
+        must_be_part = content and content_format != "string" and forms.wants_part(role)
+        content = [content] if must_be_part else content
+    if isinstance(content, list):
+        content = [{"type": "text", "text": text} for text in content]
+    message["content"] = content
 
 
 def _part_text(part: object, index: int) -> str:
@@ -126,41 +171,34 @@ def _part_text(part: object, index: int) -> str:
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
         raise _wrong_part(index, f"has a part of type {kind!r}; this model takes text parts only")
-    if not isinstance(part.get("text"), str):
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
         raise _wrong_part(index, "has a text part without a text")
-    return str(part["text"])
+    return text
 
 
-def _set_tool_calls(message: Message, index: int) -> None:
-    """Parse the arguments of tool calls: templates want an object, clients send JSON text."""
-    calls = message.get("tool_calls")
-    if calls is None:
-        message.pop("tool_calls", None)
-        return
+def _check_tool_calls(message: Message, index: int) -> None:
+    calls = message.get("tool_calls", [])
     if not isinstance(calls, list):
         raise _wrong_part(
             index, f"has tool_calls of type {type(calls).__name__}; it must be a list"
         )
-    if not calls:
-        del message["tool_calls"]  # templates ask only whether there are any
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _wrong_part(index, "has a tool call without a function name")
-        arguments = function.get("arguments")
-        if arguments is None:
-            function["arguments"] = {}
-        elif isinstance(arguments, str):
-            function["arguments"] = _parsed(arguments, index)
 
 
-def _parsed(arguments: str, index: int) -> Any:
-    try:
-        return json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise _wrong_part(
-            index, f"has a tool call whose arguments are not JSON ({error})"
-        ) from error
+def _set_tool_calls(message: Message, forms: TemplateForms) -> None:
+    """Set the arguments of calls: templates want an object or text, clients send JSON text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        message.pop("tool_calls", None)  # templates ask only whether there are any
+        return
+    formed = arguments_text if forms.wants_argument_text else arguments_object
+    for call in calls:
+        function = call.get("function", call)
+        function["arguments"] = formed(function.get("arguments"))
 
 
 def _set_reasoning(message: Message) -> None:

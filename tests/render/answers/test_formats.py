@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.render.answers import table
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Part, joined
-from quire.render.answers.syntax import content_marks
+from quire.render.answers.syntax import CallFormat, content_marks
 from tests.render.answers.goldens import GOLDENS, NOW, TOOLS, WEATHER, Golden
 from tests.render.answers.test_parser import cuts, without_ids
 from tests.render.answers.vocabulary import Vocabulary, accepts, closings, marks_of
@@ -43,6 +43,23 @@ def test_every_cut_gives_the_parts_of_the_whole(golden: Golden) -> None:
     asked = AskedAnswer(golden.format, TOOLS)
     for pieces in cuts(golden.text):
         assert parsed(asked, pieces) == golden.parts, pieces
+
+
+@pytest.mark.parametrize(
+    ("calls", "text"),
+    [
+        (table.MISTRAL, "[TOOL_CALLS]now[ARGS]null"),
+        (table.DEEPSEEK_V31, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>null"
+                             "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+        (table.LLAMA3, '{"name": "now", "parameters": null}'),
+    ],
+)  # fmt: skip
+def test_null_arguments_are_an_empty_object(calls: CallFormat, text: str) -> None:
+    asked = AskedAnswer(AnswerFormat(calls), TOOLS)
+    for pieces in cuts(text):
+        assert parsed(asked, pieces) == [
+            CallBegun(0, "now", ""), CallArguments(0, "{}"), CallEnded(0),
+        ]  # fmt: skip
 
 
 @goldens

@@ -208,3 +208,30 @@ def test_a_form_or_a_call(openai_client: openai.OpenAI) -> None:
         assert choice.finish_reason == "tool_calls"
     else:
         assert json.loads(choice.message.content)["mood"] in ("good", "bad")
+
+
+def test_a_call_that_is_cut_off_goes_back(openai_client: openai.OpenAI) -> None:
+    """As the client dumps it, with all fields that are null."""
+    given = FORCED | {"max_tokens": 16, "tools": TOOLS, "tool_choice": "required"}
+    [choice] = openai_client.chat.completions.create(**given).choices
+    [call] = choice.message.tool_calls or []
+    assert choice.finish_reason == "length"
+    with pytest.raises(ValueError, match="Expecting|Unterminated"):
+        json.loads(call.function.arguments)  # type: ignore[union-attr]
+    dumped = choice.message.model_dump()
+    assert dumped["content"] is None and "function_call" in dumped
+    messages: Any = [*QUESTION, dumped, *QUESTION]
+    answer = openai_client.chat.completions.create(
+        **(ARGUMENTS | {"messages": messages}), tools=TOOLS, max_tokens=16
+    )
+    assert answer.choices[0].message.content
+
+
+def test_the_developer_speaks_as_the_system(openai_client: openai.OpenAI) -> None:
+    developer: Any = {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]}
+    given = ARGUMENTS | {"messages": [developer, *SMALLTALK]}
+    answer = openai_client.chat.completions.create(**given, max_tokens=16)
+    expected = direct([{"role": "system", "content": "Be kind."}, *SMALLTALK], max_tokens=16)
+    assert answer.choices[0].message.content == expected.outputs[0].text
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)

@@ -9,7 +9,7 @@ from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, EngineDead
 from quire.serve.api.answers import UsageCounter
 from quire.serve.api.errors import ApiError, as_api_error, bad_request, too_late
 from quire.serve.api.messages.errors import is_messages, message_error_body
-from quire.serve.api.messages.events import MessageEvents, input_of, message_of
+from quire.serve.api.messages.events import MessageEvents, message_of
 
 
 def chunk(reason: str | None = None, stop: Any = None, **delta: Any) -> dict[str, Any]:
@@ -80,22 +80,6 @@ def test_what_nobody_wants_is_not_told() -> None:
 
 def test_an_empty_answer_has_no_blocks() -> None:
     assert message(chunk(role="assistant", content=""), chunk("stop"))["content"] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("", {}),
-        (" ", {}),
-        ('{"a": {"b": [1, 2]}}', {"a": {"b": [1, 2]}}),
-        ('{"a": 1, "b": "cut of', {"a": 1, "b": "cut of"}),
-        ('{"a": 1, "b', {"a": 1}),
-        ("{a: 1}", {"INVALID_JSON": "{a: 1}"}),
-        ("[1]", {"INVALID_JSON": "[1]"}),
-    ],
-)
-def test_the_input_of_a_call(arguments: str, expected: Any) -> None:
-    assert input_of(arguments) == expected
 
 
 @pytest.mark.parametrize(

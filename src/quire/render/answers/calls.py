@@ -24,6 +24,7 @@ from quire.render.answers.syntax import (
 from quire.render.answers.writer import Writer
 
 MAX_NAME = 256
+NONE = "null"  # arguments that a model writes so are an empty object
 _NAME = re.compile(r"[\w.\-:/]*")
 
 
@@ -110,6 +111,13 @@ class CallReader:
     def _read_arguments(self, syntax: CallSyntax) -> Reading[bool]:
         feed, writer = self._feed, self._writer
         yield from feed.space()
+        if (yield from feed.literal(NONE)):
+            feed.release()
+            writer.begin_call(self._name)
+            writer.arguments("{}")
+            writer.end_call()
+            yield from self._skip(syntax.close)
+            return True
         if (yield from feed.peek()) != "{":
             return False
         feed.release()
@@ -249,7 +257,7 @@ class _ObjectReader:
 
     def _call_at_once(self) -> bool:
         """Hand the call on when all of it is there."""
-        arguments = _object_text(self._arguments or "{}")
+        arguments = _object_text(self._arguments or NONE)
         if not self._name or arguments is None:
             return False
         self._writer.begin_call(self._name)
@@ -260,11 +268,15 @@ class _ObjectReader:
 
 
 def _object_text(value: str) -> str | None:
-    """Return a JSON object as text, which may stand in a string of JSON; None if it is none."""
+    """Return a JSON object as text, which may stand in a string of JSON; None if it is none. null
+    is an empty object."""
     try:
         if value.startswith('"'):
-            value = str(json.loads(value)).strip() or "{}"
-            return sendable(value) if isinstance(strict_json(value), dict) else None
+            value = str(json.loads(value)).strip() or NONE
+            if value != NONE:
+                return sendable(value) if isinstance(strict_json(value), dict) else None
     except (ValueError, RecursionError):
         return None
+    if value == NONE:
+        return "{}"
     return value if value.startswith("{") else None

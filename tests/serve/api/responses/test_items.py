@@ -94,6 +94,15 @@ def test_refusals_and_summaries_are_texts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "kept"), [('{"x": ', '{"x": '), ("no JSON", "no JSON"), ("", ""), (None, "{}")]
+)
+def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
+    """What max_tokens has ended comes back as it is, and so does what a model has spoilt."""
+    [_, message] = messages_of(None, read([USER, call(1, arguments=arguments)]))
+    assert message["tool_calls"][0]["function"]["arguments"] == kept
+
+
+@pytest.mark.parametrize(
     ("item", "where", "words"),
     [
         (5, "", "must be an object"),
@@ -106,7 +115,7 @@ def test_refusals_and_summaries_are_texts() -> None:
         ({"role": "user", "content": ["x"]}, ".content[0]", "must be an object"),
         (USER | {"id": 5}, ".id", "must be a text"),
         (USER | {"id": "x" * 300}, ".id", "at most 256"),
-        (call(1, arguments="{"), ".arguments", "the text of a JSON object"),
+        (call(1, arguments=5), ".arguments", "is required"),
         (call(1, name=None), ".name", "is required"),
         ({"type": "function_call_output", "output": "x"}, ".call_id", "is required"),
         (result(1, None), ".output", "a text or a list"),

@@ -150,6 +150,20 @@ def test_a_forced_call(api: TestClient, choice: Any) -> None:
     assert (found["tool_choice"], found["parallel_tool_calls"]) == (choice, False)
 
 
+def test_a_call_that_is_cut_off_goes_back(api: TestClient) -> None:
+    given = {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 16}
+    first = asked(api, input=QUESTION, **given)
+    [call] = first["output"]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete")
+    with pytest.raises(ValueError, match="Expecting|Unterminated"):
+        json.loads(call["arguments"])
+    user = {"role": "user", "content": QUESTION}
+    whole = asked(api, input=[user, call, user], tools=TOOLS)
+    assert text_in(asked(api, input=[user], previous_response_id=first["id"], tools=TOOLS)) == (
+        text_in(whole)
+    )
+
+
 def test_no_call_where_none_is_wanted(api: TestClient) -> None:
     found = asked(api, input=QUESTION, tools=TOOLS, tool_choice="none")
     message = [{"role": "user", "content": QUESTION}]

@@ -3,6 +3,7 @@
 Covers `serve/api/responses/output_item.py`.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -23,19 +24,19 @@ USAGE: Json = {
 }  # fmt: skip
 
 
-def writer(num_reasoning: int = 0) -> ResponseWriter:
+def writer(num_reasoning: int = 0, custom: Collection[str] = ()) -> ResponseWriter:
     counts: dict[str, int] = {}
 
     def new_id(kind: str) -> str:
         counts[kind] = counts.get(kind, -1) + 1
         return f"{kind}_{counts[kind]}"
 
-    return ResponseWriter(RESPONSE, new_id, lambda: num_reasoning)
+    return ResponseWriter(RESPONSE, new_id, lambda: num_reasoning, custom=custom)
 
 
-def written(choices: list[Any]) -> list[Json]:
+def written(choices: list[Any], made: ResponseWriter | None = None) -> list[Json]:
     """The events of the choices of a chat's chunks."""
-    made = writer()
+    made = made or writer()
     events = made.begin()
     for choice in choices:
         events += made.take(choice)

@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import from_json
-
 from quire.base.hooks import CONTENT_FILTER
+from quire.render.call_arguments import arguments_object
 from quire.serve.api.answers import UsageCounter
 
 Json = dict[str, Any]
@@ -21,7 +20,6 @@ TOOL_USE = "tool_use"
 REASONS = {"tool_calls": TOOL_USE, "length": "max_tokens", CONTENT_FILTER: "refusal"}
 END = "end_turn"
 NO_ROOM = "model_context_window_exceeded"
-INVALID = "INVALID_JSON"  # the only name in the input of a call whose arguments are none
 
 
 @dataclass
@@ -173,17 +171,6 @@ def _take(block: Json, delta: Json, pieces: list[str]) -> None:
 
 def _close(block: Json, text: str) -> None:
     if block["type"] == TOOL_USE:
-        block["input"] = input_of(text)
+        block["input"] = arguments_object(text)
     else:
         block[block["type"]] = text
-
-
-def input_of(arguments: str) -> Json:
-    """Return the input of a call. Of arguments that are cut off, what is there of it."""
-    if not arguments.strip():
-        return {}
-    try:
-        found = from_json(arguments, allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {INVALID: arguments}

@@ -10,6 +10,7 @@ from quire.base.errors import EngineBusy, RequestError
 from quire.serve.api.errors import ApiError, as_api_error, bad_request
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.responses.body import ResponsesRequest
+from quire.serve.api.responses.custom_tools import custom_function
 from quire.serve.api.validation_errors import shown
 
 Json = dict[str, Any]
@@ -61,7 +62,8 @@ def chat_body(body: ResponsesRequest, messages: list[Json]) -> ChatCompletionReq
 
 
 def chat_tools(tools: list[Json] | None) -> list[Json] | None:
-    """Return functions as chats describe them. Raises ApiError for tools of other kinds."""
+    """Return functions as chats describe them, and those that stand for custom tools. Raises
+    ApiError for tools of other kinds."""
     if not tools:
         return None
     return [_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
@@ -94,15 +96,17 @@ def _checked_includes(body: ResponsesRequest) -> list[str]:
 
 def _chat_tool(tool: Json, where: str) -> Json:
     kind = tool.get("type")
-    if kind != "function":
+    if kind not in ("function", "custom"):
         raise bad_request(
-            f"{where}.type must be function: this server runs no tools itself, and the model calls"
-            f" functions only. Remove {shown(kind)}, or describe it as a function.",
+            f"{where}.type must be function or custom: this server runs no tools itself. Remove"
+            f" {shown(kind)}, or describe it as a function.",
             f"{where}.type",
             "unsupported_value",
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
         raise bad_request(f"{where}.name is required, a text.", f"{where}.name")
+    if kind == "custom":
+        return {"type": "function", "function": custom_function(tool, where)}
     names = ("name", "description", "parameters", "strict")
     return {
         "type": "function",

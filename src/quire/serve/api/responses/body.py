@@ -41,12 +41,17 @@ _MESSAGE_SCHEMA = {
 }
 _ITEM_SCHEMA = {
     "type": "object",
-    "description": "a function_call, its output, reasoning, or the name of a stored item",
+    "description": "a call of a tool, its output, reasoning, or the name of a stored item",
     "properties": {
-        "type": {"enum": ["function_call", "function_call_output", "reasoning", "item_reference"]}
+        "type": {
+            "enum": [
+                "function_call", "function_call_output", "custom_tool_call",
+                "custom_tool_call_output", "reasoning", "item_reference",
+            ]
+        }
     },
     "required": ["type"],
-}
+}  # fmt: skip
 _INPUT_SCHEMA = {
     "anyOf": [
         {"type": "string", "minLength": 1},
@@ -61,7 +66,7 @@ _CHOICE_SCHEMA = {
             "type": "object",
             "maxProperties": MAX_FORMAT_FIELDS,
             "properties": {
-                "type": {"enum": ["function", "allowed_tools"]},
+                "type": {"enum": ["function", "custom", "allowed_tools"]},
                 "name": {"type": "string"},
             },
             "required": ["type"],
@@ -109,7 +114,7 @@ class ReasoningConfig(BaseModel):
 
 class ResponsesRequest(SampledBody, ScheduledBody):
     """input: a text or items, checked where they are read. tools and tool_choice: those of
-    functions."""
+    functions and of custom tools."""
 
     input: Input = None
     instructions: str | None = None

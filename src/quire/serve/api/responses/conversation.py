@@ -6,6 +6,8 @@ An assistant's turn is several items (reasoning, message, calls) and one message
 from collections.abc import Iterable
 from typing import Any
 
+from quire.serve.api.responses.custom_tools import arguments_of
+
 Json = dict[str, Any]
 INSTRUCTING = ("system", "developer")
 
@@ -20,7 +22,7 @@ def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
         kind = item["type"]
         if kind == "message" and item["role"] != "assistant":
             _add_message(found, item["role"], _texts(item["content"]))
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = item["output"]
             text = output if isinstance(output, str) else "\n".join(_texts(output))
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
@@ -63,7 +65,9 @@ def _add_to_turn(turn: Json, item: Json) -> None:
     elif item["type"] == "message":
         turn["content"] = "".join(_texts(item["content"]))
     else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        is_custom = item["type"] == "custom_tool_call"
+        arguments = arguments_of(item["input"]) if is_custom else item["arguments"]
+        function = {"name": item["name"], "arguments": arguments}
         call = {"id": item["call_id"], "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
 

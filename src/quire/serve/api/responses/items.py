@@ -4,7 +4,6 @@ What an item may have beside (`status`, `phase`, annotations, ...) says nothing 
 left out. Errors name the item.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,10 @@ NewId = Callable[[str], str]  # of a kind such as msg
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 MAX_ID_CHARS = 256
-KINDS = "message, function_call, function_call_output, reasoning and item_reference"
+KINDS = (
+    "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output,"
+    " reasoning and item_reference"
+)
 
 
 def read_items(given: object, new_id: NewId) -> list[Json]:
@@ -64,29 +66,45 @@ def _output_text(text: str) -> Json:
 
 
 def _function_call(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
-    arguments = _text(given, "arguments", where)
-    try:
-        json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise _wrong(f"{where}.arguments", f"must be the text of a JSON object: {error}") from error
+    """Return a call, whose arguments may be cut off or no JSON: a model wrote them."""
+    if given.get("arguments", "") is None:
+        given = {**given, "arguments": "{}"}
     return {
         "type": "function_call",
         "id": _id(given, where, "fc", new_id),
         "call_id": _text(given, "call_id", where),
         "name": _text(given, "name", where),
-        "arguments": arguments,
+        "arguments": _text(given, "arguments", where),
+        "status": "completed",
+    }
+
+
+def _custom_tool_call(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    return {
+        "type": "custom_tool_call",
+        "id": _id(given, where, "ctc", new_id),
+        "call_id": _text(given, "call_id", where),
+        "name": _text(given, "name", where),
+        "input": _text(given, "input", where),
         "status": "completed",
     }
 
 
 def _function_call_output(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    return {"type": "function_call_output", **_output(given, where, "fco", new_id)}
+
+
+def _custom_tool_call_output(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
+    return {"type": "custom_tool_call_output", **_output(given, where, "ctco", new_id)}
+
+
+def _output(given: Mapping[str, Any], where: str, kind: str, new_id: NewId) -> Json:
     output = given.get("output")
     if not isinstance(output, str):
         texts = _texts(output, f"{where}.output")
         output = [{"type": "input_text", "text": text} for text in texts]
     return {
-        "type": "function_call_output",
-        "id": _id(given, where, "fco", new_id),
+        "id": _id(given, where, kind, new_id),
         "call_id": _text(given, "call_id", where),
         "output": output,
         "status": "completed",
@@ -112,6 +130,8 @@ READERS: dict[str, Callable[[Mapping[str, Any], str, NewId], Json]] = {
     "message": _message,
     "function_call": _function_call,
     "function_call_output": _function_call_output,
+    "custom_tool_call": _custom_tool_call,
+    "custom_tool_call_output": _custom_tool_call_output,
     "reasoning": _reasoning,
     "item_reference": _reference,
 }

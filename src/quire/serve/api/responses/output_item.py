@@ -4,20 +4,25 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Json = dict[str, Any]
-Kind = Literal["message", "reasoning", "function_call"]
+Kind = Literal["message", "reasoning", "function_call", "custom_tool_call"]
 
-PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PREFIXES: dict[Kind, str] = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc",
+}  # fmt: skip
 EVENTS: dict[Kind, str] = {
     "message": "response.output_text",
     "reasoning": "response.reasoning_text",
     "function_call": "response.function_call_arguments",
+    "custom_tool_call": "response.custom_tool_call_input",
 }
+# Items that are calls, and the field that has their text.
+CALLS: dict[Kind, str] = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 @dataclass
 class OutputItem:
-    """index: its place in the output. call: name and id of a call of a function; empty for other
-    items. logprobs: of a message's tokens so far."""
+    """index: its place in the output. call: name and id of a call; empty for other items.
+    logprobs: of a message's tokens so far."""
 
     kind: Kind
     id: str
@@ -34,7 +39,7 @@ class OutputItem:
         """Return the events before its first text."""
         item = self._item("in_progress", [])
         found = [self._event("response.output_item.added", item=item)]
-        if self.kind != "function_call":
+        if self.kind not in CALLS:
             part = self._part("", [])
             found.append(self._about("response.content_part.added", part=part))
         return found
@@ -51,9 +56,9 @@ class OutputItem:
         part, done = self._part(self.text, self.logprobs), f"{EVENTS[self.kind]}.done"
         item = self._item(status, [part])
         found = []
-        if self.kind == "function_call":
-            name = self.call["name"]
-            found.append(self._about(done, arguments=self.text, name=name))
+        if self.kind in CALLS:
+            name: Json = {"name": self.call["name"]} if self.kind == "function_call" else {}
+            found.append(self._about(done, **{CALLS[self.kind]: self.text}, **name))
         else:
             beside: Json = {"logprobs": self.logprobs} if self.kind == "message" else {}
             found.append(self._about(done, text=self.text, **beside))
@@ -63,8 +68,8 @@ class OutputItem:
 
     def _item(self, status: str, content: list[Json]) -> Json:
         head: Json = {"type": self.kind, "id": self.id, "status": status}
-        if self.kind == "function_call":
-            return head | self.call | {"arguments": self.text}
+        if self.kind in CALLS:
+            return head | self.call | {CALLS[self.kind]: self.text}
         if self.kind == "reasoning":
             return head | {"summary": [], "content": content}
         return head | {"role": "assistant", "content": content}
@@ -76,7 +81,7 @@ class OutputItem:
 
     def _about(self, kind: str, **fields: Any) -> Json:
         """Return an event about the item's text."""
-        place: Json = {} if self.kind == "function_call" else {"content_index": 0}
+        place: Json = {} if self.kind in CALLS else {"content_index": 0}
         return self._event(kind, item_id=self.id, **place, **fields)
 
     def _event(self, kind: str, **fields: Any) -> Json:

@@ -24,6 +24,7 @@ from quire.serve.api.responses.as_chat import chat_body, in_own_words
 from quire.serve.api.responses.background import RunningResponse, error_json, event
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.conversation import messages_of
+from quire.serve.api.responses.custom_tools import custom_names
 from quire.serve.api.responses.earlier import continued_turn, earlier_items, without_references
 from quire.serve.api.responses.items import read_items
 from quire.serve.api.responses.store import Stored
@@ -76,7 +77,13 @@ def _writer(
     def num_reasoning() -> int:
         return choice.usage.num_reasoning or 0
 
-    return ResponseWriter(response, api.responses.new_id, num_reasoning, bool(body.background))
+    return ResponseWriter(
+        response,
+        api.responses.new_id,
+        num_reasoning,
+        bool(body.background),
+        custom_names(body.tools),
+    )
 
 
 def _described(body: ResponsesRequest, chat: ChatJob, response_id: str) -> Json:

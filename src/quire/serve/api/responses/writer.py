@@ -5,9 +5,10 @@ An item ends where the next one begins, so there is one open at most. Events are
 each is to be encoded before the next is asked for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+from quire.serve.api.responses.custom_tools import InputText
 from quire.serve.api.responses.output_item import PREFIXES, Kind, OutputItem
 
 Json = dict[str, Any]
@@ -25,7 +26,7 @@ CANCELLED = "abort"
 class ResponseWriter:
     """response: what is known of it before there is an answer. new_id: of a kind of items.
     num_reasoning: how many of the tokens so far are reasoning. is_queued: nobody waits for the
-    response, which says when it is begun with."""
+    response, which says when it is begun with. custom: the names of custom tools."""
 
     def __init__(
         self,
@@ -33,12 +34,15 @@ class ResponseWriter:
         new_id: Callable[[str], str],
         num_reasoning: Callable[[], int],
         is_queued: bool = False,
+        custom: Collection[str] = (),
     ) -> None:
         self.response = response | {"status": "queued" if is_queued else "in_progress"}
         self.response["output"] = []
         self._new_id = new_id
         self._num_reasoning = num_reasoning
+        self._custom = custom
         self._item: OutputItem | None = None
+        self._input: InputText | None = None  # of the open item, if that calls a custom tool
         self._reason = "stop"
         self._num_events = 0
         self._num_seen = 0  # tokens with logprobs
@@ -107,11 +111,15 @@ class ResponseWriter:
         function = call["function"]
         if call.get("id"):
             named = {"call_id": call["id"], "name": function["name"]}
-            found += self._close("completed") + self._open("function_call", named)
+            is_custom = function["name"] in self._custom
+            kind: Kind = "custom_tool_call" if is_custom else "function_call"
+            found += self._close("completed") + self._open(kind, named)
+            self._input = InputText() if is_custom else None
         assert self._item is not None
-        if function.get("arguments"):
-            found += self._item.add(function["arguments"], [])
-        return found
+        text = function.get("arguments")
+        if text and self._input is not None:
+            text = self._input.add(text)
+        return found + self._item.add(text, []) if text else found
 
     def _open(self, kind: Kind, call: Json | None = None) -> list[Json]:
         item_id, index = self._new_id(PREFIXES[kind]), len(self.response["output"])
@@ -121,10 +129,12 @@ class ResponseWriter:
     def _close(self, status: str) -> list[Json]:
         if self._item is None:
             return []
-        item, found = self._item.end(status)
+        rest = "" if self._input is None else self._input.end()
+        found = self._item.add(rest, []) if rest else []
+        item, ended = self._item.end(status)
         self.response["output"] = [*self.response["output"], item]
-        self._item = None
-        return found
+        self._item = self._input = None
+        return found + ended
 
     def _take_logprobs(self, choice: Json) -> None:
         """Keep the log-probabilities of tokens behind the reasoning and before calls."""

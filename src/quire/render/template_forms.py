@@ -1,0 +1,165 @@
+"""Which forms of a message a chat template takes, found by rendering short conversations.
+
+    content      a text, or a list of parts, or of one     {"type": "text", "text": ...}
+    arguments    of calls: an object, or its JSON text
+    developer    a role of its own, or the system's
+
+A form is taken if what was said stands in the template's output, and does not stand there as Python
+or JSON writes a list or an object. Each question is asked once, when a conversation needs the
+answer: a template is foreign code that may be slow.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import RequestError
+
+if TYPE_CHECKING:
+    from jinja2 import nodes
+
+Json = dict[str, Any]
+Render = Callable[[list[Json], list[Json] | None], str]
+
+ONE, TWO = "probeone", "probetwo"
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A probe",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "A text"}},
+            "required": ["text"],
+        },
+    },
+}
+CALL_ID = "probe0001"  # nine letters and digits, as Mistral's templates demand
+NAME = {"name": "probe"}
+RESULT: Json = {"role": "tool", "content": "ok", "tool_call_id": CALL_ID, **NAME}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+TEXT, PART, PARTS = "text", "part", "parts"
+
+
+def _part(text: str) -> Json:
+    return {"type": "text", "text": text}
+
+
+CONTENTS: dict[str, object] = {
+    TEXT: f"{ONE} {TWO}",
+    PART: [_part(f"{ONE} {TWO}")],
+    PARTS: [_part(ONE), _part(TWO)],
+}
+# How Python and JSON write a part, and how Python writes an object.
+LISTED = tuple(f"{quote}text{quote}: {quote}{ONE}" for quote in "'\"")
+AS_PYTHON = f"'{ONE}'"
+CALL_FORMS: tuple[tuple[object, str | None], ...] = (
+    ({ONE: TWO}, ""),
+    (f'{{"{ONE}": "{TWO}"}}', ""),
+    ({ONE: TWO}, None),
+    (f'{{"{ONE}": "{TWO}"}}', None),
+)
+
+
+class TemplateForms:
+    """What one template takes. tree: its syntax. render: runs it on messages and tools; raises
+    RequestError."""
+
+    def __init__(self, tree: "nodes.Template", render: Render) -> None:
+        self._tree = tree
+        self._render = render
+        self._taken: dict[tuple[str, str], bool] = {}
+        self._later: dict[str, bool] = {}
+
+    def takes_parts(self, role: str) -> bool:
+        """Return whether a message's content may be a list of any number of parts."""
+        return self._takes(role, PARTS)
+
+    def wants_part(self, role: str) -> bool:
+        """Return whether a text must be the one part of a list."""
+        return not self._takes(role, TEXT) and self._takes(role, PART)
+
+    @property
+    def wants_argument_text(self) -> bool:
+        """Whether the arguments of calls are to be JSON text, and not an object."""
+        return isinstance(self._call_form[0], str)
+
+    @property
+    def call_content(self) -> str | None:
+        """The content of a message that has calls and says nothing: an empty text or None."""
+        return self._call_form[1]
+
+    def developer_role(self, is_first: bool) -> str:
+        """Return the role of a developer's message: `developer`, if the template names it and
+        writes what the message says, otherwise `system`. In the middle of a conversation a template
+        may drop one of the two; the other one counts then. is_first: it begins the conversation."""
+        if is_first:
+            return "developer" if self._names_developer and self._says("developer") else "system"
+        roles = ("developer", "system") if self._names_developer else ("system", "developer")
+        return next((role for role in roles if self._says_later(role)), "system")
+
+    @cached_property
+    def _names_developer(self) -> bool:
+        from jinja2 import nodes
+
+        return any(each.value == "developer" for each in self._tree.find_all(nodes.Const))
+
+    def _says(self, role: str) -> bool:
+        return any(self._takes(role, form) for form in CONTENTS)
+
+    def _says_later(self, role: str) -> bool:
+        """Return whether the template writes such a message behind an answer."""
+        if role not in self._later:
+            answer = self._user | {"role": "assistant"}
+            messages = [self._user, answer, *self._conversation(role, CONTENTS[TEXT])]
+            self._later[role] = self._shows(messages, ONE, TWO, but=())
+        return self._later[role]
+
+    @cached_property
+    def _call_form(self) -> tuple[object, str | None]:
+        """Return the first form of arguments and content in which a call is written."""
+        for form in CALL_FORMS:
+            conversation = [self._user, _calling(*form), RESULT]
+            for messages in (conversation, conversation[:2]):
+                if self._shows(messages, TWO, but=(AS_PYTHON, f'\\"{ONE}')):
+                    return form
+        return CALL_FORMS[0]
+
+    def _takes(self, role: str, form: str) -> bool:
+        role = role if role in ROLES else "user"  # of other roles nothing is known
+        if (role, form) not in self._taken:
+            messages = self._conversation(role, CONTENTS[form])
+            self._taken[role, form] = self._shows(messages, ONE, TWO, but=LISTED)
+        return self._taken[role, form]
+
+    def _conversation(self, role: str, content: object) -> list[Json]:
+        said = {"role": role, "content": content}
+        if role == "tool":
+            arguments, empty = self._call_form
+            none = "{}" if isinstance(arguments, str) else {}
+            return [self._user, _calling(none, empty), said | {"tool_call_id": CALL_ID, **NAME}]
+        if role == "assistant":
+            return [self._user, said, self._user]
+        return [said] if role == "user" else [said, self._user]
+
+    @cached_property
+    def _user(self) -> Json:
+        """Return a message of the user in a form that the template takes."""
+        return {"role": "user", "content": [_part("hi")] if self.wants_part("user") else "hi"}
+
+    def _shows(self, messages: list[Json], *words: str, but: tuple[str, ...]) -> bool:
+        """Return whether a template writes all of these words, and none of the others."""
+        for tools in (None, [TOOL]):
+            try:
+                text = self._render(messages, tools)
+            except RequestError:
+                continue
+            if all(word in text for word in words) and not any(word in text for word in but):
+                return True
+        return False
+
+
+def _calling(arguments: object, content: str | None) -> Json:
+    function = {"name": "probe", "arguments": arguments}
+    call: Mapping[str, Any] = {"id": CALL_ID, "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
