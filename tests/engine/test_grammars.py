@@ -126,6 +126,7 @@ def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_request_alone(monkeypa
     bench.add("good", NUMBERS, max_tokens=9)
     bench.finish()
     assert reason_of(bench.ends["long", 0]) == "error"
+    assert "limit max_lexer_states (" in error_of(bench.ends["long", 0])
     assert "too many states" in error_of(bench.ends["long", 0])
     assert "verbose" not in error_of(bench.ends["long", 0])
     assert 0 < len(bench.tokens["long", 0]) < 30

@@ -128,6 +128,19 @@ def test_a_wrong_form_is_refused_before_anything_runs(llm: LLM) -> None:
         textless.generate([[1, 2]], params(regex="a"), use_tqdm=False)
 
 
+def test_a_grammar_that_meets_a_limit_on_its_way_is_at_fault(llm: LLM) -> None:
+    """It is small, and each token more can be read in many more ways."""
+    ways = " | ".join(" ".join(["s"] * num) for num in range(2, 12))
+    forms = params(grammar=f'root ::= s\ns ::= {ways} | "a"'), params(regex="[a-c]{90}")
+    forms[0].ignore_eos = True
+    guilty, other = llm.generate(["Hi", "Hi"], list(forms), use_tqdm=False)
+    [failed], [whole] = guilty.outputs, other.outputs
+    assert failed.finish_reason == "error" and len(failed.token_ids) > 10
+    assert failed.error is not None and failed.error.code == "grammar_failed"
+    assert "limit max_items_in_row (" in failed.error.message
+    assert re.fullmatch("[a-c]{90}", whole.text)
+
+
 def test_async() -> None:
     async def go() -> None:
         async with await AsyncLLM.create(str(text_checkpoint()), **SETTINGS) as engine:

@@ -21,6 +21,8 @@ Every message says what was wrong, the value, and what to do.
 # How programs tell why a request failed (`Failure.code`).
 STEP_FAILED = "step_failed"  # a step of the engine failed on it
 REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
+GRAMMAR_FAILED = "grammar_failed"  # its grammar meets a limit, or cannot go on
+GRAMMAR_FAULT = "the grammar of this request cannot be followed"  # the message begins so
 TIMED_OUT = "timed_out"  # it took longer than its timeout_s
 # What went wrong with a hook (`HookFailed.code`, also of a `Failure`).
 HOOK_FAILED = "hook_failed"  # it raised, or returned what makes no sense

@@ -30,7 +30,7 @@ class CompletionOutput:
     index: its place among the n of its request.
     stop_reason: the stop string or stop token id that ended it; None for end of sequence. error:
     after an error, and when the time was up, what happened, and for programs its code: step_failed
-    (the engine's fault), request_failed or timed_out.
+    (the engine's fault), request_failed, grammar_failed or timed_out.
     """
 
     index: int

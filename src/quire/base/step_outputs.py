@@ -11,9 +11,12 @@ its own instead. A token's way:
             event    taken from a mailbox, written to the socket     serve/api/sse.py
 """
 
+from typing import Self
+
 import msgspec
 import numpy as np
 
+from quire.base.errors import GRAMMAR_FAILED, GRAMMAR_FAULT, REQUEST_FAILED
 from quire.base.kv_transfer import HandedOver
 from quire.base.plan import Candidates, Float64, Int32
 from quire.base.prefix import PrefixReport
@@ -24,6 +27,12 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
 
     code: str
     message: str
+
+    @classmethod
+    def of_request(cls, message: str) -> Self:
+        """Return the failure of a request that asks for what cannot be done."""
+        is_grammar = message.startswith(GRAMMAR_FAULT)
+        return cls(GRAMMAR_FAILED if is_grammar else REQUEST_FAILED, message)
 
 
 class Finish(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

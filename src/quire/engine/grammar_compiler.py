@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from quire.base.errors import QuireError
+from quire.base.errors import GRAMMAR_FAULT, QuireError
 from quire.engine.vocabulary import MakeVocabulary, Vocabulary
 
 if TYPE_CHECKING:
@@ -44,6 +44,15 @@ class BadGrammar(Exception):
     """What llguidance says of a grammar."""
 
 
+# Limits of llguidance that a text may meet, not the grammar by itself: what it says, and the name.
+LIMITS = {
+    "Current row has": "max_items_in_row",
+    "Too many items": "step_max_items",
+    "too many expressions": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+}
+
+
 def compiled(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
     """Return a matcher that is warm. Raises BadGrammar."""
     from llguidance import LLMatcher, LLParserLimits
@@ -67,4 +76,7 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, QuireError):
         return str(error)
     what = str(error) if isinstance(error, BadGrammar) else f"{type(error).__name__}: {error}"
-    return f"the grammar of this request cannot be followed: {what}"
+    for said, limit in LIMITS.items():
+        if said in what:
+            what = f"it meets llguidance's limit {limit} ({what}); make it less ambiguous"
+    return f"{GRAMMAR_FAULT}: {what}"

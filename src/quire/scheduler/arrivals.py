@@ -102,7 +102,7 @@ class Arrivals:
         if sequence is None or not sequence.lacks_grammar:
             return  # it has ended
         if message.error is not None:
-            error = Failure(REQUEST_FAILED, message.error)
+            error = Failure.of_request(message.error)
             self._lifecycle.drop(sequence, Finish("error", error=error), now)
             return
         sequence.lacks_grammar = False

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.errors import REQUEST_FAILED, STEP_FAILED
+from quire.base.errors import STEP_FAILED
 from quire.base.events import Stepped
 from quire.base.plan import StepResult
 from quire.base.step_outputs import Failure, Finish
@@ -207,7 +207,7 @@ class StepResults:
         if is_void and self._blames_rows(steps[0], result):
             found = dict.fromkeys(steps[0].plan.rows.tolist(), f"the step failed: {result.error}")
         errors = {
-            row: Finish("error", error=Failure(_code_of(row, result), message))
+            row: Finish("error", error=_failure(row, result, message))
             for row, message in found.items()
             if row not in steps[0].left_out
         }
@@ -357,6 +357,7 @@ def _accepted(step: InFlightStep, result: StepResult) -> dict[int, list[int]]:
     return {row: tokens[1:count].tolist() for row, count, tokens in pairs if count > 1}
 
 
-def _code_of(row: int, result: StepResult) -> str:
-    """Tell why a row has an error."""
-    return REQUEST_FAILED if row in result.unservable_rows else STEP_FAILED
+def _failure(row: int, result: StepResult, message: str) -> Failure:
+    """Return whose fault a row's error is: its request's, or the step's."""
+    is_own = row in result.unservable_rows
+    return Failure.of_request(message) if is_own else Failure(STEP_FAILED, message)

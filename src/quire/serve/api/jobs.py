@@ -11,7 +11,7 @@ from typing import cast
 
 import msgspec
 
-from quire.base.errors import REQUEST_FAILED, STEP_FAILED, TIMED_OUT, StepFailed
+from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
@@ -156,4 +156,4 @@ def _failed(failure: Failure, job: PromptJob) -> Exception:
         return too_late(failure.message)
     if failure.code == STEP_FAILED:
         return StepFailed(f"{job.request.request_id}: {failure.message}")
-    return bad_request(f"the request failed: {failure.message}", code=REQUEST_FAILED)
+    return bad_request(f"the request failed: {failure.message}", code=failure.code)
