@@ -152,12 +152,18 @@ def test_of_a_model_that_sees_the_text_part_runs(
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+FULL = "full_attention"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "state": ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "no layer attends"),
+    "state": ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "are 'linear_attention'"),
     "alibi": ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "no layer attends"),
     "looks_ahead": ("bert", SMALL, "neither causal nor causal within a window"),
-    "chunked": ("llama4_text", SMALL | {"num_local_experts": 2}, "Llama4ForCausalLM cannot run"),
-    "some_layers": ("recurrent_gemma", SMALL | {"head_dim": 8}, "only the layers [2] of 3"),
+    "chunked": ("llama4_text", SMALL | {"num_local_experts": 2}, "are 'chunked_attention'"),
+    "conv": ("lfm2", SMALL | {"layer_types": ["conv", FULL, "conv"]}, "[0, 2] are 'conv'"),
+    "jamba": ("jamba", SMALL | {"attn_layer_offset": 1}, "[0, 2] are 'linear_attention'"),
+    "minimax": ("minimax", SMALL, "[1] are 'linear_attention' (layer_types) and keep a state"),
+    "kimi_linear": ("kimi_linear", SMALL, "[0, 1, 2] are 'linear_attention'"),
+    "own_attention": ("jetmoe", SMALL, "fails in model.layers.0.self_attention"),
+    "some_layers": ("recurrent_gemma", SMALL | {"head_dim": 8}, "[0, 1] are 'linear"),
     "twice": ("diffllama", SMALL, "attends more than once"),
     "own_mask": ("doge", SMALL, "a mask that its own code makes"),
     "window_unmasked": ("olmoe", SMALL | {"sliding_window": 6}, "asks for a window of 6"),
