@@ -28,6 +28,7 @@ from tests.models.paged import CPU, run_paged
 from tests.models.quantised_writers import write as write_quantised
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.models.transformers_checkpoints import (
+    ALL_ATTEND,
     FAMILIES,
     SMALL,
     WINDOW,
@@ -183,6 +184,25 @@ def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
         model_spec_of(tmp_path, model_type, config)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Infinity", "-Infinity", "NaN"])
+def test_numbers_that_json_has_not_may_be_objects(name: str, tmp_path: Path) -> None:
+    """transformers writes them so."""
+    config = SMALL | ALL_ATTEND | {"model_type": "granitemoehybrid"}
+    config["time_step_limit"] = [0, {"__float__": name}]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    limit = model_spec(tmp_path).raw["time_step_limit"]
+    assert str(limit) == str([0.0, float(name)])
+
+
+def test_other_objects_stay_objects(tmp_path: Path) -> None:
+    config = SMALL | ALL_ATTEND | {"model_type": "granitemoehybrid"}
+    for odd in ({"__float__": "1.5"}, {"__float__": "NaN", "more": 1}, {"__float__": [1]}):
+        config["time_step_limit"] = [0.0, odd]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match="refuses config.json: .*'time_step_limit'"):
+            model_spec(tmp_path)
 
 
 def test_head_dims_that_differ_by_layer_are_refused(tmp_path: Path) -> None:

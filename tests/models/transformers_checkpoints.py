@@ -27,6 +27,11 @@ SHARING = {
     "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5] * 4, "altup_num_inputs": 2,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4,
 }  # fmt: skip
+# Its layers may remember states instead, of which the config has an infinite limit.
+ALL_ATTEND = {
+    "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4, "mamba_d_head": 16,
+    "mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 40,
+}  # fmt: skip
 
 # name -> (model_type, config)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", ROUTED | {"shared_expert_intermediate_size": 24}),
     "gpt_oss": ("gpt_oss", ROUTED | {"head_dim": 8, "sliding_window": 5}),
     "gemma3n": ("gemma3n_text", WINDOW | SHARING),
+    "granitemoehybrid": ("granitemoehybrid", SMALL | ALL_ATTEND),
     "minicpm3": ("minicpm3", SMALL | LATENT | {"v_head_dim": 6, "num_key_value_heads": 4}),
 }
 

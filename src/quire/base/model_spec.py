@@ -26,7 +26,7 @@ from quire.base.encoders import (
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
-from quire.base.json_file import read_object
+from quire.base.json_file import read_object, with_floats
 from quire.base.layer_windows import layer_windows, linear_layers
 from quire.base.linear_attention import LinearAttention, linear_attention
 from quire.base.model_options import (
@@ -292,7 +292,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if is_gguf(directory):
         return gguf_config(GGUFFile(directory))
     try:
-        raw = read_object(directory / "config.json")
+        raw: dict[str, Any] = with_floats(read_object(directory / "config.json"))
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
     return raw | _quantization_beside(directory, raw)
