@@ -184,6 +184,14 @@ class ModelSpec:
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)
         return replace(self, is_long=most is not None and length > most, drafter=drafter)
 
+    def check_length(self, length: int | None) -> None:
+        """Raise ConfigError for a max_model_len beyond what the model was made for."""
+        if length is not None and length > self.max_position:
+            raise ConfigError(
+                f"max_model_len={length} is more than the model was made for ({self.max_position});"
+                " leave it out for that, or give auto for what fits the memory."
+            )
+
     def of_ranks(self, num_ranks: int, *, has_whole_experts: bool = False) -> "ModelSpec":
         """Return the numbers of each of so many ranks that share all layers: what it keeps and
         computes. Raises ConfigError, naming both, for what they cannot share."""

@@ -33,7 +33,8 @@ from quire.engine.identity import fingerprint_of
 from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
-from quire.engine.prefix_file import pin_configured
+from quire.engine.prefix_file import pin_configured, read_entries
+from quire.engine.preflight import check_before_loading
 from quire.engine.preparation import Preparation
 from quire.engine.ranks.launch import Ranks
 from quire.engine.ranks.times import RankTimes
@@ -173,6 +174,9 @@ def _build_core(
     ranks: Ranks | None,
 ) -> BuiltCore:
     _check_record(config)
+    check_before_loading(config, source)
+    if config.cache.pin_prefix is not None:
+        read_entries(Path(config.cache.pin_prefix))
     _check_drafter(config, source)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
     side = _load(config, source, progress, ranks)
