@@ -156,3 +156,17 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     spec = model_spec(tmp_path)
     load_model(tmp_path, spec, torch.float32, CPU, LoadOptions("dummy"))
     assert not spec.tie_embeddings
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "glm_ocr"])
+def test_without_experts_it_runs_as_quires_operations(model_type: str, tmp_path: Path) -> None:
+    """Also where the rotary embedding writes over angles, as Qwen3-VL's does."""
+    write(tmp_path, model_type, ties=False)
+    spec = model_spec(tmp_path)
+    model, exact = (load_model(tmp_path, spec, t, CPU) for t in (torch.float32, torch.float64))
+    assert model.only_operations, model.runs_by
+    reference: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, SEQUENCES, CHUNKS, backend="cpu")
+    wanted = run_paged(exact, spec, SEQUENCES, CHUNKS, **reference)
+    for logits_TV, wanted_TV in zip(got, wanted, strict=True):
+        torch.testing.assert_close(logits_TV, wanted_TV.float(), rtol=2e-4, atol=2e-4)
