@@ -67,12 +67,24 @@ def test_a_directory_that_is_no_model_is_told_why(name: str, tmp_path: Path) -> 
         ({"chat_template": "/bin/true"}, "'/bin/true' cannot be read"),
         ({"tool_call_parser": "mine"}, "'mine'"),
         ({"pin_prefix": "/nowhere.txt"}, "pin_prefix='/nowhere.txt' cannot be read"),
+        ({"record": "/dev/null/here"}, "record='/dev/null/here' cannot be written"),
     ],
 )
 @pytest.mark.usefixtures("unreadable")
 def test_settings_that_cannot_work(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         build_engine(config_from_flat(**{"model": "demo", **settings}))
+
+
+@pytest.mark.usefixtures("unreadable")
+@pytest.mark.parametrize("name", ["absent", "fine"])
+def test_a_draft_model_that_is_none(name: str, tmp_path: Path) -> None:
+    text, reason = CONFIGS[name]
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with pytest.raises(ModelError, match=reason):
+        build_engine(config_from_flat(model="demo", speculative_config=speculation))
 
 
 @pytest.mark.parametrize(
