@@ -156,7 +156,7 @@ def test_metadata_of_another_type(path: Path, ask: Any, message: str) -> None:
 HUGE = (1 << 64) - 1
 DAMAGED = {
     "empty": (b"", "cannot be read"),
-    "short": (b"GGUF", "does not begin with GGUF"),
+    "short": (b"GGUF", "ends after 4 bytes, within its head"),
     "other": (b"\x89PNG" + bytes(40), "does not begin with GGUF"),
     "version 1": (header(version=1), "its version is 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),

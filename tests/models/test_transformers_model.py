@@ -28,6 +28,7 @@ from tests.models.paged import CPU, run_paged
 from tests.models.quantised_writers import write as write_quantised
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.models.transformers_checkpoints import (
+    ALL_ATTEND,
     FAMILIES,
     SMALL,
     WINDOW,
@@ -152,12 +153,18 @@ def test_of_a_model_that_sees_the_text_part_runs(
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
+FULL = "full_attention"
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "state": ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "no layer attends"),
+    "state": ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "are 'linear_attention'"),
     "alibi": ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "no layer attends"),
     "looks_ahead": ("bert", SMALL, "neither causal nor causal within a window"),
-    "chunked": ("llama4_text", SMALL | {"num_local_experts": 2}, "Llama4ForCausalLM cannot run"),
-    "some_layers": ("recurrent_gemma", SMALL | {"head_dim": 8}, "only the layers [2] of 3"),
+    "chunked": ("llama4_text", SMALL | {"num_local_experts": 2}, "are 'chunked_attention'"),
+    "conv": ("lfm2", SMALL | {"layer_types": ["conv", FULL, "conv"]}, "[0, 2] are 'conv'"),
+    "jamba": ("jamba", SMALL | {"attn_layer_offset": 1}, "[0, 2] are 'linear_attention'"),
+    "minimax": ("minimax", SMALL, "[1] are 'linear_attention' (layer_types) and keep a state"),
+    "kimi_linear": ("kimi_linear", SMALL, "[0, 1, 2] are 'linear_attention'"),
+    "own_attention": ("jetmoe", SMALL, "fails in model.layers.0.self_attention"),
+    "some_layers": ("recurrent_gemma", SMALL | {"head_dim": 8}, "[0, 1] are 'linear"),
     "twice": ("diffllama", SMALL, "attends more than once"),
     "own_mask": ("doge", SMALL, "a mask that its own code makes"),
     "window_unmasked": ("olmoe", SMALL | {"sliding_window": 6}, "asks for a window of 6"),
@@ -177,6 +184,25 @@ def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
         model_spec_of(tmp_path, model_type, config)
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["Infinity", "-Infinity", "NaN"])
+def test_numbers_that_json_has_not_may_be_objects(name: str, tmp_path: Path) -> None:
+    """transformers writes them so."""
+    config = SMALL | ALL_ATTEND | {"model_type": "granitemoehybrid"}
+    config["time_step_limit"] = [0, {"__float__": name}]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    limit = model_spec(tmp_path).raw["time_step_limit"]
+    assert str(limit) == str([0.0, float(name)])
+
+
+def test_other_objects_stay_objects(tmp_path: Path) -> None:
+    config = SMALL | ALL_ATTEND | {"model_type": "granitemoehybrid"}
+    for odd in ({"__float__": "1.5"}, {"__float__": "NaN", "more": 1}, {"__float__": [1]}):
+        config["time_step_limit"] = [0.0, odd]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match="refuses config.json: .*'time_step_limit'"):
+            model_spec(tmp_path)
 
 
 def test_head_dims_that_differ_by_layer_are_refused(tmp_path: Path) -> None:

@@ -21,6 +21,17 @@ SMALL = LLAMA | {"pad_token_id": 0}
 WINDOW = SMALL | {"head_dim": 8, "sliding_window": 6}
 ROUTED = EXPERTS | {"pad_token_id": 0, "num_local_experts": 6}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+# Layers that use others' keys and values, and activations of which half are dropped.
+SHARING = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5] * 4, "altup_num_inputs": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "laurel_rank": 4,
+}  # fmt: skip
+# Its layers may remember states instead, of which the config has an infinite limit.
+ALL_ATTEND = {
+    "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4, "mamba_d_head": 16,
+    "mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 40,
+}  # fmt: skip
 
 # name -> (model_type, config)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,6 +50,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", ROUTED | {"sliding_window": 9}),
     "qwen2_moe": ("qwen2_moe", ROUTED | {"shared_expert_intermediate_size": 24}),
     "gpt_oss": ("gpt_oss", ROUTED | {"head_dim": 8, "sliding_window": 5}),
+    "gemma3n": ("gemma3n_text", WINDOW | SHARING),
+    "granitemoehybrid": ("granitemoehybrid", SMALL | ALL_ATTEND),
     "minicpm3": ("minicpm3", SMALL | LATENT | {"v_head_dim": 6, "num_key_value_heads": 4}),
 }
 
@@ -67,15 +80,20 @@ def write_reference(directory: Path, model_type: str, config: dict[str, Any]) ->
         is_norm = "norm" in name or ".ln_" in name
         parameter.data.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
     made.save_pretrained(directory)
-    transformers.AttentionInterface.register("exact", _exact)
-    transformers.AttentionMaskInterface.register("exact", sdpa_mask)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float64,
-        attn_implementation="exact",
+        attn_implementation=use_exact_attention(),
         experts_implementation="eager",
     ).eval()
     return Reference(directory, model_spec(directory, "transformers"), model)
+
+
+def use_exact_attention() -> str:
+    """Make attention in plain float64 known to transformers; returns its name there."""
+    transformers.AttentionInterface.register("exact", _exact)
+    transformers.AttentionMaskInterface.register("exact", sdpa_mask)
+    return "exact"
 
 
 def _exact(

@@ -22,6 +22,7 @@ from quire.base.errors import ModelError
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
+HEAD_BYTES = 24
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 1 << 28
 MAX_TENSORS = 1 << 20
@@ -317,8 +318,11 @@ class _Cursor:
 
 def _read_start(cursor: _Cursor) -> tuple[int, int]:
     """Read the head: (number of tensors, number of pairs)."""
-    if cursor.left < 24 or cursor.integer("I") != int.from_bytes(MAGIC, "little"):
+    size = cursor.left
+    if size < len(MAGIC) or cursor.integer("I") != int.from_bytes(MAGIC, "little"):
         raise cursor.error("it does not begin with GGUF")
+    if size < HEAD_BYTES:
+        raise cursor.error(f"it ends after {size} bytes, within its head")
     version = cursor.integer("I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

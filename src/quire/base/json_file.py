@@ -1,12 +1,16 @@
 """Reads a model's JSON files, which anybody may have written: no size or nesting is trusted."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
 
 MAX_JSON_BYTES, MAX_NESTING = 1 << 26, 32
+# transformers writes numbers that JSON does not have as {"__float__": "Infinity"}.
+FLOAT = "__float__"
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -32,6 +36,22 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
     return value
+
+
+def with_floats(value: Any) -> Any:
+    """Return a value of a file with numbers in the place of the objects that stand for them. A list
+    that holds such a number is one of floats: its 0 becomes 0.0, as transformers demands."""
+    if isinstance(value, list):
+        found = [with_floats(each) for each in value]
+        if not any(isinstance(each, float) and not math.isfinite(each) for each in found):
+            return found
+        return [float(each) if type(each) is int else each for each in found]
+    if not isinstance(value, dict):
+        return value
+    name = value.get(FLOAT)
+    if len(value) == 1 and isinstance(name, str) and name in FLOATS:
+        return FLOATS[name]
+    return {key: with_floats(each) for key, each in value.items()}
 
 
 def _check_nesting(value: Any, levels: int) -> None:

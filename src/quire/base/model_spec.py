@@ -26,7 +26,7 @@ from quire.base.encoders import (
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
-from quire.base.json_file import read_object
+from quire.base.json_file import read_object, with_floats
 from quire.base.layer_windows import layer_windows, linear_layers
 from quire.base.linear_attention import LinearAttention, linear_attention
 from quire.base.model_options import (
@@ -184,6 +184,14 @@ class ModelSpec:
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)
         return replace(self, is_long=most is not None and length > most, drafter=drafter)
 
+    def check_length(self, length: int | None) -> None:
+        """Raise ConfigError for a max_model_len beyond what the model was made for."""
+        if length is not None and length > self.max_position:
+            raise ConfigError(
+                f"max_model_len={length} is more than the model was made for ({self.max_position});"
+                " leave it out for that, or give auto for what fits the memory."
+            )
+
     def of_ranks(self, num_ranks: int, *, has_whole_experts: bool = False) -> "ModelSpec":
         """Return the numbers of each of so many ranks that share all layers: what it keeps and
         computes. Raises ConfigError, naming both, for what they cannot share."""
@@ -292,7 +300,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if is_gguf(directory):
         return gguf_config(GGUFFile(directory))
     try:
-        raw = read_object(directory / "config.json")
+        raw: dict[str, Any] = with_floats(read_object(directory / "config.json"))
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
     return raw | _quantization_beside(directory, raw)

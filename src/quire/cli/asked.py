@@ -1,11 +1,14 @@
 """Which model and which device a command asks about, without loading either."""
 
+import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.config import ModelConfig
+from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ConfigError
 from quire.cli import machine
+from quire.cli.sampling import sampling_params
+from quire.cli.settings import given_settings
 
 if TYPE_CHECKING:
     from quire.models.source import ModelSource
@@ -28,6 +31,21 @@ def find_config(model: ModelConfig) -> "ModelSource":
         folder = path.resolve().parent
         return ModelSource(folder, "dummy", folder.name)
     return resolve_source(model, progress=False, files=CONFIG_ONLY)
+
+
+def check_asked(arguments: argparse.Namespace, *, is_chat: bool) -> None:
+    """Check all that can be known before a model is loaded in this process: settings, sampling
+    options, the model's config, and for conversations its chat template. Raises QuireError."""
+    from quire.base.sampling_params import SamplingParams
+    from quire.engine.preflight import check_before_loading, check_conversations
+    from quire.models.source import resolve_source
+
+    sampling_params(arguments, SamplingParams())
+    config = config_from_flat(**given_settings(arguments))
+    source = resolve_source(config.model)
+    check_before_loading(config, source)
+    if is_chat:
+        check_conversations(config.model, source)
 
 
 def find_device(name: str) -> "Device":

@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineDead, QuireError
+from quire.cli.asked import check_asked
 from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarget
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
@@ -70,6 +71,7 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
             raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
     tell_own_process()
+    check_asked(arguments, is_chat=True)
     start_ahead()
     from quire.serve.llm import LLM
 

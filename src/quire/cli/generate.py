@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.cli.asked import check_asked
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.torch_import import tell_own_process
@@ -34,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
     tell_own_process()
     prompt = _prompt(arguments)
+    check_asked(arguments, is_chat=not arguments.raw)
     if not arguments.raw:
         start_ahead()
     from quire.serve.llm import LLM

@@ -11,7 +11,7 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, public_settings
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
-from quire.base.model_spec import ModelSpec
+from quire.base.model_spec import ModelSpec, read_config
 from quire.base.speculation import (
     DRAFT_MODEL,
     NGRAM,
@@ -33,18 +33,20 @@ from quire.engine.identity import fingerprint_of
 from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
-from quire.engine.prefix_file import pin_configured
+from quire.engine.prefix_file import pin_configured, read_entries
+from quire.engine.preflight import check_before_loading
 from quire.engine.preparation import Preparation
 from quire.engine.ranks.launch import Ranks
 from quire.engine.ranks.times import RankTimes
-from quire.engine.record import Recorder
+from quire.engine.record import Recorder, make_directory
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
 from quire.engine.vocabulary import Vocabulary
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
-from quire.models.source import ModelSource, resolve_model, resolve_source
+from quire.models.checkpoint import checkpoint_files
+from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
 from quire.ops.threads import num_threads
 from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
@@ -173,6 +175,9 @@ def _build_core(
     ranks: Ranks | None,
 ) -> BuiltCore:
     _check_record(config)
+    check_before_loading(config, source)
+    if config.cache.pin_prefix is not None:
+        read_entries(Path(config.cache.pin_prefix))
     _check_drafter(config, source)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
     side = _load(config, source, progress, ranks)
@@ -273,13 +278,22 @@ def _check_record(config: EngineConfig) -> None:
             f"record={config.record!r} cannot keep the scheduling policy {policy!r}, which another"
             f" package brings; leave record out, or take one of {', '.join(POLICIES)}."
         )
+    if config.record is not None:
+        make_directory(Path(config.record))
 
 
 def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
-    """Raise ConfigError for a model that guesses other tokens, before anything is loaded."""
+    """Raise ModelError for a draft model or head whose files are none, and ConfigError for a draft
+    model of other tokens, before anything is loaded."""
     speculation = parse_speculation(config.speculative_config)
-    if speculation is not None and speculation.method == DRAFT_MODEL and speculation.model:
-        check_same_tokens(config.model, source, resolve_model(speculation.model))
+    if speculation is None or speculation.model is None:
+        return
+    drafter = resolve_model(speculation.model)
+    read_config(drafter.directory)
+    if load_format_of(config, drafter) != "dummy":
+        checkpoint_files(drafter.directory)
+    if speculation.method == DRAFT_MODEL:
+        check_same_tokens(config.model, source, drafter)
 
 
 def _load(

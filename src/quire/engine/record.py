@@ -9,12 +9,15 @@ never waits: if the disk cannot follow, the rest of the segment is given up, and
 with a snapshot of the state. If it cannot be written at all, recording ends with a warning.
 """
 
+import errno
 import logging
+import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -242,16 +245,30 @@ def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
     }
 
 
+def make_directory(directory: Path) -> None:
+    """Make the directory of a recording. Raises ConfigError if nothing can be written there."""
+    with _writing_to(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
 def _open(directory: Path, max_bytes: int, redaction: Redaction | None) -> "_Writer":
-    try:
+    with _writing_to(directory):
         files = RecordingFiles(directory, max_bytes)
         files.begin()
+    return _Writer(files, redaction)
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"record={str(directory)!r} cannot be written ({error.strerror or error}); give a"
             " directory that can be made or written to."
         ) from error
-    return _Writer(files, redaction)
 
 
 class _Writer:

@@ -1,14 +1,14 @@
 """The text side of an engine: what turns text into requests. It needs no torch."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError
 from quire.base.settings import json_object
+from quire.engine.preflight import tokenizer_place
 from quire.engine.requests import RequestMaker
 from quire.engine.vocabulary import Vocabulary, make_vocabulary
-from quire.models.source import TEXT_FILES, ModelSource, resolve_model
+from quire.models.source import ModelSource
 from quire.render.answers.detect import check_names
 from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
@@ -81,8 +81,5 @@ def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSo
 
 
 def _read_tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
-    directory: Path = source.directory
-    if config.tokenizer is not None or config.tokenizer_revision is not None:
-        name, revision = config.tokenizer or config.model, config.tokenizer_revision
-        directory = resolve_model(name, revision, progress=False, files=TEXT_FILES).directory
+    directory = tokenizer_place(config, source).directory
     return Tokenizer.from_directory(directory) if has_tokenizer(directory) else None

@@ -126,7 +126,7 @@ def _check(name: str, header: TensorHeader, source: Source) -> None:
             " more, and quantization_config does not say what it stands for: take the checkpoint"
             " that was not quantised, or a GGUF file."
         )
-    if header.shape != source.checkpoint_shape:
+    if not source.fits(header.shape):
         raise ModelError(
             f"the tensor {name} has the shape {list(header.shape)}, but config.json asks for"
             f" {list(source.checkpoint_shape)}: the config and the weights are not of one model."

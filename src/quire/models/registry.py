@@ -100,7 +100,7 @@ def model_spec(
     model_type = text_part(raw).get("model_type")
     is_unknown = isinstance(model_type, str) and not _is_ours(model_type) and is_available()
     if implementation == TRANSFORMERS or (implementation == "auto" and is_unknown):
-        return transformers_spec(raw, is_compiled=is_compiled)
+        return transformers_spec(raw, directory, is_compiled=is_compiled)
     if is_compiled:
         raise ConfigError(
             "torch_compile is for models that run by a class of transformers; this one runs by one"

@@ -30,7 +30,8 @@ class Source:
     """A checkpoint tensor and the part of a parameter that it fills.
 
     part: of the tensor, if not all of it; what is left is read in the destination's shape.
-    transposed: the checkpoint holds that with its last two dimensions exchanged.
+    transposed: the checkpoint holds that with its last two dimensions exchanged. is_either_way: it
+    may do so, which its shape says; of a square one it does not.
     repeated: the checkpoint holds one row of it, which fills all rows.
     rows, columns: what a rank takes of that, of `order_dimension` and of the last one; None: all.
     order: int64, which of these rows each row here is; None: the same. Of a repeated row its
@@ -51,6 +52,12 @@ class Source:
     rows: Cut | None = None
     columns: Cut | None = None
     is_elsewhere: bool = False
+    is_either_way: bool = False
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether the checkpoint's tensor may have this shape."""
+        turned = (*shape[:-2], *shape[:-3:-1])
+        return self.checkpoint_shape in (shape, turned if self.is_either_way else shape)
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -86,6 +93,8 @@ class Source:
         if self.part is not None:
             part = self.part
             values = values.narrow(part.dimension, part.first, part.count)
+        if self.is_either_way and tuple(values.shape) != self.whole_shape:
+            values = values.transpose(-2, -1)
         values = values.reshape(self.stored_shape)
         if self.transposed:
             values = values.transpose(-2, -1)

@@ -4,12 +4,13 @@ jinja2 is imported when the first template is compiled. Whatever goes wrong in a
 conversation or with the template itself, becomes a RequestError.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from quire.base.config_fields import shown
 from quire.base.errors import ConfigError, RequestError
 from quire.render.conversation import Message, plain_data, prepare_messages, prepare_tools
 from quire.render.template_forms import TemplateForms
@@ -110,10 +111,33 @@ def load_template(value: str) -> str:
     """Return a template's text from a setting that is the text itself or the name of a file."""
     if any(char in value for char in "{}\n"):
         return value
-    path = Path(value)
-    if not path.is_file():
-        raise ConfigError(f"chat_template {value!r} is neither a file nor the text of a template.")
-    return path.read_text("utf-8")
+    if not _is_file(value):
+        raise ConfigError(
+            f"chat_template {shown(value)} is neither a file nor the text of a template; give the"
+            " path of a file, or a text with {{ }} or {% %} in it."
+        )
+    try:
+        return Path(value).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template {shown(value)} cannot be read ({error}); give a file of text in UTF-8."
+        ) from error
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a null in it
+        return False
+
+
+def no_template(names: Collection[str]) -> RequestError:
+    """Return the error of a model without the usual template. names: of others that it has."""
+    others = f" It has these by name: {', '.join(names)}." if names else ""
+    return RequestError(
+        "this model has no chat template. Send a text prompt (/v1/completions; on the command line"
+        f" --raw), or give a template as chat_template.{others}"
+    )
 
 
 def _check_content_format(content_format: str) -> None:

@@ -6,20 +6,18 @@ characters merged by the score of what they give, and bytes for what is not in t
 """
 
 import math
-import re
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile
 from quire.base.gguf_config import NO_TOKEN
 from quire.render.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from quire.render.tokenizer_files import DEFAULT_TEMPLATE, WHOLE_TOKENIZER, TokenizerFiles
+from quire.render.tokenizer_files import WHOLE_TOKENIZER, TokenizerFiles, gguf_templates
 
 if TYPE_CHECKING:
     import tokenizers
 
 KEY = "tokenizer.ggml"
-TEMPLATE = "tokenizer.chat_template"
 SPACE = "\u2581"
 
 # tokenizer.ggml.token_type
@@ -231,14 +229,4 @@ def _beside(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
         token_id = file.integer(f"{KEY}.{key}", default)
         if 0 <= token_id < len(vocabulary.texts):
             named[name] = vocabulary.texts[token_id]
-    return TokenizerFiles(file.path, config, named, tuple(named.values()), _templates(file))
-
-
-def _templates(file: GGUFFile) -> dict[str, str]:
-    """Return the usual template under its own key, others under the key and their name."""
-    found = {}
-    for key in file.metadata:
-        named = re.fullmatch(rf"{re.escape(TEMPLATE)}(?:\.(.+))?", key)
-        if named:
-            found[named.group(1) or DEFAULT_TEMPLATE] = file.text(key)
-    return found
+    return TokenizerFiles(file.path, config, named, tuple(named.values()), gguf_templates(file))

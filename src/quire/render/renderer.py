@@ -15,7 +15,7 @@ from quire.base.errors import RequestError
 from quire.base.sampling_params import SamplingParams
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
-from quire.render.chat_template import ChatOptions, load_template
+from quire.render.chat_template import ChatOptions, load_template, no_template
 from quire.render.grammars import Grammars
 from quire.render.structured import grammar_of, no_tokenizer
 from quire.render.template_job import InThisProcess, TemplateJob, TemplateRunner
@@ -222,11 +222,7 @@ class Renderer:
             return named[TOOL_TEMPLATE]
         own = None if self.tokenizer is None else self.tokenizer.chat_template
         if own is None:
-            names = f" It has these by name: {', '.join(named)}." if named else ""
-            raise RequestError(
-                "this model has no chat template. Send a text prompt (/v1/completions; on the"
-                f" command line --raw), or give a template as chat_template.{names}"
-            )
+            raise no_template(named)
         return own
 
 

@@ -3,6 +3,7 @@
 In: a directory in the Hugging Face layout. Out: `TokenizerFiles`. Nothing is downloaded.
 """
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ GPT2_END = "<|endoftext|>"
 GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
 DEFAULT_TEMPLATE = "default"
 # Where the metadata of a GGUF file has its vocabulary, or else all of tokenizer.json.
+GGUF_TEMPLATE = "tokenizer.chat_template"
 GGUF_TOKENS, WHOLE_TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.huggingface.json"
 
 
@@ -93,6 +95,27 @@ def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
     return TokenizerFiles(
         folder, config, named, _special_tokens(config, legacy, named), _templates(folder, config)
     )
+
+
+def chat_templates(directory: str | Path) -> dict[str, str]:
+    """Return the chat templates of a directory or a GGUF file by name, without reading the
+    vocabulary; none where there is no tokenizer."""
+    if is_gguf(directory):
+        return gguf_templates(GGUFFile(directory))
+    if not has_tokenizer(directory):
+        return {}
+    folder = Path(directory)
+    return _templates(folder, read_json(folder / "tokenizer_config.json"))
+
+
+def gguf_templates(file: GGUFFile) -> dict[str, str]:
+    """Return the usual template under its own key, others under the key and their name."""
+    found = {}
+    for key in file.metadata:
+        named = re.fullmatch(rf"{re.escape(GGUF_TEMPLATE)}(?:\.(.+))?", key)
+        if named:
+            found[named.group(1) or DEFAULT_TEMPLATE] = file.text(key)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

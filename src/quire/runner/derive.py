@@ -144,11 +144,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     on_cpu = device == "cpu"
     usual = None if spec.pooling is None else spec.pooling.longest
     length = config.model.max_model_len or min(usual or spec.max_position, spec.max_position)
-    if length > spec.max_position:
-        raise ConfigError(
-            f"max_model_len={length} is more than the model was made for ({spec.max_position});"
-            " leave it out for that, or give auto for what fits the memory."
-        )
+    spec.check_length(length)
     if config.deterministic and on_cpu and config.attention_backend != "triton":
         raise ConfigError(
             "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"

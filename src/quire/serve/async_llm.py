@@ -24,6 +24,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_open
 from quire.engine.core_choice import check_core
 from quire.engine.fleet import CoreClient, client_of
+from quire.engine.preflight import check_before_loading
 from quire.engine.remote import pin
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_source
@@ -115,6 +116,7 @@ class AsyncLLM:
     def _load(self) -> None:
         """Load the model; the text side is read while the core does."""
         source = resolve_source(self._config.model)
+        check_before_loading(self._config, source)
         self._cores.start()
         self._loaded = build_text_side(self._config.model, source)
         self._cores.wait_until_ready()

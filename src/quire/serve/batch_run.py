@@ -16,6 +16,7 @@ from quire.base.config import EngineConfig, ServerConfig
 from quire.base.errors import ConfigError, EngineDead
 from quire.engine.child import collecting_rarely
 from quire.engine.fleet import client_of
+from quire.engine.preflight import check_before_loading
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
@@ -65,6 +66,7 @@ class BatchRun:
         """Run what is not done yet; the exit status. Raise QuireError for what cannot be run."""
         self._files.check()
         source = resolve_source(self._engine.model)
+        check_before_loading(self._engine, source)
         names = self._server.served_model_name or (source.name,)
         with contextlib.ExitStack() as stack:
             journal = stack.enter_context(contextlib.closing(Journal(self._files.output)))

@@ -17,6 +17,7 @@ from quire.base.model_spec import ModelSpec
 from quire.base.outputs import RequestOutput
 from quire.base.pooling_spec import with_pooling
 from quire.engine.fleet import CoreClient, client_of
+from quire.engine.preflight import check_before_loading
 from quire.engine.remote import limits_of
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
@@ -156,6 +157,7 @@ def start_engine(config: EngineConfig) -> ProcessEngine:
     )
 
     source = resolve_source(config.model)
+    check_before_loading(config, source)
     model = config.model
     spec = model_spec(source.directory, model.model_impl, is_compiled=model.torch_compile)
     spec = with_pooling(spec, source.directory, model)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.config import EngineConfig, ServerConfig, config_from_flat
 from quire.base.errors import ConfigError, MissingDependency
 from quire.engine.fleet import client_of
+from quire.engine.preflight import check_before_loading
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
@@ -72,6 +73,7 @@ class QuireServer:
 
     def _load(self) -> tuple[ModelSource, TextSide]:
         source = resolve_source(self._engine.model, progress=False)
+        check_before_loading(self._engine, source)
         self._started.start()
         text = build_text_side(self._engine.model, source)
         text.renderer.prepare()

@@ -37,6 +37,7 @@ from quire.base.config import EngineConfig, ServerConfig
 from quire.base.durations import bounded_wait_s
 from quire.base.errors import ConfigError
 from quire.engine.child import NO_START
+from quire.engine.preflight import check_before_loading
 from quire.engine.spawn import start_child
 from quire.models.source import resolve_source
 from quire.serve.children import READY, Child, Process
@@ -77,7 +78,7 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
     model = ServedModel(engine, server.served_model_name)
     with _prepared(server) as (listening, stack):
         sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
-        resolve_source(engine.model)  # downloads, and fails, only once
+        check_before_loading(engine, resolve_source(engine.model))  # downloads only once
         pairs = zip(places, sockets, strict=True)
         cores = [ServedCore(model, place, unix) for place, unix in pairs]
         return Supervisor(server, log_level, listening, cores).run()

@@ -13,8 +13,8 @@ META = torch.device("meta")
 @torch.no_grad()
 def make_real(model: Any, name: str, module: nn.Module) -> None:
     """Give a module's buffers that no checkpoint holds their values, as transformers does when it
-    loads: by the model's own rule of how modules begin. Raises ModelError for what that leaves
-    out."""
+    loads: by the rule of the innermost transformers model that the module is in, or is. Raises
+    ModelError for what that leaves out."""
     passing = _passing(module)
     for each in passing:
         empty = torch.empty_like(module.get_buffer(each), device="cpu")
@@ -22,7 +22,13 @@ def make_real(model: Any, name: str, module: nn.Module) -> None:
             empty.fill_(torch.nan)
         setattr(module, each, empty)
     if passing:
-        model._init_weights(module)
+        try:
+            model._init_weights(module)
+        except Exception as error:  # whatever its code raises
+            raise ModelError(
+                f"{type(model).__name__} cannot run: its rule of how {name}.{passing[0]} begins"
+                f" fails ({error})."
+            ) from error
     for each in passing:
         values = module.get_buffer(each)
         if values.is_floating_point() and values.isnan().any():

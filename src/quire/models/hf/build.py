@@ -105,8 +105,8 @@ class Rebuilt:
             if (config := getattr(module, "config", None)) is not None:
                 config._attn_implementation = attention.NAME
         self._try()
-        for name, module in self._modules():
-            buffers.make_real(model, name, module)
+        for owner, name, module in self._owned():
+            buffers.make_real(owner, name, module)
         self._replace_rows()
         self.runs_by = f"{type(model).__name__} of transformers"
         if is_compiled:
@@ -249,9 +249,8 @@ class Rebuilt:
             torch.arange(tokens),
         )
         try:
-            with META:
-                hidden = self.run(ids, positions.to(META)[None])
-                logits = self.rest(inputs_embeds=hidden, use_cache=False).logits
+            hidden = self.run(ids, positions.to(META)[None])
+            logits = self.rest(inputs_embeds=hidden, use_cache=False).logits
         except Exception as error:  # whatever its code raises
             raise seen.error(f"it does not run with layers replaced: {error}") from error
         finally:
@@ -274,6 +273,16 @@ class Rebuilt:
             yield f"{at}.{name}".rstrip("."), module
         for name, module in self.rest.named_modules():
             yield name, module
+
+    def _owned(self) -> Iterator[tuple[Any, str, nn.Module]]:
+        """Yield all modules, each with the innermost transformers model that it is in, or is."""
+        from transformers import PreTrainedModel
+
+        owners: dict[str, Any] = {}
+        for name, module in self._modules():
+            around = owners.get(name.rpartition(".")[0], self._model)
+            owners[name] = module if isinstance(module, PreTrainedModel) else around
+            yield owners[name], name, module
 
     def _hold(self) -> Iterator[Held]:
         for name, module in self._modules():

@@ -5,13 +5,15 @@ never looked at.
 """
 
 import importlib.util
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import MissingDependency, ModelError
 from quire.base.linear_attention import HYBRID_TYPES
-from quire.base.text_config import PART_OF
+from quire.base.text_config import PART_OF, TIES
+from quire.models.hf.text_model import PLAIN_HEADS, with_head
 
 EXTRA = 'pip install "quire[transformers]"'
 # Of a config, but not of the model: where its code is, and what its outputs hold beside logits.
@@ -22,6 +24,10 @@ LEFT_OUT = (
 # Their frequencies follow the longest sequence of a step, so a request's tokens would follow
 # its neighbours.
 UNSTEADY_ROPES = ("dynamic", "longrope")
+# Kinds of layers that keep something other than the keys and values of a token.
+STATES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "recurrent")
+CHUNKS = "chunked_attention"
+MAX_REASON = 400  # characters of an error of transformers
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,20 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
     try:
         whole = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # whatever its checks raise
-        raise ModelError(f"transformers refuses config.json: {_first_line(error)}") from error
+        raise ModelError(f"transformers refuses config.json: {_in_one_line(error)}") from error
     config = whole.get_text_config(decoder=True)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"transformers has no class that writes text for {config.model_type!r}.")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if config is not whole:  # whose class ties the head or does not, by its own config
+        ties = getattr(config, TIES, False)
+        config.tie_word_embeddings = getattr(whole, TIES, ties)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        model_class = with_head(config)
+    if model_class is None:
+        raise ModelError(
+            f"transformers has no class that writes text for {config.model_type!r}; without one"
+            f" only these text parts run: {', '.join(PLAIN_HEADS)}."
+        )
     if isinstance(model_class, tuple):
         model_class = model_class[0]
     _refuse(config)
@@ -81,6 +96,7 @@ def _refuse(config: Any) -> None:
             f"transformers' class of {config.model_type} cannot run over paged memory: layers that"
             " remember a state run by quire's own classes."
         )
+    _refuse_layers(config)
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         kind = rope.get("rope_type")
         if kind in UNSTEADY_ROPES:
@@ -91,6 +107,25 @@ def _refuse(config: Any) -> None:
             )
 
 
+def _refuse_layers(config: Any) -> None:
+    """Raise ModelError for kinds of layers that have no place in a cache of keys and values."""
+    kinds = getattr(config, "layer_types", None)
+    kinds = list(kinds) if isinstance(kinds, list | tuple) else []
+    for kind in (*STATES, CHUNKS):
+        if kind in kinds:
+            layers = [index for index, each in enumerate(kinds) if each == kind]
+            why = (
+                "attend within chunks of the sequence (attention_chunk_size)"
+                if kind == CHUNKS
+                else "keep a state, which the cache has no room for"
+            )
+            raise ModelError(
+                f"transformers' class of {config.model_type} cannot run over paged memory: its"
+                f" layers {reprlib.repr(layers)} are {kind!r} (layer_types) and {why}. Take a model"
+                " whose layers all attend in full or within a window."
+            )
+
+
 def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the rotary embeddings of a config: one, or one for each kind of layer."""
     if isinstance(parameters, Mapping):
@@ -98,5 +133,7 @@ def _ropes(parameters: Any) -> Iterator[Mapping[str, Any]]:
         yield from inner or [parameters]
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), repr(error))
+def _in_one_line(error: Exception) -> str:
+    """Return what an error says; the checks of transformers say which field first, then why."""
+    text = " ".join(str(error).split()) or repr(error)
+    return text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."

@@ -74,7 +74,9 @@ class Follower(TorchDispatchMode):
                 if isinstance(each, torch.Tensor) and _memory(each) not in self._known:
                     self._forget(each, func)
             return
-        if func._schema.is_mutable:
+        if func is aten.copy_.default:
+            self._overwrite(args[0], args[1])
+        elif func._schema.is_mutable:
             self._forget(args[0], func)
         elif _memory(result) not in self._known:
             rule = self._rules.get(func.overloadpacket)
@@ -87,6 +89,23 @@ class Follower(TorchDispatchMode):
             self.begin(result, made)
             if made.is_sum and len(made.terms) > 1:
                 self._on_sum(result, made)
+
+    def _overwrite(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the terms of values in the place of those of a part of some memory."""
+        place = target.shape, target.stride(), target.storage_offset()
+        size = target.untyped_storage().nbytes() // target.itemsize
+
+        def join(parts: list[torch.Tensor]) -> torch.Tensor:
+            made = parts[0].clone()
+            torch.as_strided(made, *place).copy_(parts[1])
+            return made
+
+        try:
+            parts = [self.of(torch.as_strided(target, (size,), (1,), 0)), self.of(values)]
+            self._known[_memory(target)] = algebra.joined(parts, join)
+            self._kept.append(target)
+        except Unfollowed as reason:
+            self.refuse(target, str(reason))
 
     def _forget(self, tensor: torch.Tensor, func: Any) -> None:
         self.refuse(tensor, f"there is no operation for {func.overloadpacket}")

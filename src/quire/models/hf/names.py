@@ -2,7 +2,8 @@
 
 transformers renames tensors as it loads them, by rules that it keeps for each class (its weight
 conversions): the renamings are its own here, too. Of its conversions we obey those that put the
-experts of a layer into one tensor, of which each expert then fills a slice; others are refused.
+experts of a layer into one tensor, of which each expert then fills a slice, and those that exchange
+the dimensions of such a tensor; others are refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from quire.base.errors import ModelError
+from quire.models.hf.text_model import PLAIN_HEADS
 from quire.models.sources import Source
 
 # Of larger models, before the names of their text part: what it is called without them.
@@ -47,7 +49,7 @@ class CheckpointNames:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
 
-        conversions = get_model_conversion_mapping(model)
+        conversions = get_model_conversion_mapping(model) + _of_whole(model)
         self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         self._converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
         self._known = dict(model.state_dict())
@@ -56,6 +58,7 @@ class CheckpointNames:
         self._stored: dict[str, str] = {}  # what is called otherwise in the checkpoint, by target
         self._slices: dict[str, Slice] = {}  # by the checkpoint's name
         self._filled: dict[str, list[str]] = {}  # names of slices, by target
+        self._turned: set[str] = set()  # targets whose last two dimensions may be exchanged
 
     def adopt(self, names: Iterable[str]) -> None:
         """Learn what a checkpoint holds. Raises ModelError for a conversion that is not obeyed."""
@@ -79,6 +82,7 @@ class CheckpointNames:
         """Put the checkpoint's tensors in the place of those that they are converted to."""
         found = []
         for source in sources:
+            source = self.place(source.name, source)
             names = self._filled.get(source.name)
             found += [source] if names is None else [self.place(name, source) for name in names]
         return found
@@ -89,6 +93,8 @@ class CheckpointNames:
 
     def place(self, name: str, source: Source) -> Source:
         """Return the source of this name, of the parameter that `source` is of."""
+        if name in self._turned:
+            return replace(source, is_either_way=True)
         if name not in self._slices:
             return source
         return replace(source, name=name, destination=self._slices[name].of(source.destination))
@@ -116,6 +122,9 @@ class CheckpointNames:
     def _convert(self, target: str, by_pattern: dict[str, list[str]]) -> None:
         """Give each tensor that goes into a target its slice."""
         patterns = self._obeyed(next(iter(by_pattern)), target)
+        if not patterns:
+            self._turned.add(target)
+            return
         names = []
         for chunk, pattern in enumerate(patterns):
             for index, name in enumerate(by_pattern.get(pattern, [])):
@@ -130,11 +139,14 @@ class CheckpointNames:
         self._filled[target] = names
 
     def _obeyed(self, pattern: str, target: str) -> Sequence[str]:
-        """Return the patterns of the conversion that has this one, in their order."""
+        """Return the patterns of the conversion that has this one, in their order; none if all that
+        it does is to exchange the last two dimensions of a tensor where that is needed."""
         converter = next(each for each in self._converters if pattern in each.source_patterns)
         done = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
         merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
         num = len(converter.source_patterns)
+        if num == 1 and done == [("Transpose", None)] and _turns_if_needed(converter.operations[0]):
+            return ()
         if len(converter.target_patterns) == 1 and (
             (done == [merged] and num == 1) or done == [merged, joined]
         ):
@@ -145,6 +157,22 @@ class CheckpointNames:
             f"transformers makes {target} of a checkpoint's tensors by {names}, which is not"
             " supported."
         )
+
+
+def _of_whole(model: Any) -> list[Any]:
+    """Return the conversions, but for renamings, of the whole that a text part is of, where
+    transformers has none for the part (text_model.py)."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    whole = PLAIN_HEADS.get(model.config.model_type)
+    found = get_checkpoint_conversion_mapping(whole) or []
+    return [each for each in found if not isinstance(each, WeightRenaming)]
+
+
+def _turns_if_needed(transpose: Any) -> bool:
+    is_last_two = (transpose.dim0, transpose.dim1) == (1, 2)  # of a layer's experts
+    return is_last_two and bool(transpose.check_dims)
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -1,6 +1,7 @@
 """The numbers of a model that runs by a class of transformers: as its layers show them, not as this
 or that class names them in its config."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,20 +11,29 @@ from quire.base.errors import ModelError
 from quire.base.model_options import refuse_what_is_ignored
 from quire.base.model_spec import COMPILED, DTYPE_BYTES, TRANSFORMERS, ModelSpec
 from quire.base.quantization_config import quantization_config
-from quire.base.text_config import PART_OF
+from quire.base.text_config import PART_OF, TIES
+from quire.models.checkpoint import weight_files
+from quire.models.contents import tensor_names
 from quire.models.hf.build import empty
-from quire.models.hf.configs import architecture
+from quire.models.hf.configs import Architecture, architecture
 
+HEAD = "lm_head.weight"  # the end of its name, in every layout of a larger model
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
 
-def transformers_spec(raw: dict[str, Any], *, is_compiled: bool = False) -> ModelSpec:
-    """Read them. is_compiled: whether torch shall compile the class. Raises MissingDependency
-    without the package, and ModelError for what cannot run over paged memory."""
+def transformers_spec(
+    raw: dict[str, Any], directory: Path, *, is_compiled: bool = False
+) -> ModelSpec:
+    """Read them. directory: of the checkpoint. is_compiled: whether torch shall compile the class.
+    Raises MissingDependency without the package, and ModelError for what cannot run over paged
+    memory."""
     fields = Fields(raw)
     refuse_what_is_ignored(fields, "")
     quantization_config(fields)
     found = architecture(raw)
+    if found.is_part and _has_own_head(raw, found, directory):
+        raw = raw | {TIES: False}
+        found = architecture(raw)
     config = found.config
     made = empty(found, torch.float32)
     facts = [made.seen.attention[layer] for layer in range(len(made.seen.attention))]
@@ -46,6 +56,21 @@ def transformers_spec(raw: dict[str, Any], *, is_compiled: bool = False) -> Mode
         implementation=COMPILED if is_compiled else TRANSFORMERS,
         raw=raw | ({PART_OF: raw["model_type"]} if found.is_part else {}),
     )
+
+
+def _has_own_head(raw: dict[str, Any], found: Architecture, directory: Path) -> bool:
+    """Tell whether a text part's head is untied although transformers' class of the whole ties it.
+    Classes such as Mistral3's tie by default, also for checkpoints that store a head and do not say
+    in their config that it is tied; transformers leaves such a head alone."""
+    inner = raw.get("text_config")
+    is_said = raw.get(TIES) is not None or (isinstance(inner, dict) and inner.get(TIES) is True)
+    if is_said or not found.config.tie_word_embeddings:
+        return False
+    try:
+        names = list(tensor_names(weight_files(directory)))
+    except ModelError:  # there is nothing to look at; whoever loads the weights says so
+        return True
+    return any(name.endswith(HEAD) for name in names)
 
 
 def _max_position(config: Any) -> int:

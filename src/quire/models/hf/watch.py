@@ -31,6 +31,7 @@ HARMLESS = {
     "dropout", "scaling", "position_ids", "cache_position", "use_cache", "output_attentions",
     "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
 }  # fmt: skip
+NO_ATTENTION = "no layer attends through transformers' AttentionInterface"
 OBEYED = {"sliding_window", "softcap", "s_aux"}
 
 
@@ -52,7 +53,8 @@ class Watch:
 
     attention: by layer. inputs: the tensors that linear layers were called with, by name. direct:
     names of the modules that the model itself called, in order. hidden_size: of what the first of
-    these returned, vocab_size: of the logits. output: the class of what it returned.
+    these returned, vocab_size: of the logits. output: the class of what it returned. running: the
+    modules that are being called, the innermost one last.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Watch:
     hidden_size: int = 0
     vocab_size: int = 0
     output: Any = None
+    running: list[str] = field(default_factory=list)
 
     def error(self, why: str) -> ModelError:
         return ModelError(f"{self.name} cannot run on paged memory: {why}.")
@@ -84,18 +87,17 @@ def watch(model: Any) -> Watch:
     config._attn_implementation = WATCHED
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(NUM_TOKENS, device="meta")[None]
+    sees_all = torch.ones(1, NUM_TOKENS, dtype=torch.int64)  # in memory: its values are looked at
     token = _watch.set(found)
     try:
         with torch.no_grad(), _hooks(model, found):
             result = model(
-                input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids),
-                use_cache=False,
-            )  # fmt: skip
+                input_ids=ids, position_ids=positions, attention_mask=sees_all, use_cache=False
+            )
     except ModelError:
         raise
     except Exception as error:  # whatever its code raises
-        reason = str(error).strip().splitlines()
-        raise found.error(f"its forward pass fails: {reason[0] if reason else error!r}") from error
+        raise found.error(_why_it_fails(model, found, error)) from error
     finally:
         _watch.reset(token)
     found.vocab_size = result.logits.shape[-1]
@@ -103,10 +105,18 @@ def watch(model: Any) -> Watch:
     return found
 
 
+def _why_it_fails(model: Any, found: Watch, error: Exception) -> str:
+    if not model._supports_attention_backend:
+        return NO_ATTENTION
+    reason = next(iter(str(error).strip().splitlines()), repr(error))
+    where = found.running[-1] if found.running else found.name
+    return f"its forward pass, tried without memory, fails in {where}: {reason}"
+
+
 def _check(found: Watch, num_layers: int | None) -> None:
     layers = sorted(found.attention)
     if not layers:
-        raise found.error("no layer attends through transformers' AttentionInterface")
+        raise found.error(NO_ATTENTION)
     if layers != list(range(len(layers))) or len(layers) != (num_layers or len(layers)):
         raise found.error(
             f"only the layers {layers} of {num_layers} attend through transformers'"
@@ -211,14 +221,12 @@ def _reach(config: Any) -> int:
 @contextmanager
 def _hooks(model: nn.Module, found: Watch) -> Iterator[None]:
     """Note which modules are called, and linear ones with what."""
-    depth = 0
 
     def begin(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal depth
-            if depth == 1:
+            if len(found.running) == 1:
                 found.direct.append(name)
-            depth += 1
+            found.running.append(f"{name} ({type(module).__name__})".lstrip())
             if is_linear(module) and args and isinstance(args[0], torch.Tensor):
                 found.inputs.setdefault(name, []).append(args[0])
 
@@ -226,9 +234,8 @@ def _hooks(model: nn.Module, found: Watch) -> Iterator[None]:
 
     def end(name: str) -> Any:
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            nonlocal depth
-            depth -= 1
-            if depth == 1 and name == found.direct[0]:
+            found.running.pop()
+            if len(found.running) == 1 and name == found.direct[0]:
                 found.output = type(output)
                 found.hidden_size = output[0].shape[-1]
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from quire.base.config import EngineConfig
+from quire.base.errors import ModelError
 from quire.base.gguf import is_gguf
 from quire.models.cache_files import (
     STARTS,
@@ -73,7 +74,10 @@ def start_path(cache: WeightCache, config: EngineConfig, source: ModelSource) ->
     if load_format_of(config, source) == "dummy":
         return None
     place = source.directory
-    files = checkpoint_files(place)
+    try:
+        files = checkpoint_files(place)
+    except ModelError:  # a start with torch reads the config first, and says what is wrong
+        return None
     if not is_gguf(place):
         files += sorted(each for each in place.glob("*.json") if each.name != "tokenizer.json")
     facts = [

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 
 from quire.base.config import EngineConfig, ModelConfig, ServerConfig
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, ModelError
 from quire.base.kv_events import parse_kv_events
-from quire.models.source import resolve_source
+from quire.engine.preflight import check_before_loading
+from quire.models.source import ModelSource, resolve_source
 
 
 class ApiModel(msgspec.Struct, frozen=True):
@@ -42,6 +43,7 @@ def named(models: Sequence[ServedModel]) -> list[ServedModel]:
     found = []
     for model in models:
         source = resolve_source(model.engine.model)  # downloads, and fails, only once
+        _check(model.engine, source)
         found.append(replace(model, names=model.names or (source.name,)))
     owners: dict[str, str] = {}
     for model in found:
@@ -54,6 +56,13 @@ def named(models: Sequence[ServedModel]) -> list[ServedModel]:
                 )
             owners[name] = path
     return found
+
+
+def _check(engine: EngineConfig, source: ModelSource) -> None:
+    try:
+        check_before_loading(engine, source)
+    except (ConfigError, ModelError) as error:
+        raise type(error)(f"model {engine.model.model}: {error}") from error
 
 
 def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:

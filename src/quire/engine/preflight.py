@@ -1,0 +1,50 @@
+"""What can be known before anything is loaded: from the settings and a model's small files.
+
+Everything that starts an engine looks here first, so that a wrong path costs no time. No torch and
+no other package is imported: the supervisor looks before it starts its processes.
+"""
+
+from quire.base.config import EngineConfig, ModelConfig
+from quire.base.config_defaults import DEFAULTS
+from quire.base.model_spec import TRANSFORMERS, load_spec, read_config
+from quire.base.text_config import text_part
+from quire.models.checkpoint import checkpoint_files
+from quire.models.source import TEXT_FILES, ModelSource, load_format_of, resolve_model
+from quire.render.answers.detect import check_names
+from quire.render.chat_template import load_template, no_template
+from quire.render.tokenizer_files import DEFAULT_TEMPLATE, chat_templates
+
+
+def check_before_loading(config: EngineConfig, source: ModelSource) -> None:
+    """Raise ModelError for a model whose files cannot be one, and ConfigError for settings that
+    cannot work with it. A model_type that is not one of quire's own is left to those who load it:
+    to ask transformers about it takes long."""
+    model = config.model
+    check_names(model.tool_call_parser, model.reasoning_parser)
+    if model.chat_template is not None:
+        load_template(model.chat_template)
+    model_type = text_part(read_config(source.directory)).get("model_type")
+    if model_type not in DEFAULTS or model.model_impl == TRANSFORMERS:
+        return
+    load_spec(source.directory).check_length(model.max_model_len)
+    if load_format_of(config, source) != "dummy":
+        checkpoint_files(source.directory)
+
+
+def check_conversations(config: ModelConfig, source: ModelSource) -> None:
+    """Raise RequestError if there is no template to render a conversation with, and ConfigError for
+    one that is configured and cannot be read."""
+    if config.chat_template is not None:
+        load_template(config.chat_template)
+        return
+    named = chat_templates(tokenizer_place(config, source).directory)
+    if DEFAULT_TEMPLATE not in named:
+        raise no_template(named)
+
+
+def tokenizer_place(config: ModelConfig, source: ModelSource) -> ModelSource:
+    """Return where the tokenizer is: with the model, or where the settings say."""
+    if config.tokenizer is None and config.tokenizer_revision is None:
+        return source
+    name, revision = config.tokenizer or config.model, config.tokenizer_revision
+    return resolve_model(name, revision, progress=False, files=TEXT_FILES)

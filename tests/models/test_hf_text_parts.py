@@ -1,0 +1,172 @@
+"""Text parts of models that also see, by transformers' classes: the logits of the whole model.
+
+Covers `models/hf/text_model.py`, `models/hf/spec.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WHOLES
+
+from quire.base.errors import ModelError
+from quire.models.loading import LoadOptions, load_model
+from quire.models.registry import model_spec
+from tests.models.checkpoints import random_tokens
+from tests.models.paged import CPU, run_paged
+from tests.models.transformers_checkpoints import SMALL, use_exact_attention
+
+SEQUENCES = random_tokens(17, 5)
+CHUNKS = [[7, 0, 9, 1], [0, 3, 1, 1]]
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "embed_dim": 16,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8, "image_size": 16,
+    "out_hidden_size": 32, "num_position_embeddings": 16,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+EXPERTS = {
+    "num_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+TURNED = SMALL | {"rope_parameters": ROPE}
+PARTLY = SMALL | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
+IMAGES = {"image_token_id": 90, "image_seq_length": 4}
+# type of the whole -> its text part's config, and its vision part's
+PARTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (TURNED, VISION),
+    "qwen2_5_vl": (TURNED, VISION),
+    "qwen3_vl": (TURNED, VISION),
+    "qwen3_vl_moe": (TURNED | EXPERTS, VISION),
+    "glm4v": (PARTLY, VISION),
+    "glm4v_moe": (PARTLY | EXPERTS, VISION),
+    "glm46v": (PARTLY | {"model_type": "glm4v_text"}, VISION | {"model_type": "glm4v_vision"}),
+    "glm_ocr": (PARTLY, VISION),
+}
+TEXT_TYPES = {"internvl": "qwen2", "mistral3": "mistral"}
+
+
+def write(folder: Path, model_type: str, ties: bool) -> None:
+    """Write a whole model with weights large enough that every part matters."""
+    torch.manual_seed(0)
+    text, vision = PARTS.get(model_type, (None, None))
+    config: dict[str, Any] = {"tie_word_embeddings": ties}
+    if text is None:
+        config["text_config"] = SMALL | {"model_type": TEXT_TYPES[model_type]}
+        config["vision_config"] = {name: VISION[name] for name in VISION if name != "image_size"}
+        config["vision_config"] |= {"image_size": [16, 16]} if model_type == "internvl" else {}
+        config["vision_config"] |= {"patch_size": [8, 8]} if model_type == "internvl" else {}
+    else:
+        config |= {"text_config": text, "vision_config": vision}
+    made = transformers.CONFIG_MAPPING[model_type](**config)
+    whole = WHOLES[type(made)](made)
+    for name, parameter in whole.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.25)
+    whole.save_pretrained(folder)
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change fields of config.json; None takes one away."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({n: value for n, value in config.items() if value is not None}))
+
+
+def check(folder: Path, tolerance: float = 1e-10) -> None:
+    """The text part's logits are those of the whole model, in float64."""
+    spec = model_spec(folder)
+    model = load_model(folder, spec, torch.float64, CPU)
+    run: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, SEQUENCES, CHUNKS, **run)
+    whole = WHOLES[transformers.CONFIG_MAPPING[spec.raw["model_type"]]].from_pretrained(
+        folder,
+        dtype=torch.float64,
+        attn_implementation=use_exact_attention(),
+        experts_implementation="eager",
+    )
+    for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
+        with torch.inference_mode():
+            wanted_TV = whole.eval()(torch.tensor([tokens])).logits[0]
+        assert wanted_TV.std() > 0.2, "too tame to tell anything"
+        torch.testing.assert_close(logits_TV, wanted_TV, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("model_type", PARTS)
+def test_without_images_it_is_the_whole_model(model_type: str, tmp_path: Path) -> None:
+    write(tmp_path, model_type, ties=False)
+    # glm4v_moe's routers compute in float32, with sums that depend on the size of a step.
+    check(tmp_path, 1e-6 if model_type == "glm4v_moe" else 1e-10)
+
+
+@pytest.mark.parametrize("model_type", ["internvl", "mistral3", "qwen2_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("ties", [True, False])
+def test_the_whole_config_says_whether_the_head_is_tied(
+    model_type: str, ties: bool, tmp_path: Path
+) -> None:
+    write(tmp_path, model_type, ties)
+    assert model_spec(tmp_path).tie_embeddings == ties
+    check(tmp_path)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_a_stored_head_counts_where_no_config_says_it(ties: bool, tmp_path: Path) -> None:
+    """Mistral3's class ties by default, and old checkpoints say nothing."""
+    write(tmp_path, "mistral3", ties)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    text.pop("tie_word_embeddings", None)
+    edit(tmp_path, tie_word_embeddings=None, text_config=text)
+    assert model_spec(tmp_path).tie_embeddings == ties
+    check(tmp_path)
+
+
+def test_experts_may_be_stored_the_other_way_round(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_vl_moe", ties=False)
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    check(tmp_path)
+
+
+def test_the_text_parts_fields_may_stand_in_the_whole_config(tmp_path: Path) -> None:
+    """As in the checkpoints of Qwen2-VL itself."""
+    write(tmp_path, "qwen2_vl", ties=True)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    rope = {"type": "mrope", "mrope_section": [2, 1, 1]}
+    flat = {name: value for name, value in text.items() if name != "model_type"}
+    edit(tmp_path, **flat | {"text_config": None, "rope_parameters": None, "rope_scaling": rope})
+    check(tmp_path)
+
+
+def test_text_parts_without_a_class_are_refused_by_name(tmp_path: Path) -> None:
+    transformers.CONFIG_MAPPING["mllama"]().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="writes text for 'mllama_text_model'; .*qwen2_vl_text"):
+        model_spec(tmp_path)
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    write(tmp_path, "mistral3", ties=False)
+    edit(tmp_path, tie_word_embeddings=None)
+    (tmp_path / "model.safetensors").unlink()
+    spec = model_spec(tmp_path)
+    load_model(tmp_path, spec, torch.float32, CPU, LoadOptions("dummy"))
+    assert not spec.tie_embeddings
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl", "glm4v"])
+def test_without_experts_it_runs_as_quires_operations(model_type: str, tmp_path: Path) -> None:
+    """Also where the rotary embedding writes over angles, as Qwen3-VL's does."""
+    write(tmp_path, model_type, ties=False)
+    spec = model_spec(tmp_path)
+    model, exact = (load_model(tmp_path, spec, t, CPU) for t in (torch.float32, torch.float64))
+    assert model.only_operations, model.runs_by
+    reference: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, SEQUENCES, CHUNKS, backend="cpu")
+    wanted = run_paged(exact, spec, SEQUENCES, CHUNKS, **reference)
+    for logits_TV, wanted_TV in zip(got, wanted, strict=True):
+        torch.testing.assert_close(logits_TV, wanted_TV.float(), rtol=2e-4, atol=2e-4)
