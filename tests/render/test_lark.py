@@ -71,6 +71,6 @@ def test_white_space_in_somebodys_schemas_is_bounded(text: str, read: str) -> No
     "text", ['\\"' * 99_999, "\\/" * 99_999, "::=" + "\n" * 199_999, "%json {" * 39_999]
 )
 def test_a_grammar_is_read_in_linear_time(text: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     Lark({"<x>": 5}).nested(text)
-    assert time.monotonic() - begun < 2.0
+    assert time.process_time() - begun < 2.0

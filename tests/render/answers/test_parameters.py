@@ -184,7 +184,7 @@ def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
     """What all refer to would stand in it once for each; nobody waits for that."""
     names = {f"d{i}": {"type": "integer"} for i in range(4000)}
     one = asked({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(RequestError, match="ask for less"):
         one.grammar(VOCABULARY.added)
-    assert time.monotonic() - begun < 2.0
+    assert time.process_time() - begun < 2.0

@@ -182,9 +182,9 @@ def test_deep_arguments_do_not_raise() -> None:
 )  # fmt: skip
 def test_the_time_is_linear(unit: str, together: bool) -> None:
     """Six thousand pieces that a quadratic reader would take long for."""
-    start = time.perf_counter()
+    start = time.process_time()
     parsed([unit * 6000] if together else [unit] * 6000)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
