@@ -19,6 +19,7 @@ from quire.render.chat_template import ChatOptions
 from quire.render.job_process import JobProcess
 from quire.render.template_job import InThisProcess, TemplateJob, unpack
 from quire.render.template_pool import TEMPLATES, TemplatePool
+from tests.serve.processes import children_of
 
 USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -33,8 +34,6 @@ TOO_MUCH_MEMORY = (
     "{% set x = namespace(l=[1]) %}{% for i in range(60) %}{% set x.l = x.l + x.l %}{% endfor %}",
     "{{ range(100000) | join('a' * 100000) }}",
 )
-from tests.serve.processes import children_of
-
 REFUSED = {
     "{{ range(10**9) }}": "Range too big",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "recurses without end",
