@@ -1,14 +1,15 @@
 """Ranks that deal out sequences' tokens among each other: the same answers as in one process."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM
 from quire.base.errors import ConfigError
-from tests.engine.ranks.scenarios import Answers, alone, answers_of
-from tests.serve.checkpoints import text_checkpoint
+from tests.engine.ranks.scenarios import COMMON, Answers, alone, answers_of, asked, told
+from tests.serve.checkpoints import pool_bytes, text_checkpoint
 
 TWO = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 FOUR = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
@@ -51,6 +52,21 @@ def test_other_layers(architecture: str) -> None:
 @pytest.mark.slow
 def test_in_stages() -> None:
     compare(TWO | {"pipeline_parallel_size": 2}, "multi_query", 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [{}, TWO], ids=["cores", "cores of two ranks"])
+def test_two_cores_of_a_model_with_one_head_under_load(ranks: dict[str, Any]) -> None:
+    """More requests than rows, in pools so small that rows are preempted all the time."""
+    model = str(text_checkpoint("multi_query"))
+    prompts, ways = zip(*asked() * 15, strict=True)
+    found = []
+    for more in ({}, ranks | {"data_parallel_size": 2}):
+        memory = pool_bytes(Path(model), 40, 4) // (2 if "tensor_parallel_size" in more else 1)
+        with LLM(model, kv_cache_memory_bytes=memory, **COMMON, **more) as llm:
+            found.append(llm.generate(list(prompts), list(ways), use_tqdm=False))
+    for one, other in zip(*found, strict=True):
+        assert told(one) == told(other)
 
 
 def test_who_has_not_the_same_heads_is_told_the_numbers() -> None:
