@@ -22,7 +22,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel serve chat doctor run test test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
+.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,10 +54,13 @@ run: $(VENV)/.installed ## generate text from PROMPT with the model that comes w
 	@$(BIN)/quire generate "$$PROMPT"
 
 test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
-	$(TEST)
+	$(TEST) $(ARGS)
+
+test-changed: $(VENV)/.installed-test ## tests that import what differs from HEAD; or ARGS="--since main"
+	$(BIN)/python -m tests.changed $(ARGS)
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
-	$(TEST) -m "not gpu"
+	$(TEST) -m "not gpu" $(ARGS)
 
 # What depends on a CPU's instruction set: of the core's C++ variants, and of torch's own.
 LEVELS ?= portable:default avx2:avx2 avx512:avx512

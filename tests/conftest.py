@@ -15,8 +15,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 
 import pytest
+
+BEGAN_S = time.monotonic()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,6 +42,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard", metavar="K/N", help="only each Nth test, from the Kth (1 to N): for N processes"
     )
+
+
+    parser.addoption(
+        "--most-s", type=float, metavar="SECONDS", help="skip the tests that are left after so long"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    most_s = item.config.getoption("--most-s")
+    if most_s is not None and time.monotonic() - BEGAN_S > most_s:
+        pytest.skip(f"the {most_s:.0f} s of this run are over")
 
 
 def pytest_collection_finish() -> None:

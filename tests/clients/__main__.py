@@ -32,8 +32,12 @@ Results = dict[str, dict[str, str]]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients")
     parser.add_argument("clients", nargs="*", choices=[*CLIENTS, []], help="all if absent")
+    parser.add_argument("--list", action="store_true", help="print the clients' names, run none")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="as of pytest")
     arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(CLIENTS))
+        return 0
     clients = arguments.clients or CLIENTS
     for client in clients:
         python_of(client)
