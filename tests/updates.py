@@ -19,6 +19,12 @@ def reason_of(update: SequenceUpdate) -> str | None:
     return None if update.finish is None else update.finish.reason
 
 
+def code_of(update: SequenceUpdate) -> str:
+    """The code of what went wrong; empty if nothing did."""
+    error = None if update.finish is None else update.finish.error
+    return "" if error is None else error.code
+
+
 def error_of(update: SequenceUpdate) -> str:
     """What went wrong; empty if nothing did."""
     error = None if update.finish is None else update.finish.error

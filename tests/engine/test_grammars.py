@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import msgspec
+import numpy as np
 import pytest
 
 from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError, RequestError
+from quire.base.errors import GRAMMAR_FAILED, ConfigError, RequestError
 from quire.base.events import Event, Preempted
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, GrammarReady
@@ -31,8 +33,8 @@ from quire.engine.timeline import Timelines
 from quire.render.structured import grammar_of
 from quire.tools.replay import replay_all
 from tests.engine.guided import END, TEXTS, GuidedBench, lark, text_of, vocabulary
-from tests.scheduler.device import Curse
-from tests.updates import error_of, reason_of
+from tests.scheduler.device import Curse, make_request
+from tests.updates import code_of, error_of, reason_of
 
 JSON = lark('%json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}')
 WORDS = lark("/[a-d]{3,20}/")
@@ -134,6 +136,55 @@ def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_request_alone(monkeypa
     del bench.requests["long"]
     del bench.tokens["long", 0]
     bench.assert_exact()
+
+
+def limit_matchers(monkeypatch: Any, limits: dict[str, int]) -> None:
+    """Give matchers these limits of llguidance, too."""
+    make = llguidance.LLParserLimits
+    monkeypatch.setattr(llguidance, "LLParserLimits", lambda **most: make(**most, **limits))
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "start"),
+    [
+        ("max_items_in_row", 90, 's\ns: s s s | s s | "a" | "b"'),
+        ("step_max_items", 60, 's\ns: s s | "a" | "b" | "c"'),
+    ],
+)
+def test_a_text_that_meets_a_limit_is_not_gone_through_again(
+    limit: str, most: int, start: str, monkeypatch: Any
+) -> None:
+    """Each matcher would meet the limit there, after a time for which the step waits."""
+    limit_matchers(monkeypatch, {limit: most})
+    compiled, compile_it = [], grammar_compiler.compiled
+    monkeypatch.setattr(
+        grammar_compiler, "compiled", lambda *args: compiled.append(1) or compile_it(*args)
+    )
+    made, make = [], Guided._fresh
+    monkeypatch.setattr(Guided, "_fresh", lambda guided: made.append(1) or make(guided))
+    bench = GuidedBench()
+    bench.add("long", lark(start), max_tokens=60, ignore_eos=True, stops=())
+    bench.add("plain", "", max_tokens=9)
+    bench.finish()
+    assert code_of(bench.ends["long", 0]) == GRAMMAR_FAILED
+    assert f"llguidance's limit {limit} (" in error_of(bench.ends["long", 0])
+    assert (len(compiled), len(made)) == (1, 1)
+    del bench.requests["long"]
+    bench.tokens.pop(("long", 0), None)
+    bench.assert_exact()
+
+
+def test_a_draft_that_meets_a_limit_costs_the_text_before_it_nothing(monkeypatch: Any) -> None:
+    limit_matchers(monkeypatch, {"max_items_in_row": 30})
+    request = make_request("r", [1], grammar=lark('s\ns: s s | "a"'))
+    guided = Guided(request, grammar_compiler.compiled(vocabulary(), request.grammar))
+    letter = TEXTS.index("a")
+    follower = guided.follow(0, np.full(3, letter, np.int32))
+    while follower.take(letter):
+        assert len(follower.token_ids) < 60
+    assert "max is 30" in follower.matcher.get_error()
+    follower = guided.follow(0, np.full(4, letter, np.int32))
+    assert not follower.matcher.is_error() and follower.matcher.compute_bitmask()
 
 
 def test_what_others_have_found_out_costs_nobody_an_answer(monkeypatch: Any) -> None:

@@ -51,6 +51,9 @@ LIMITS = {
     "too many expressions": "step_lexer_fuel",
     "too many states": "max_lexer_states",
 }
+# A text meets these again with each matcher that goes through it. A lexer's limits are on what
+# copies of a matcher share, so another matcher may go on.
+LIMITS_OF_TEXTS = ("max_items_in_row", "step_max_items")
 
 
 def compiled(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
@@ -69,6 +72,13 @@ def check(matcher: "LLMatcher") -> None:
     """Raise BadGrammar for a matcher that cannot go on."""
     if matcher.is_error():
         raise BadGrammar(matcher.get_error().partition("\n<")[0])  # not its inner state
+
+
+def is_final(matcher: "LLMatcher") -> bool:
+    """Tell whether a matcher has met a limit that every other one would meet with the same text.
+    Going through that text again may take half a minute, for which the step waits."""
+    said = matcher.get_error() if matcher.is_error() else ""
+    return any(words in said and name in LIMITS_OF_TEXTS for words, name in LIMITS.items())
 
 
 def in_words(error: BaseException) -> str:

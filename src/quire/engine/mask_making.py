@@ -16,7 +16,7 @@ import numpy as np
 
 from quire.base.masks import TokenMasks
 from quire.base.plan import Int32
-from quire.engine.grammar_compiler import Compiler, check, in_words
+from quire.engine.grammar_compiler import Compiler, check, in_words, is_final
 from quire.engine.matchers import Follower, Wanted
 from quire.engine.vocabulary import Vocabulary, num_words
 
@@ -106,8 +106,9 @@ class MaskMaker:
         for each in asked:
             if each.follower.matcher.is_error():
                 try:
-                    each.follower = self._start_over(each.wanted)
-                    self._fill([each], masks)
+                    if not is_final(each.follower.matcher):
+                        each.follower = self._start_over(each.wanted)
+                        self._fill([each], masks)
                     check(each.follower.matcher)
                 except Exception as error:
                     errors[each.wanted.row] = in_words(error)

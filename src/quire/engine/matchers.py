@@ -12,6 +12,7 @@ import numpy as np
 
 from quire.base.messages import Request
 from quire.base.plan import Int32
+from quire.engine.grammar_compiler import is_final
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -57,8 +58,11 @@ class Guided:
         """Return the follower of a sequence, which has taken these output tokens. One that is not
         known yet is copied from the one that is nearest."""
         follower = self.followers.get(index) or self._copy_nearest(token_ids)
+        if follower.matcher.is_error():  # since a draft that was wrong
+            follower = self._fresh()
         follower.go_to(token_ids)
-        if follower.matcher.is_error():  # it cannot go back over what `max_tokens` has ended
+        # It cannot go back over what `max_tokens` has ended.
+        if follower.matcher.is_error() and not is_final(follower.matcher):
             follower = self._fresh()
             follower.go_to(token_ids)
         self.followers[index] = follower
