@@ -53,6 +53,26 @@ def test_an_idle_open_prompt_gives_way(settings: dict[str, int]) -> None:
     assert not scheduler.lifecycle.sequences and scheduler.memory.kv.pools[0].num_used == 0
 
 
+def test_a_piece_that_ends_in_a_new_block_copies_a_shared_one_before_it() -> None:
+    """The row's last block is half full, and shared. A piece that fills it and begins the next one
+    needs two blocks: the copy and the new one."""
+    scheduler = scheduler_of(Fifo)
+    open_prompt(scheduler, "a", list(range(7)))
+    step(scheduler)
+    sequence, pool = scheduler.lifecycle.sequences["a"], scheduler.memory.kv.pools[0]
+    other = scheduler.memory.kv.fork(sequence.blocks)
+    scheduler.rows.share(sequence.row)
+    shared = other.tables[0].blocks[1]
+    scheduler.control(Append("a", [1, 2, 3]), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and plan.num_tokens.tolist() == [3]
+    assert counters(scheduler, "a") == "9/10"
+    mine = sequence.blocks.tables[0].blocks
+    assert mine[0] == other.tables[0].blocks[0] and mine[1] != shared and len(mine) == 3
+    assert [move.source.tolist() for move in plan.moves] == [[shared]]
+    assert pool.num_refs(shared) == 1, "only the other one holds it"
+
+
 def test_an_open_prompt_of_a_higher_class_does_not_give_way() -> None:
     scheduler = scheduler_of(Fifo, max_num_seqs=1)
     open_prompt(scheduler, "idle", list(range(9)))

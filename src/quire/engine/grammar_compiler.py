@@ -85,7 +85,9 @@ def in_words(error: BaseException) -> str:
     """Return what a request is told of an error."""
     if isinstance(error, QuireError):
         return str(error)
-    what = str(error) if isinstance(error, BadGrammar) else f"{type(error).__name__}: {error}"
+    if not isinstance(error, BadGrammar):
+        return f"what this request's grammar allows is unknown: {type(error).__name__}: {error}"
+    what = str(error)
     for said, limit in LIMITS.items():
         if said in what:
             what = f"it meets llguidance's limit {limit} ({what}); make it less ambiguous"

@@ -166,7 +166,8 @@ class Planner:
         call of its own for each would be most of the time of a step.
         """
         table, capacity = self._rows.table, self._rows.table.capacity[rows]
-        if (table.computed[rows] != capacity).any():
+        # A shared block is not in a row's capacity: such a row needs a copy of it as well.
+        if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
             return False
         found = self._memory.grow_by_blocks(self._rows.sequences(rows), target.tolist())
         if found is None:
