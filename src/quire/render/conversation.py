@@ -126,7 +126,8 @@ def _texts(message: Message, index: int) -> str | list[str]:
 
 def _with_known_roles(messages: list[Message], forms: TemplateForms) -> list[Message]:
     """Return the messages in which developers speak as the system, unless the template knows them.
-    One beside the system's message becomes a part of it: many templates take one of the two."""
+    A developer message next to a system message becomes a part of it: many templates take only one
+    of the two."""
     found: list[Message] = []
     for message in messages:
         roles = {message["role"], found[-1]["role"]} if found else set()

@@ -24,7 +24,7 @@ def make_real(model: Any, name: str, module: nn.Module) -> None:
     if passing:
         try:
             model._init_weights(module)
-        except Exception as error:  # whatever its code raises
+        except Exception as error:  # of any kind: it is foreign code
             raise ModelError(
                 f"{type(model).__name__} cannot run: its rule of how {name}.{passing[0]} begins"
                 f" fails ({error})."

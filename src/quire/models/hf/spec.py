@@ -68,7 +68,7 @@ def _has_own_head(raw: dict[str, Any], found: Architecture, directory: Path) -> 
         return False
     try:
         names = list(tensor_names(weight_files(directory)))
-    except ModelError:  # there is nothing to look at; whoever loads the weights says so
+    except ModelError:  # no files to read; the loader gives the reason
         return True
     return any(name.endswith(HEAD) for name in names)
 

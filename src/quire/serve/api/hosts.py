@@ -68,8 +68,8 @@ class HostCheck:
 
 
 def checks_hosts(config: ServerConfig) -> bool:
-    """Return whether a server looks at the names: if it is told which, or is open to all and
-    listens on the loopback interface, which a name may mean, too."""
+    """Return whether a server checks the names of Host headers: if its settings list names, or if
+    it has no keys and listens on the loopback interface, also by a name that means it."""
     if EVERY_HOST in config.allowed_hosts:
         return False
     may_be_loopback = not is_address(config.host) or ipaddress.ip_address(config.host).is_loopback

@@ -233,7 +233,7 @@ class BatchJob:
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call alongside the event loop. A cancellation waits for the call, because the caller closes
-    what it works on; nobody needs its result or its error then."""
+    what it works on; its result and its error are dropped then."""
     call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
     try:
         return await asyncio.shield(call)

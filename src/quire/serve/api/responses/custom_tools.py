@@ -116,7 +116,7 @@ class InputText:
 
 
 def _rule_of(given: object, where: str) -> str:
-    """Return what the model is told of the form of a tool's text. Raises ApiError."""
+    """Describe the form of a tool's text for the model. Raises ApiError."""
     form: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
     if given is None or form.get("type") == "text":
         return ""

@@ -30,7 +30,7 @@ class AllModels:
         return [self._state(name) for name in self._clients]
 
     def _state(self, name: str) -> ModelState:
-        """Return what the supervisor tells of a model, and what it has not found out yet."""
+        """Return a model's state as the supervisor reports it, with what it has not noticed yet."""
         told = self._link.states[name]
         if told.state == LOADED and not self._clients[name].is_alive:
             return msgspec.structs.replace(told, why=NO_ANSWER)
