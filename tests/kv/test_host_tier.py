@@ -46,3 +46,24 @@ def test_a_block_that_a_plan_copies_out_is_held_until_its_result(is_evicted: boo
     tier.end_plan(2)
     assert tier.settle(1) == [(0, b"a")]
     assert copy(b"d") == first
+
+
+def test_names_of_copies_that_no_step_has_settled_are_taken_away() -> None:
+    """And each block that was copied out counts once."""
+    kv = KVManager((FULL,), (4,), 4, host_limits=[4])
+    [pool], tier = kv.pools, kv.tier
+    assert tier is not None
+    for step_id, name in enumerate((b"settled", b"in flight", b"planned")):
+        block = pool.allocate()
+        pool.index(block, name)
+        pool.release(block)
+        assert pool.evict()
+        tier.take_evicted()
+        if name != b"planned":
+            tier.end_plan(step_id)
+        if name == b"settled":
+            tier.settle(step_id)
+    assert tier.num_offloaded == 3
+    tier.forget_unsettled()
+    known = [tier._host[0].lookup(name) for name in (b"settled", b"in flight", b"planned")]
+    assert known[0] is not None and known[1:] == [None, None]

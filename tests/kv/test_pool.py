@@ -58,3 +58,17 @@ def test_reset_makes_cached_blocks_plainly_free() -> None:
     pool.reset_index()
     assert pool.num_indexed == 0
     pool.check_invariants([1])
+
+
+def test_each_change_of_the_index_counts() -> None:
+    """Whoever has looked something up compares the count to see that it still holds."""
+    pool = BlockPool(2)
+    take(pool, 2)
+    pool.index(0, b"a")
+    assert pool.num_index_changes == 1
+    pool.index(1, b"a")
+    assert pool.num_index_changes == 1, "the other block stays"
+    pool.unindex(0)
+    assert pool.num_index_changes == 2
+    pool.unindex(0)
+    assert pool.num_index_changes == 2

@@ -13,6 +13,7 @@ Of our own, since those that are to be had take no sample, and a process with to
 """
 
 import argparse
+import ast
 import contextlib
 import gc
 import json
@@ -33,7 +34,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from tests.mutation.mutants import Mutant, mutants_of, sample
+from tests.mutation.mutants import FUNCTIONS, Mutant, mutants_of, sample
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -97,10 +98,26 @@ def all_codes(code: CodeType) -> Iterator[CodeType]:
             yield from all_codes(part)
 
 
+def _keep_class(tree: ast.Module, function: str) -> None:
+    """Let a method whose super() was left out refer to its class still: code can only replace code
+    with as many free variables."""
+    *classes, name = function.split(".")
+    body = tree.body
+    for each in classes:
+        [owner] = [node for node in body if isinstance(node, ast.ClassDef) and node.name == each]
+        body = owner.body
+    [method] = [node for node in body if isinstance(node, FUNCTIONS) and node.name == name]
+    method.body.append(ast.Expr(ast.Name("__class__", ast.Load())))
+    ast.fix_missing_locations(tree)
+
+
 def put_in_place(mutant: Mutant) -> None:
     """Give the function, wherever it is known, the changed code."""
     path = ROOT / mutant.path
-    made = compile(mutant.tree(path.read_text("utf-8")), str(path), "exec")
+    tree = mutant.tree(path.read_text("utf-8"))
+    if "super()" in mutant.before and "super()" not in mutant.after:
+        _keep_class(tree, mutant.function)
+    made = compile(tree, str(path), "exec")
     codes = {(c.co_qualname, c.co_firstlineno): c for c in all_codes(made)}
     gc.unfreeze()  # tests/conftest.py hides from the collector what was there before the tests
     functions = [

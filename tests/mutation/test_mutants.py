@@ -4,8 +4,12 @@ them stays as it is when others come."""
 import ast
 import gc
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from quire.kv.digest import extend_by_one
+from quire.kv.state_table import StateTable
 from tests.mutation.mutants import mutants_of, sample
 from tests.mutation.run import KILLED, ROOT, SURVIVED, in_child, put_in_place
 
@@ -62,19 +66,22 @@ def test_a_sample_changes_little_when_the_code_does() -> None:
     assert len(both) == 5 and all("more.py" in name for name in both - first)
 
 
-def test_a_mutant_takes_the_place_of_its_function() -> None:
+@pytest.mark.parametrize(
+    ("path", "function"),
+    [
+        ("src/quire/kv/digest.py", extend_by_one),
+        ("src/quire/kv/state_table.py", StateTable.__init__),  # super().__init__ is left out
+    ],
+)
+def test_a_mutant_takes_the_place_of_its_function(path: str, function: Any) -> None:
     """Also of one that was there when the collection of tests froze all objects."""
-    path = Path("src/quire/kv/digest.py")
-    mutant = next(
-        each
-        for each in mutants_of(path, (ROOT / path).read_text())
-        if each.function == "extend_by_one"
-    )
+    found = mutants_of(Path(path), (ROOT / path).read_text())
+    mutant = next(each for each in found if each.function == function.__qualname__)
 
     def work(pipe: int) -> int:
-        before = extend_by_one.__code__.co_code
+        before = function.__code__.co_code
         gc.freeze()
         put_in_place(mutant)
-        return KILLED if extend_by_one.__code__.co_code != before else SURVIVED
+        return KILLED if function.__code__.co_code != before else SURVIVED
 
     assert in_child(work, 60) == (KILLED, "")

@@ -477,3 +477,14 @@ def test_cuda_chooses_the_same():
             bench.start(row, seed=row, **settings)
         chosen.append(bench.sample(logits.to(device), *range(MAX_ROWS)).token_ids_N.tolist())
     assert chosen[0] == chosen[1]
+
+
+def test_one_row_that_wants_all_logprobs_makes_the_step_compute_all() -> None:
+    bench = Bench()
+    for row, logprobs in enumerate((None, 3, -1)):
+        bench.start(row, temperature=0.0, logprobs=logprobs)
+    found = [
+        bench.sampler.needs(bench.sampler.asked(np.array(rows, np.int32))).num_candidates
+        for rows in ([0], [0, 1], [0, 2], [0, 1, 2])
+    ]
+    assert found[0] < 0 and 3 <= found[1] < VOCAB and found[2:] == [VOCAB, VOCAB]

@@ -6,10 +6,11 @@ import pytest
 from benchmarks.virtual.branching import BranchingExecutor, group_request
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.config import SchedulerConfig
-from quire.base.events import Preempted
+from quire.base.events import Preempted, PrefixFound
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
 from quire.scheduler import admission, memory
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
 from quire.tools.simulate.run import simulate
@@ -204,3 +205,23 @@ def test_after_three_preemptions_all_must_be_able_to_reach_their_limits() -> Non
     assert reserve(waiting) == 15 + 17 - 5 // 4
     waiting.num_preemptions -= 1
     assert reserve(waiting) == 1
+
+
+def test_what_was_found_in_the_cache_is_told_once_of_a_group_that_comes_back() -> None:
+    """Its samples were forked: all but the first never had a report of their own."""
+    scheduler = scheduler_of(64)
+    heard = listen(scheduler)
+    scheduler.add(make_request("three", list(range(20, 29)), n=3, max_tokens=20), 0.0)
+    for _ in range(3):
+        plan = scheduler.schedule(0.0).plan
+        assert plan is not None
+        scheduler.update(others(plan), 0.0)
+    sequence = scheduler.lifecycle.sequences["three"]
+    scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+    assert scheduler.num_running == 0
+    for _ in range(3):
+        plan = scheduler.schedule(0.0).plan
+        assert plan is not None
+        scheduler.update(others(plan), 0.0)
+    assert scheduler.num_running == 3
+    assert sum(isinstance(event, PrefixFound) for event in heard) == 1

@@ -1,7 +1,11 @@
 """Where the names of a request's blocks begin."""
 
+import numpy as np
+
+from quire.kv.digest import extend_digests
+from quire.scheduler.block_naming import Prefix, digest_blocks
 from tests.scheduler.device import make_request
-from tests.scheduler.test_step_results import scheduler_of
+from tests.scheduler.test_step_results import scheduler_of, step
 
 
 def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
@@ -12,3 +16,35 @@ def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
     roots = {uncached.root(request, 3, arrival) for arrival in range(3)}
     assert len(roots) == 3 and plain not in roots
     assert uncached.root(request, 1, 0) == uncached.root(request, 1, 5)
+
+
+def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
+    """Rows that lack one name each are named together, from the table of rows; a prefix has no
+    row."""
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(8))), 0.0)
+    step(scheduler, 5)
+    sequence = scheduler.lifecycle.sequences["r"]
+    tokens = np.arange(100, 108, dtype=np.int32)
+    prefix = Prefix(0, b"root", tokens, [])
+    wanted: list[bytes] = []
+    extend_digests(wanted, b"root", tokens, 4, 1)
+    own, sequence.digests[1:] = list(sequence.digests), []
+    digest_blocks([sequence, prefix], 4, [2, 1])
+    assert prefix.digests == wanted and sequence.digests == own
+
+
+def test_names_are_recorded_once_with_whose_they_are() -> None:
+    """NewNames: the sequence, its digests, how many it had, and how many it has now."""
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(8))), 0.0)
+    sequence, names = scheduler.lifecycle.sequences["r"], scheduler.memory.names
+    names.take_new()
+    had = len(sequence.digests)
+    sequence.digests.clear()
+    names.extend([sequence], [1])
+    names.extend([sequence], [2])
+    names.extend([sequence], [2])
+    digests = sequence.digests
+    assert names.take_new() == [(0, digests, 0, 1), (0, digests, 1, 2)]
+    assert names.take_new() == [] and len(digests) == 2 >= had
