@@ -62,13 +62,14 @@ def builds(project: Path) -> list[str]:
     return [line for line in lines if " -e " in line]
 
 
-def test_tests_after_serving_build_nothing_again(project: Path) -> None:
+def test_serving_builds_for_this_cpu_and_tests_for_all(project: Path) -> None:
     done = make(project, "serve")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(builds(project)) == 1 and "--no-deps" in builds(project)[0]
+    [build] = builds(project)
+    assert "--no-deps" in build and "QUIRE_VARIANTS=native" in build
     done = make(project, "test")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(builds(project)) == 1
+    assert len(builds(project)) == 2 and "QUIRE_VARIANTS=all" in builds(project)[1]
     assert "pytest-xdist" in (project / ".venv" / "requirements-test.txt").read_text()
     assert "torch>=" in (project / ".venv" / "requirements.txt").read_text()
     before = (project / "pip.log").read_text()
