@@ -48,3 +48,11 @@ def test_a_heavy_tenants_long_prompt_under_way_is_deferred() -> None:
     step(scheduler)
     add(scheduler, "light", 12, tenant="light")
     assert step(scheduler) == {"light": 12, "heavy": 4}
+
+
+def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:
+    scheduler = scheduler_of(Srtf, budget=8)
+    add(scheduler, "first", 20)
+    assert step(scheduler) == {"first": 8}
+    add(scheduler, "as short", 12)
+    assert step(scheduler) == {"first": 8}

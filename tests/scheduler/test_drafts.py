@@ -8,6 +8,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import Plan, StepResult
 from quire.kv.manager import KVManager
+from quire.scheduler.drafts import Drafts
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
@@ -250,3 +251,30 @@ def test_no_block_behind_a_stop_token_gets_a_name() -> None:
     known = 6 + 3  # the prompt, and the tokens up to the stop token
     assert len(sequence.digests) == len(kv.pools[0].indexed_blocks()) == known // BLOCK
     scheduler.check_invariants()
+
+
+def test_drafts_of_the_host_join_earlier_ones_and_those_of_a_device_replace_them() -> None:
+    scheduler = running()
+
+    def kept(*messages: Drafted) -> set[str]:
+        drafts = Drafts(scheduler.rows, scheduler.memory, scheduler.lifecycle)
+        for message in messages:
+            drafts.take(message)
+        return {name for name, _ in drafts._guessed}
+
+    host, device = (
+        [Drafted([Draft(name, 0, 7, [1])], on_device=on_device) for name in "ab"]
+        for on_device in (False, True)
+    )
+    assert kept(*host) == {"a", "b"}
+    assert kept(*device) == kept(host[0], device[1]) == kept(device[0], host[1]) == {"b"}
+
+
+def test_candidates_are_asked_for_by_how_many_of_their_tokens_are_on_their_way() -> None:
+    scheduler = running()
+    drafts, sequence = scheduler.drafts, scheduler.lifecycle.sequences["a"]
+    assert drafts.candidates() == drafts.candidates(num_pending=None) == [sequence]
+    assert drafts.candidates(num_pending=1) == []
+    plan_of(scheduler)
+    assert drafts.candidates() == []
+    assert drafts.candidates(num_pending=1) == drafts.candidates(num_pending=None) == [sequence]

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
+from quire.base.errors import EngineBusy
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
 from quire.scheduler import held as held_file
@@ -444,4 +445,55 @@ def test_a_fork_begins_with_nothing_of_what_fails_while_it_waits() -> None:
     assert bench.plans[-1].num_tokens.tolist() == [len(tokens)], "all of it is computed"
     bench.finish()
     bench.assert_right(fork)
+    bench.let_go()
+
+
+def test_what_rewinding_leaves_is_one_token_at_least_and_names_of_full_blocks() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    assert (held.num_computed, len(held.digests)) == (15, 3)
+    for left, names in ((9, 2), (8, 2), (7, 1), (1, 0)):
+        bench.core.control(Rewind("a", 0, left))
+        assert (len(held.tokens), len(held.digests)) == (left, names)
+    bench.let_go()
+
+
+def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 100 tokens that may be held 16 are, and each request may leave 16 for each sample."""
+    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 100)
+    bench = HeldBench()
+    bench.keep(tenant="one")
+    holds = bench.scheduler.memory.held
+
+    def check(n: int, share: float = 1.0, tenant: str = "one") -> None:
+        request = make_request("b", PROMPT, max_tokens=6, n=n, tenant=tenant)
+        holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share), {})
+
+    check(5)
+    with pytest.raises(EngineBusy, match="16 tokens are held or will be, and 96 more"):
+        check(6)
+    check(2, share=0.5)
+    with pytest.raises(EngineBusy, match="16 tokens of your key .* 48 more .* 50 of 100"):
+        check(3, share=0.5)
+    check(3, share=0.5, tenant="two")
+    bench.let_go()
+
+
+def test_what_is_held_ends_where_its_tokens_are_sure() -> None:
+    """A step in flight may yet write behind them."""
+    bench = HeldBench(caching=False, pipeline_depth=2)
+    request = make_request("a", PROMPT, max_tokens=30)
+    bench._send(msgspec.structs.replace(request, keep_s=9.0))
+    for _ in range(5):
+        bench.step()
+    bench.core.plan()
+    assert bench.core.num_in_flight > 0
+    bench.core.control(Abort("a", "stop"))
+    held = bench.held_of("a")
+    assert held.blocks is not None
+    assert [table.num_tokens for table in held.blocks.tables] == [held.num_computed]
+    assert held.num_computed == len(held.tokens) - 1
+    bench.finish()
     bench.let_go()
