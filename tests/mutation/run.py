@@ -50,6 +50,7 @@ TESTS = (
     "tests/engine/test_bisect.py", "tests/engine/test_core.py", "tests/engine/test_figure_9.py",
     "tests/engine/test_open_prompts.py", "tests/engine/test_queue_limit.py",
     "tests/engine/test_timeline.py", "tests/engine/test_metrics.py",
+    "tests/engine/test_kv_events.py",
     "tests/engine/connectors/test_store.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")

@@ -497,3 +497,19 @@ def test_what_is_held_ends_where_its_tokens_are_sure() -> None:
     assert held.num_computed == len(held.tokens) - 1
     bench.finish()
     bench.let_go()
+
+
+def test_rewinding_to_before_a_window_cuts_no_group() -> None:
+    """The full group has the tokens, the window's are gone: together they could not go on there."""
+    bench = HeldBench(groups=(FULL, WINDOW), caching=False)
+    held = bench.keep(prompt=list(range(20)))
+    assert held.blocks is not None
+    before = [list(table.blocks) for table in held.blocks.tables]
+    bench.core.control(Rewind("a", 0, 12))
+    assert len(held.tokens) == 12
+    if held.blocks is not None:
+        assert [list(table.blocks) for table in held.blocks.tables] == before
+    request = bench.fork(held, 12)
+    bench.finish()
+    bench.assert_right(request)
+    bench.let_go()

@@ -9,6 +9,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
 from quire.base.plan import Candidates, StepResult
 from quire.base.step_outputs import StepOutputs
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import NUM_STOP_IDS
 from tests.scheduler.device import make_request
@@ -101,3 +102,16 @@ def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
             scheduler.lifecycle.preempt(sequence, "other", 0.0)
     assert told == every
     assert num == 40 + 32, "nothing was computed a second time"
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """What a preempted sequence finds of itself afterwards is no hit of its prompt's."""
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(20)), max_tokens=9), 0.0)
+    step(scheduler, 5)
+    sequence = scheduler.lifecycle.sequences["r"]
+    assert sequence.num_cached_tokens == 0
+    scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and plan.started[0].num_computed_tokens == 20, "it found its own blocks"
+    assert sequence.num_cached_tokens == 0
