@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire.base.events import Preempted, Queued
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import Sequence, State
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
 
@@ -26,6 +26,27 @@ def test_what_is_told_of_one_that_gives_way() -> None:
     rows = scheduler.lifecycle.preempt(scheduler.lifecycle.sequences["r"], "other", 3.0)
     assert rows == {0}
     assert scheduler.lifecycle.events[-1] == Preempted(3.0, "r", "other", 10, False)
+
+
+def test_what_is_told_of_one_that_waits_for_more_of_its_prompt() -> None:
+    """Its row is taken: what it had computed is lost, and nothing of it is in host memory."""
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(9)), max_tokens=9), 0.0)
+    step(scheduler, 5)
+    sequence = scheduler.lifecycle.sequences["r"]
+    scheduler.lifecycle.park_running(sequence, "other", 3.0)
+    assert scheduler.lifecycle.events[-1] == Preempted(3.0, "r", "other", 9, False)
+    assert (sequence.num_swapped_tokens, sequence.num_preemptions) == (0, 0)
+
+
+@pytest.mark.parametrize("state", [State.SWAPPED, State.PARKED, State.WAITING])
+def test_only_one_that_was_swapped_waits_again_without_its_host_blocks(state: State) -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", [1, 2, 3]), 0.0)
+    sequence = scheduler.lifecycle.sequences["r"]
+    sequence.state = state
+    scheduler.lifecycle.forget_swapped(sequence)
+    assert sequence.state is (State.WAITING if state is State.SWAPPED else state)
 
 
 class Unwalked(dict[str, Sequence]):

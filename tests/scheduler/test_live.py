@@ -9,17 +9,23 @@ import pytest
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.live import CACHED, HELD, NOBODY, PINNED, REASONS, USED
 from quire.base.messages import Append
+from quire.kv.manager import SequenceBlocks
 from tests.scheduler.test_pins import FULL, WINDOW, Bench
 from tests.scheduler.watched import blocks_of, random_run, told_blocks
 
 STATES = CacheGroup(STATE, (2,), state_size=8)
 
 
+def most_blocks(blocks: SequenceBlocks | None) -> int:
+    """Of the group that has the most."""
+    return 0 if blocks is None else max(len(table.live_blocks) for table in blocks.tables)
+
+
 @pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATES)])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) -> None:
     seen: set[int] = set()
-    most_sharers = 0
+    most_sharers = without_blocks = 0
     for bench in random_run(5, 160, groups, preemption_mode=mode, pipeline_depth=1):
         state = bench.scheduler.live_state()
         for g in range(len(groups)):
@@ -40,10 +46,13 @@ def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) 
         held = bench.scheduler.memory.held.all()
         assert state.num_held == len(held) == len(state.held)
         assert {row.id for row in state.held} == {each.request.request_id for each in held}
+        assert [row.num_blocks for row in state.held] == [most_blocks(each.blocks) for each in held]
+        without_blocks += sum(each.blocks is None for each in held)
         waiting = len(state.waiting)
         assert waiting == state.num_waiting >= bench.scheduler.num_waiting
         assert {row.reason for row in state.waiting} <= REASONS.keys()
     assert seen >= {CACHED, USED, PINNED, HELD} and most_sharers > 2
+    assert without_blocks > 0
     assert bench.num_preempted > 0
 
 
