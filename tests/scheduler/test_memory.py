@@ -7,6 +7,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Preempted
 from quire.kv.manager import KVBlocks, KVManager
+from quire.kv.state_table import StateTable
 from quire.kv.table import Appended
 from quire.scheduler.memory import Memory, Needs
 from quire.scheduler.scheduler import Scheduler
@@ -101,3 +102,38 @@ def test_a_reserve_of_states_is_a_part_of_them() -> None:
     assert memory.fits([500, 14], reserve=500) and not memory.fits([500, 15], reserve=500)
     assert memory.fits([500, 15], reserve=1) and not memory.fits([501, 4], reserve=500)
     assert memory.needs_of_prefix(100) == [25, 1]
+
+
+def test_the_headroom_is_of_the_smallest_pool() -> None:
+    memory = Memory(KVManager((FULL, ALSO_FULL), (1000, 50), SIZE), 8, watermark=0.1)
+    assert (memory.headroom.num_blocks, memory.headroom.watermark_blocks) == (50, 5)
+
+
+def test_samples_need_room_for_one_chunk_behind_their_windows() -> None:
+    """A step computes at most a chunk, however long they are."""
+    kv = KVManager((FULL, WINDOW), (200, 60), SIZE)
+    scheduler = Scheduler(
+        Memory(kv, 8), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8), 120
+    )
+    scheduler.add(make_request("r", list(range(40)), n=2, max_tokens=60), 0.0)
+    sequence = scheduler.lifecycle.sequences["r"]
+    for num_tokens in (100, 5):
+        needs = scheduler.memory.needs_of_all(sequence, num_tokens, 2)
+        assert needs == kv.group_blocks(num_tokens, 10, 2, min(8, num_tokens))
+    full, window = scheduler.memory.needs_of_all(sequence, 100, 2)
+    assert full == 10 + 2 * 15 and window <= 2 * 5
+
+
+@pytest.mark.parametrize("num_prompt", range(9, 22))
+def test_a_state_is_left_eight_tokens_before_the_end_of_a_prompt(num_prompt: int) -> None:
+    """Behind the last full block before them, as a template may begin an answer with them."""
+    kv = KVManager((FULL, CacheGroup("state", (1,), state_size=8)), (100, 16), SIZE)
+    scheduler = Scheduler(
+        Memory(kv, 64), SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), 120
+    )
+    scheduler.add(make_request("r", list(range(num_prompt))), 0.0)
+    assert scheduler.schedule(0.0).plan is not None
+    table = scheduler.lifecycle.sequences["r"].blocks.tables[1]
+    assert isinstance(table, StateTable)
+    assert table.prompt_end == (num_prompt - 9) // SIZE - 1
+    assert set(table.kept) == ({table.prompt_end} if num_prompt >= 9 + SIZE else set())
