@@ -39,11 +39,12 @@ import torch
 
 from benchmarks.accuracy_items import Task, Text, held_out_tasks, held_out_texts
 from benchmarks.accuracy_statistics import LogitError, PairedAccuracy, mean_and_error
+from benchmarks.results import options_of, write
 from demo_model import curriculum
 from quire import LLM, SamplingParams
 from quire.ops.native import core
 from quire.ops.threads import set_num_threads
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 
 SHAPE = "shape:qwen3-0.6b"
@@ -363,11 +364,19 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
         if format.is_plain:
             bases[format.name] = measured
         report["results"] += compare(measured, bases, texts, keys)
-        write_report(options.output_json, report)
+        save(report, options)
     if options.shape:
         report["shape"] = shape_study(options)
-        write_report(options.output_json, report)
+        save(report, options)
     return report
+
+
+def save(report: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the rows so far: those of the demo model, then those of the shape."""
+    rows = [{"model": "demo", **row} for row in report["results"]]
+    rows += [{"model": options.shape, **row} for row in report["shape"]]
+    settings = options_of(options) | {"distinct": report["distinct"]}
+    write(options.output_json, "accuracy", rows, settings)
 
 
 def shape_study(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ and how many tokens agree. With random weights the best logits are almost equal,
 some sequences part, after which everything differs.
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -20,11 +21,12 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import Row, options_of, write
 from quire.models.source import resolve_model
 from quire.serve.llm import LLM
 from quire.tools.bench.throughput import StepTimes, run_once
 from quire.tools.limits import measure_limits, step_cost
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 
 try:
@@ -141,6 +143,22 @@ def compare(options: Any, directory: Path) -> dict[str, Any]:
     }
 
 
+def rows_of(got: dict[str, Any]) -> list[Row]:
+    """Return one row for each engine."""
+    return [
+        {"engine": name, "seconds": times, "median_s": got["medians"][name],
+         "output_tokens_per_s": got["num_output_tokens"] / got["medians"][name],
+         "ratio": got["ratios"].get(name), "limit_s": got["limit_s"]}
+        for name, times in got["seconds"].items()
+    ]  # fmt: skip
+
+
+def settings_of(got: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options, and what is the same for all engines."""
+    same = ("model_id", "dtype", "transformers", "agreement", "num_output_tokens")
+    return options_of(options) | {name: got[name] for name in same}
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="shape:qwen3-0.6b")
@@ -168,7 +186,7 @@ def main() -> None:
     print(f"limit: {got['limit_s']:.2f} s by arithmetic and memory, attention left out")
     print(f"ratio to the faster cache: {min(got['ratios'].values()):.2f} x (aim {AIM:g})")
     print(f"tokens equal up to the first difference: {got['agreement']:.0%}")
-    write_report(options.output_json, got)
+    write(options.output_json, "against_transformers", rows_of(got), settings_of(got, options))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from benchmarks.virtual.virtual_device import VirtualDevice
 from quire.base.clock import MonotonicClock
@@ -41,7 +42,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.core import EngineCore
 from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.wire import Frames, client_codec
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 
 PROMPT_LEN, BLOCK_SIZE = 128, 16
@@ -274,7 +275,7 @@ def main() -> None:
                         }
                     )
                     print_line(results[-1])
-    write_report(options.output_json, {"results": results})
+    write(options.output_json, "async_scheduling", results, options_of(options))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ which runs the parts; without it the one that is chosen here. The shape is that 
 query heads, 8 KV heads, head dim 128.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from benchmarks.results import Row, options_of, write
 from benchmarks.timing import best_time
 from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
@@ -34,6 +34,7 @@ from quire.ops.attention.select import make_backend
 from quire.ops.formats import ATTENTION, NAMES, chosen_variant, variant_numbers
 from quire.ops.native import needed_core
 from quire.ops.threads import num_threads, set_num_threads
+from quire.tools.report import benchmark_parser
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 LAYERS = 4  # run in turn, so that one call does not find the last one's blocks in the cache
@@ -86,6 +87,7 @@ CASES = (
 )
 
 MakeBackend = Callable[[KVLayout], AttentionBackend]
+Line = tuple[str, Row | None]  # what is printed, and its row in the results
 
 
 def scattered_step(case: Case) -> AttentionStep:
@@ -176,25 +178,27 @@ class Bench:
         index, number = NAMES.index(format), variant_numbers()[name]
         return max(needed_core().linear_peak(index, number, num_threads()) for _ in range(7))
 
-    def cases(self) -> Iterator[str]:
+    def cases(self) -> Iterator[Line]:
         heads = ("layer", 9), ("prepare", 9), ("KV", 10), ("of reading", 10), ("products", 12)
         peak = self.peak_flops() if self.backend == "cpu" else 0.0
-        yield (
-            f"{'case':32s}"
-            + "".join(f" {text:>{width}s}" for text, width in heads)
-            + (f" of {peak / 1e9:,.0f}" if peak else "")
-        )
+        head = "".join(f" {text:>{width}s}" for text, width in heads)
+        yield f"{'case':32s}{head}" + (f" of {peak / 1e9:,.0f}" if peak else ""), None
         for case in CASES:
             layer_s, prepare_s = measure(self.any, case, self.dtype)
             rate = case.kv_bytes(self.dtype) / layer_s
-            yield (
+            flops = case.flops / layer_s
+            line = (
                 f"{case.name:32s} {layer_s * 1e6:6.0f} us {prepare_s * 1e6:6.0f} us"
-                f" {rate / 1e9:5.1f} GB/s {rate / self.limit:10.0%}"
-                f" {case.flops / layer_s / 1e9:5.0f} GFLOP/s"
-                + (f" {case.flops / layer_s / peak:5.0%}" if peak else "")
+                f" {rate / 1e9:5.1f} GB/s {rate / self.limit:10.0%} {flops / 1e9:5.0f} GFLOP/s"
             )
+            row = {"case": case.name, "layer_us": layer_s * 1e6, "prepare_us": prepare_s * 1e6,
+                   **self._shares(rate), "gflop_per_s": flops / 1e9}  # fmt: skip
+            if peak:
+                row |= {"of_products": flops / peak}
+                line += f" {flops / peak:5.0%}"
+            yield line, row
 
-    def paged(self) -> Iterator[str]:
+    def paged(self) -> Iterator[Line]:
         for tokens in (128, 256, 512, 1024, 2048, 4096):
             rows = ((tokens, 1),) * ROWS
             yield self._pair(
@@ -203,7 +207,7 @@ class Bench:
                 ("one block", Case("", rows, block_size=tokens), self.cpu),
             )
 
-    def split(self) -> Iterator[str]:
+    def split(self) -> Iterator[Line]:
         lengths = (512, 2048, 8192, 32_768, 131_072)
         for kv_heads, tokens in [(h, n) for h in (KV_HEADS, 1) for n in lengths]:
             case = Case("", ((tokens, 1),), kv_heads=kv_heads)
@@ -213,7 +217,7 @@ class Bench:
                 ("one pass", case, lambda x: self.cpu(x, split=False)),
             )
 
-    def cascade(self) -> Iterator[str]:
+    def cascade(self) -> Iterator[Line]:
         for shared in (256, 512, 1024, 4096):
             case = Case("", ((shared + 64, 1),) * ROWS, shared=shared)
             yield self._pair(
@@ -222,7 +226,7 @@ class Bench:
                 ("each alone", case, lambda x: self.cpu(x, cascade=False)),
             )
 
-    def formats(self) -> Iterator[str]:
+    def formats(self) -> Iterator[Line]:
         for name in ("float32", "bfloat16", "float16", "int8"):
             dtype = torch.bfloat16 if name == "int8" else getattr(torch, name)
             kv_format = "int8" if name == "int8" else "auto"
@@ -231,34 +235,42 @@ class Bench:
                 layer_s, _ = measure(self.cpu, case, dtype)
                 rate = case.kv_bytes(dtype) / layer_s
                 title = "chunk, 256 after 1792" if len(rows) == 1 else "decode, 16 rows of 1024"
-                yield (
+                flops = case.flops / layer_s
+                line = (
                     f"{name:9s} {title:24s} {layer_s * 1e6:8.0f} us {rate / 1e9:5.1f} GB/s"
-                    f" {rate / self.limit:6.0%} of reading"
-                    f" {case.flops / layer_s / 1e9:5.0f} GFLOP/s"
+                    f" {rate / self.limit:6.0%} of reading {flops / 1e9:5.0f} GFLOP/s"
                 )
+                row = {"case": title, "format": name, "layer_us": layer_s * 1e6}
+                yield line, row | self._shares(rate) | {"gflop_per_s": flops / 1e9}
 
-    def _pair(self, title: str, *sides: tuple[str, Case, MakeBackend]) -> str:
+    def _pair(self, title: str, *sides: tuple[str, Case, MakeBackend]) -> Line:
         """One line: the first side's time against the second's."""
         times = [measure(make, case, self.dtype)[0] for _, case, make in sides]
         rate = sides[0][1].kv_bytes(self.dtype) / times[0]
         named = ", ".join(f"{s[0]} {t * 1e6:8.0f} us" for s, t in zip(sides, times, strict=True))
-        return (
+        line = (
             f"{title:28s} {named}, {times[1] / times[0]:5.2f} x;"
             f" {rate / 1e9:6.1f} GB/s, {rate / self.limit:5.0%} of reading"
         )
+        row = {"case": title, "way": sides[0][0], "layer_us": times[0] * 1e6, "other": sides[1][0],
+               "other_us": times[1] * 1e6, "ratio": times[1] / times[0]}  # fmt: skip
+        return line, row | self._shares(rate)
+
+    def _shares(self, rate: float) -> Row:
+        return {"kv_gb_per_s": rate / 1e9, "of_reading": rate / self.limit}
 
 
 PARTS = ("cases", "paged", "split", "cascade", "formats")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--variant", nargs="+", choices=variants(), default=[None])
-    options = parser.parse_args()
+    options, rows = parser.parse_args(), list[Row]()
     torch.set_num_threads(options.threads)
     set_num_threads(options.threads)
     with torch.inference_mode():
@@ -270,8 +282,12 @@ def main() -> None:
             for variant in options.variant:
                 print(f"--- {part}" + (f", {variant}" if variant else ""))
                 bench = Bench(dtype, options.backend, limit, variant)
-                for line in getattr(bench, part)():
+                place = {"part": part, "variant": variant, "threads": options.threads}
+                for line, row in getattr(bench, part)():
                     print(line, flush=True)
+                    rows += [place | row] if row else []
+    settings = options_of(options) | {"read_bytes_per_s": limit}
+    write(options.output_json, "attention", rows, settings)
 
 
 if __name__ == "__main__":

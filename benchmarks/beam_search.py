@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import options_of, write
 from quire.models.source import resolve_model
 from quire.serve.beam_search import BeamSearchParams
 from quire.serve.llm import LLM
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 
 try:
@@ -250,9 +251,13 @@ def main() -> None:
         is_made = model.startswith("shape:")
         with tempfile.TemporaryDirectory() if is_made else nullcontext("") as folder:
             results.append(compare(model, options, Path(folder)))
-    write_report(
-        options.output_json, {"transformers": transformers.__version__, "results": results}
-    )
+    settings = options_of(options) | {"transformers": transformers.__version__}
+    rows = [
+        {"model_id": got["model_id"], "dtype": got["dtype"], **batch}
+        for got in results
+        for batch in got["batches"]
+    ]
+    write(options.output_json, "beam_search", rows, settings)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from quire.kv.pool import BlockPool
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 ROUNDS = 3
@@ -119,7 +120,7 @@ def main() -> None:
     for name in ("plain", "indexed"):
         growth = results[-1]["ns"][name] / results[0]["ns"][name]
         print(f"{name}: {growth:.2f} x from {SIZES[0]:,} to {SIZES[-1]:,} blocks (flat is 1)")
-    write_report(options.output_json, {"operations": options.operations, "results": results})
+    write(options.output_json, "block_pool", results, options_of(options))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from benchmarks.results import options_of, write
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 SIZES = (16, 64, 256, 1024, 4096)
 BLOCK_SIZE = 16
@@ -93,10 +94,7 @@ def main() -> None:
         print(f"{part}: {times:.2f} x from {SIZES[0]} to {SIZES[-1]:,} blocks (flat is 1)")
     most = max(times for part, times in growth.items() if part != "copy")
     print(f"most, per block: {most:.2f} x (aim at most {MOST_GROWTH:g})")
-    write_report(
-        options.output_json,
-        {"operations": options.operations, "results": results, "growth": growth},
-    )
+    write(options.output_json, "block_tables", results, options_of(options) | {"growth": growth})
 
 
 if __name__ == "__main__":

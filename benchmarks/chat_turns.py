@@ -48,6 +48,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import Row, columns, options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE
 from benchmarks.virtual.step_times import OPT_13B
 from quire import LLM
@@ -60,7 +61,7 @@ from quire.models.source import resolve_model
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.bench.throughput import StepTimes, greedy, run_once
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
 from quire.tools.simulate.run import simulate
 from quire.tools.workloads import SHAREGPT, random_prompts
@@ -239,7 +240,7 @@ class Measured:
             "cached": self.num_cached / of,
             "cached_by_tier": {tier: num / of for tier, num in shares.items()},
             "num_preemptions": sum(turn.num_preemptions for turn in self.turns),
-            "turns": [
+            "turns": columns(
                 {
                     "talk": turn.talk,
                     "number": turn.number,
@@ -251,7 +252,7 @@ class Measured:
                     "first_token_s": turn.first_s,
                 }
                 for turn in self.turns
-            ],
+            ),
         }
 
 
@@ -530,8 +531,8 @@ def print_cuts(turns: list[Turn]) -> None:
     )
 
 
-def measure_engines(options: Any) -> dict[str, Any]:
-    """All engines, and the limit."""
+def measure_engines(options: Any) -> list[Row]:
+    """Return a row for each engine, and one for the limit."""
     plain = lengths_of(options)
     print_cuts(plain.turns)
     print(
@@ -558,7 +559,7 @@ def measure_engines(options: Any) -> dict[str, Any]:
     )
     equal = ", ".join(str(engine["num_same_answers"]) for engine in found[1:])
     print(f"  answers that are the first engine's: {equal} of {len(plain.turns)}")
-    return {"limit": limit, "engines": found}
+    return [*found, {"name": "limit", **limit}]
 
 
 def main() -> None:
@@ -581,15 +582,14 @@ def main() -> None:
         parser.error("--turns must be at least 2: nothing of a first turn can be cached")
     if options.virtual:
         print_head(f"conversations in a small pool; cut: {options.cut}")
-        found: dict[str, Any] = {"virtual": virtual(options)}
+        rows = virtual(options)
     else:
         print_head(
             f"{options.talks} conversations of {options.turns} turns in a small pool,"
             f" {options.users} at once, lengths divided by {options.scale:g}; cut: {options.cut}"
         )
-        found = measure_engines(options)
-    settings = {name: value for name, value in vars(options).items() if name != "output_json"}
-    write_report(options.output_json, {"settings": settings} | found)
+        rows = measure_engines(options)
+    write(options.output_json, "chat_turns", rows, options_of(options))
 
 
 if __name__ == "__main__":

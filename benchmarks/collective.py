@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.results import Row, options_of, write
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.collectives.torch_group import file_store, gloo_group
 from quire.ops.threads import set_num_threads
+from quire.tools.report import benchmark_parser
 
 TOKENS = (1, 16, 256, 2048)
 CALLS = 20
@@ -45,28 +47,33 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(times) * 1e6
 
 
-def work(rank: int, size: int, directory: str, width: int, rounds: int) -> None:
+def work(rank: int, directory: str, asked: argparse.Namespace) -> None:
     """Measure both kinds in turn, as one of the processes."""
     set_num_threads(1)
     torch.set_num_threads(1)
-    groups = [make_group(kind, directory, rank, size) for kind in KINDS]
+    groups = [make_group(kind, directory, rank, asked.ranks) for kind in KINDS]
+    rows: list[Row] = []
     for tokens in TOKENS:
-        x = torch.ones(tokens, width)
+        x = torch.ones(tokens, asked.width)
         other = torch.empty_like(x)
         copied = microseconds(partial(other.copy_, x))
         best = [float("inf")] * len(KINDS)
-        for _ in range(rounds):
+        for _ in range(asked.rounds):
             for i, group in enumerate(groups):
                 best[i] = min(best[i], microseconds(partial(group.all_reduce, x.zero_())))
         if rank == 0:
             for kind, us in zip(KINDS, best, strict=True):
                 rate, share = x.nbytes / us / 1e3, copied / us
+                row = {"tokens": tokens, "kind": kind, "us": us, "gb_per_s": rate}
+                rows.append(row | {"of_copying": share})
                 print(f"{tokens:6} tokens  {kind:14} {us:9.1f} us {rate:7.2f} GB/s {share:6.0%}")
+    if rank == 0:
+        write(asked.output_json, "collective", rows, options_of(asked))
 
 
 def main() -> None:
     """Start the processes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
@@ -75,9 +82,7 @@ def main() -> None:
     shared = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as directory:
         processes = [
-            context.Process(
-                target=work, args=(rank, asked.ranks, directory, asked.width, asked.rounds)
-            )
+            context.Process(target=work, args=(rank, directory, asked))
             for rank in range(asked.ranks)
         ]
         for process in processes:

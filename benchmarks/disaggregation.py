@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from quire.base.config import EngineConfig, config_from_flat
 from quire.cli.asked import find_config
 from quire.tools.bench.bar import Bar
 from quire.tools.devices import find_gpu
 from quire.tools.fit import fit
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import FIRST_WORD, Arrival, simulated_request
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.command import simulate_work
@@ -145,7 +146,13 @@ def main() -> None:
     for lengths in options.lengths:
         results.append(compare(options, lengths))
         print_line(results[-1])
-    write_report(options.output_json, {"results": results})
+    rows = [
+        {"lengths": got["lengths"], "system": system, "rate_per_s": rate, "goodput_per_s": value}
+        for got in results
+        for system, rates in got["goodput_by_rate"].items()
+        for rate, value in rates.items()
+    ]
+    write(options.output_json, "disaggregation", rows, options_of(options))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import columns, options_of, write
 from quire.base.clock import FakeClock, MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.messages import Request
@@ -31,7 +32,7 @@ from quire.serve.llm import LLM
 from quire.tools.bench.calibrate import calibrate
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import Arrival, token_ids_of
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.fitting import Fitted, lines_of
@@ -227,7 +228,8 @@ def main() -> None:
     results = []
     for model in options.models:
         results += measure(model, options.seconds, options.rounds, options.share)
-    write_report(options.output_json, {"aims": AIMS, "results": results})
+    rows = [{**got, "real": columns(got["real"])} for got in results]
+    write(options.output_json, "fidelity", rows, options_of(options) | {"aims": AIMS})
 
 
 if __name__ == "__main__":

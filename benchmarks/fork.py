@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.results import keyed, options_of, write
 from quire.base.cache_group import CacheGroup
 from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
@@ -31,7 +32,7 @@ from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 AIM_MS, BLOCK, VOCAB = 5.0, 16, 151_936
 SOURCE = "source"
@@ -145,7 +146,7 @@ def main() -> None:
             runs.setdefault(f"{name}, {num}", []).append(measured(core, asked))
     print_head("A fork of a long held request")
     limit = limit_ms(core, tokens, options.rounds)
-    report: dict[str, Any] = {"num_tokens": len(tokens), "limit_ms": limit}
+    report: dict[str, Any] = {}
     for name, found in runs.items():
         add, plan, blocks = (statistics.median(column) for column in zip(*found, strict=True))
         report[name] = {"add_ms": add, "add_and_plan_ms": plan, "num_blocks": blocks}
@@ -154,7 +155,8 @@ def main() -> None:
     one, several = report["forked, 1"], report[f"forked, {options.branches}"]
     is_met = one["add_and_plan_ms"] < AIM_MS and several["num_blocks"] <= options.branches
     print(f"aim: < {AIM_MS:g} ms and at most a block a branch: {'met' if is_met else 'NOT met'}")
-    write_report(options.output_json, report)
+    settings = options_of(options) | {"num_tokens": len(tokens), "limit_ms": limit}
+    write(options.output_json, "fork", keyed("case", report), settings)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import keyed, options_of, write
 from benchmarks.servers import free_port, running
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import Request
@@ -43,7 +44,7 @@ from quire.serve.launch import CoreSocket
 from quire.serve.supervisor import Supervisor, bind
 from quire.tools.bench.serve import wait_until_ready
 from quire.tools.http_client import HttpClient
-from quire.tools.report import benchmark_parser, plain_facts, write_report
+from quire.tools.report import benchmark_parser, plain_facts
 
 NUM_IDS = 1000  # token ids in prompts; the first two tell requests apart
 READY_S = 120.0
@@ -230,7 +231,8 @@ def main() -> int:
             f"{streams} streams: per request p50 {r50:.2f}, p99 {r99:.2f}; per token p50 {t50:.3f},"
             f" p99 {t99:.3f}; {each['num_requests']} requests, a step took {each['step_ms']:.1f}"
         )
-    write_report(options.output_json, {"model_id": options.model, "streams": results}, plain_facts)
+    rows = keyed("streams", results)
+    write(options.output_json, "front_end", rows, options_of(options), plain_facts)
     return 0
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import quire
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
@@ -40,7 +41,7 @@ from quire.engine.threaded import ThreadedExecutor
 from quire.engine.vocabulary import Vocabulary, make_vocabulary
 from quire.render.lark import Lark
 from quire.render.tokenizer import Tokenizer
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 VOCAB_SIZE, NUM_PADDING = 151_936, 286
 PROMPT_LEN, MAX_LEN = 16, 512
@@ -238,7 +239,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print_head(f"what grammars cost a step of {arguments.step_ms:g} ms")
     load = make_load(arguments.rows)
-    step_s, report = arguments.step_ms / 1e3, {}
+    step_s, rows = arguments.step_ms / 1e3, []
     for depth in (1, 2):
         kinds = "without", "plain", "grammars"
         runs: dict[str, list[Measured]] = {kind: [] for kind in kinds}
@@ -257,8 +258,11 @@ def main() -> None:
                 f"  {kind:12} {steps[kind]:7.3f} ms a step; longest wait for masks {waited:6.2f}"
                 f" ms, first token after {first:6.1f} ms{told}"
             )
-            report[f"depth {depth} {kind}"] = {"step_ms": steps[kind], "slower": slower}
-    write_report(arguments.output_json, report)
+            rows.append(
+                {"depth": depth, "kind": kind, "step_ms": steps[kind], "slower": slower,
+                 "aim": aim or None, "waited_ms": waited, "first_token_ms": first}
+            )  # fmt: skip
+    write(arguments.output_json, "grammars", rows, options_of(arguments))
 
 
 if __name__ == "__main__":

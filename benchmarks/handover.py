@@ -1,6 +1,6 @@
 """The first token of an engine that goes on with another engine's prompt, relative to computing it.
 
-    python benchmarks/handover.py --model shape:qwen3-0.6b --load-format dummy --prompt 2048 \
+    python -m benchmarks.handover --model shape:qwen3-0.6b --load-format dummy --prompt 2048 \
         --store shm:bench --runs 5
 
 Two engines in this process, one after the other on the same cores. For each run a new prompt:
@@ -13,7 +13,6 @@ engine, if it is another one, as with `serve://127.0.0.1:7400` and `peer://127.0
 which need `QUIRE_KV_SECRET` in the environment.
 """
 
-import argparse
 import os
 import statistics
 import time
@@ -21,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from quire import LLM, SamplingParams
+from quire.tools.report import benchmark_parser
 
 FIRST_LEG = {"do_remote_decode": True}
 AIM = 0.10  # of cold
@@ -47,7 +48,7 @@ def wait_until_kept(llm: LLM) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="shape:qwen3-0.6b")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
@@ -94,6 +95,14 @@ def main() -> None:
         f"median: {warms / colds:.1%} of cold (aim {AIM:.0%}),"
         f" cold {colds * 1e3:.1f} ms, warm {warms * 1e3:.1f} ms, kept {kepts * 1e3:.1f} ms later"
     )
+    medians = {
+        "cold_s": colds,
+        "warm_s": warms,
+        "kept_s": kepts,
+        "share": warms / colds,
+        "aim": AIM,
+    }
+    write(options.output_json, "handover", [medians], options_of(options))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.cache_group import CacheGroup
@@ -31,7 +32,7 @@ from quire.kv.manager import KVManager
 from quire.kv.sizing import size_pools
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
 from quire.tools.simulate.run import simulate
 from quire.tools.workloads import SHAREGPT
@@ -171,7 +172,7 @@ def main() -> None:
                 flush=True,
             )
             found.append({"workload": name, "gb": gb, "full": full, "hybrid": hybrid})
-    write_report(options.output_json, {"runs": found})
+    write(options.output_json, "hybrid_hits", found, options_of(options))
 
 
 if __name__ == "__main__":

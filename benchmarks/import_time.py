@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.results import options_of, write
 from quire.models.source import resolve_model
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 AIM_MS = 50
 NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
@@ -61,7 +62,7 @@ def main() -> None:
         )
     else:
         print("first token of the demo model: not measured, its files are not complete")
-    write_report(options.output_json, results)
+    write(options.output_json, "import_time", [results], options_of(options))
 
 
 if __name__ == "__main__":

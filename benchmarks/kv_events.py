@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.recording import BLOCK_SIZE, PROMPT_LEN, requests, share, times_of
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import RandomExecutor, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.kv_events import KVEventsConfig
@@ -29,7 +30,7 @@ from quire.engine.event_publisher import EventPublisher
 from quire.engine.kv_events import TellingDoors
 from quire.engine.record import Doors
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 AIM = 0.01
 TURN = 16  # steps in a row: several times as long as the publisher gathers
@@ -156,7 +157,7 @@ def main() -> None:
                     line = compare(num_rows, churns, keeps_tokens, options.steps, device_ms / 1e3)
                     print_line(line)
                     results.append(line)
-    write_report(options.output_json, {"aim": AIM, "results": results})
+    write(options.output_json, "kv_events", results, options_of(options) | {"aim": AIM})
 
 
 if __name__ == "__main__":

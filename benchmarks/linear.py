@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import options_of, write
 from quire.ops.formats import SIZES, Quantization, packed_form, variants
 from quire.ops.linear import TYPICAL_TOKENS, linear
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight, pack
 from quire.ops.threads import num_threads, set_num_threads
 from quire.tools.limits import read_bytes_per_s
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 SHAPES = {
     "qkv": (4096, 1024),
@@ -152,7 +153,7 @@ def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> d
     rows = tuple(arguments.rows)
     heads = [f"{n} {'GB/s' if n <= max(FEW_ROWS) else 'Gop/s'}" for n in rows]
     print_line(f"{'':38s}" + "".join(f"{head:>13s}" for head in heads))
-    results: dict[str, Any] = {"limits": limits, "peaks": of_variants, "seconds": {}}
+    results: dict[str, Any] = {"limits": limits, "peaks": of_variants, "rows": []}
     for name in arguments.shapes:
         shape = (SHAPES | LARGE_SHAPES)[name]
         for kind in [kind for kind in KINDS if kind.name in arguments.formats]:
@@ -163,7 +164,8 @@ def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> d
                     f"{name:11s}{kind.name:15s}{variant:12s}"
                     + "".join(f"{cell:>13s}" for cell in shown_cells)
                 )
-                results["seconds"].setdefault(variant, {})[f"{name} {kind.name}"] = seconds
+                place = {"variant": variant, "shape": name, "format": kind.name}
+                results["rows"] += [place | {"rows": n, "seconds": s} for n, s in seconds.items()]
     return results
 
 
@@ -181,7 +183,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     set_num_threads(arguments.threads)
     print_head(f"linear layers, instruction sets {' '.join(arguments.variants)}")
-    write_report(arguments.output_json, table(arguments, lambda line: print(line, flush=True)))
+    found = table(arguments, lambda line: print(line, flush=True))
+    settings = options_of(arguments) | {"limits": found["limits"], "peaks": found["peaks"]}
+    write(arguments.output_json, "linear", found["rows"], settings)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 
 MAX_LEN = 2048
@@ -100,7 +101,7 @@ def main() -> None:
                 f" {got.num_running:8.1f} {got.num_preemptions:9}",
                 flush=True,
             )
-    write_report(options.output_json, {"paper": PAPER_SHARE, "results": results})
+    write(options.output_json, "live_slots", results, options_of(options) | {"paper": PAPER_SHARE})
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
@@ -29,7 +30,7 @@ from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.engine.live import FRAME_S, ONE_IN, LiveFrames
 from quire.engine.wire import core_codec
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 BLOCK_SIZE = 16
 AIM = 0.01
@@ -119,7 +120,7 @@ def main() -> None:
                 flush=True,
             )
             results.append(line)
-    write_report(options.output_json, {"aim": AIM, "results": results})
+    write(options.output_json, "live_watcher", results, options_of(options) | {"aim": AIM})
 
 
 if __name__ == "__main__":

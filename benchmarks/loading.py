@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.results import Row, columns, options_of, write
 from quire.base.model_spec import load_spec
 from quire.models.outline import outline
 from quire.models.source import resolve_model
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 AIMS = {"speed": 0.8, "peak": 0.1}
 FILE_BYTES = 2 << 30
@@ -159,6 +160,14 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {"bytes": num_bytes, "gb_per_s": speeds, "rounds": found, "peak_above": above}
 
 
+def rows_of(found: dict[str, Any]) -> list[Row]:
+    """Return one row for each way, with the figures of all rounds."""
+    return [
+        {"way": way, "gb_per_s": speeds, "rounds": columns(found["rounds"][way])}
+        for way, speeds in found["gb_per_s"].items()
+    ]
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="shape:qwen3-1.7b")
@@ -166,7 +175,9 @@ def main() -> None:
     options = parser.parse_args()
     print_head(f"Loading {options.model} in bfloat16")
     with tempfile.TemporaryDirectory() as folder:
-        write_report(options.output_json, compare(options, Path(folder)))
+        found = compare(options, Path(folder))
+    settings = options_of(options) | {"bytes": found["bytes"], "peak_above": found["peak_above"]}
+    write(options.output_json, "loading", rows_of(found), settings)
 
 
 if __name__ == "__main__":

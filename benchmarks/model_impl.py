@@ -17,9 +17,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.results import options_of, write
 from quire import LLM, SamplingParams
 from quire.models.hf.build import Rebuilt
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 
 AIM = 0.8
@@ -105,7 +106,17 @@ def main() -> None:
             with untranslated() if name == OWN_CODE else ExitStack():
                 models[name] = stack.enter_context(opened(options, name))
         results = [compared(models, workload, options.rounds) for workload in WORKLOADS]
-    write_report(options.output_json, {"model": options.model, "workloads": results})
+    rows = [
+        {
+            "workload": got["workload"],
+            "way": way,
+            "tokens_per_s": speeds,
+            "share": got["shares"][way],
+        }
+        for got in results
+        for way, speeds in got["tokens_per_s"].items()
+    ]
+    write(options.output_json, "model_impl", rows, options_of(options))
 
 
 def compared(models: dict[str, LLM], workload: Workload, rounds: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cpu.limits import Ceilings, measure_ceilings
+from benchmarks.results import Row, options_of, write
 from quire.base.config import config_from_flat
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ from quire.ops.program import Instruction, Kind
 from quire.ops.threads import num_threads
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.native_model import NativeModel
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 STEPS = ("1x128", "16x128", "64x128", "1x8192", "prompt:1024", "prompt:8192")
 ROUNDS, PROMPT_ROUNDS = 12, 2
@@ -76,6 +77,9 @@ class Step:
             return [(known, 1) for known in range(max(0, self.context - 2), self.context)]
         starts = range(0, self.context, self.chunk)
         return [(start, min(self.chunk, self.context - start)) for start in starts]
+
+
+ALL = "all"  # the operation of a row that is of the whole step
 
 
 @dataclass(frozen=True)
@@ -291,6 +295,20 @@ def show(name: str, costs: dict[str, Cost], ceilings: Ceilings) -> None:
         )
 
 
+def rows_of(found: dict[str, dict[str, Cost]], ceilings: Ceilings) -> list[Row]:
+    """Return one row for each operation of each step, and one for all of a step together."""
+    rows = []
+    for step, costs in found.items():
+        whole = sum(costs.values(), Cost())
+        least_s = sum(cost.least_s(ceilings) for cost in costs.values())
+        rows.append({"step": step, "operation": ALL, **asdict(whole), "limit_s": least_s})
+        rows += [
+            {"step": step, "operation": name, **asdict(cost), "limit_s": cost.least_s(ceilings)}
+            for name, cost in costs.items()
+        ]
+    return rows
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="shape:qwen3-0.6b")
@@ -314,11 +332,10 @@ def main() -> None:
     print(f"# from thread to thread, before and behind: {apart} ns")
     for name, costs in found.items():
         show(name, costs, ceilings)
-    results = {
-        name: {operation: asdict(cost) for operation, cost in costs.items()}
-        for name, costs in found.items()
-    }
-    write_report(options.output_json, {"ceilings": asdict(ceilings), "steps": results})
+    settings = options_of(options) | {
+        "ceilings": asdict(ceilings), "between_threads_s": list(machine.seconds_apart)
+    }  # fmt: skip
+    write(options.output_json, "operations", rows_of(found, ceilings), settings)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.config import SchedulerConfig
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import OTHER, Arrival, simulated_request
 from quire.tools.simulate.run import simulate
 from quire.tools.simulate.served import Served
@@ -212,7 +213,9 @@ def main() -> None:
     found = measure_long_and_short(options.num_requests)
     found += measure_turns(options.num_talks)
     found += measure_tenants()
-    write_report(options.output_json, {"results": [asdict(result) for result in found]})
+    write(
+        options.output_json, "policies", [asdict(result) for result in found], options_of(options)
+    )
 
 
 if __name__ == "__main__":

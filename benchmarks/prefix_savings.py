@@ -30,10 +30,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import shared_prefix_prompts
 
 BLOCK_SIZE = 16
@@ -186,10 +187,8 @@ def main() -> None:
                 f"{got['scenario']}: text H's {got['text_h']:.0%} does not follow from its formula,"
                 f" which gives {got['formula']:.1%}; {1 - got['formula']:.1%} are left."
             )
-    write_report(
-        options.output_json,
-        {"block_size": BLOCK_SIZE, "dividing_block_size": dividing_size(), "results": results},
-    )
+    sizes = {"block_size": BLOCK_SIZE, "dividing_block_size": dividing_size()}
+    write(options.output_json, "prefix_savings", results, options_of(options) | sizes)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.results import options_of, write
 from quire.serve.llm import LLM
 from quire.tools.bench.throughput import Run, StepTimes, run_once
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import shared_prefix_prompts
 
 AIM = 4.0
@@ -114,17 +115,14 @@ def main() -> None:
         pairs = zip(sides[name].runs[0].token_ids, off.runs[0].token_ids, strict=True)
         same = sum(a == b for a, b in pairs)
         print(f"{name}: {same} of {options.num_prompts} outputs equal (rounding may differ)")
-    write_report(
-        options.output_json,
-        {
-            "model_id": options.model,
-            "ratio": off.seconds / on.seconds,
-            "limit": limit,
-            "pinned_ratio": off.seconds / pinned.seconds,
-            "pinned_limit": pinned_limit,
-            **{name: side.summary() for name, side in sides.items()},
-        },
-    )
+    ratios = {
+        "sharing": {"ratio": off.seconds / on.seconds, "limit": limit},
+        "pinned": {"ratio": off.seconds / pinned.seconds, "limit": pinned_limit},
+    }
+    rows = [
+        {"side": name, **ratios.get(name, {}), **side.summary()} for name, side in sides.items()
+    ]
+    write(options.output_json, "prefix_sharing", rows, options_of(options))
 
 
 if __name__ == "__main__":

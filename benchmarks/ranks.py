@@ -16,7 +16,8 @@ import subprocess
 import sys
 from typing import Any
 
-from quire.tools.report import benchmark_parser, print_head, write_report
+from benchmarks.results import columns, options_of, write
+from quire.tools.report import benchmark_parser, print_head
 
 WAYS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -118,8 +119,12 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     options = parser.parse_args()
     print_head(f"Ranks, {options.model}, {options.dtype}")
-    settings = {name: value for name, value in vars(options).items() if name != "output_json"}
-    write_report(options.output_json, {"settings": settings, **measure(options)})
+    found = measure(options)
+    rows = [
+        {"way": way, **medians, "runs": columns(found["runs"][way])}
+        for way, medians in found["medians"].items()
+    ]
+    write(options.output_json, "ranks", rows, options_of(options))
 
 
 if __name__ == "__main__":

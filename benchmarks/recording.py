@@ -26,12 +26,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
 from quire.engine.record import Doors, Recorder
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -173,7 +174,7 @@ def main() -> None:
                 line = compare(num_rows, churns, options.steps, device_ms / 1e3)
                 print_line(line)
                 results.append(line)
-    write_report(options.output_json, {"aim": AIM, "results": results})
+    write(options.output_json, "recording", results, options_of(options) | {"aim": AIM})
 
 
 if __name__ == "__main__":

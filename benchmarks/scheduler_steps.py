@@ -44,6 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import options_of, write
 from benchmarks.scheduler_loads import BLOCK_SIZE, Arrival, Load
 from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
@@ -51,7 +52,7 @@ from quire.base.errors import ConfigError
 from quire.engine.output import OutputProcessor
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 ELSEWHERE = "vLLM 0.32 CPU wheel on another machine, 2-core EPYC Milan"
 ELSEWHERE_MS = {  # (running, prefix caching): medians of schedule, update; prompts aligned
@@ -310,8 +311,8 @@ def main() -> None:
         results: list[dict[str, Any]] = []
         for name in options.loads:
             results += LOADS[name](options, ask)
-    head = {"vllm": version, "elsewhere": ELSEWHERE, "rounds": options.rounds}
-    write_report(options.output_json, head | {"results": results})
+    settings = options_of(options) | {"vllm_version": version, "elsewhere": ELSEWHERE}
+    write(options.output_json, "scheduler_steps", results, settings)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.branching import BranchingExecutor, group_request
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
 from demo_model import curriculum
@@ -47,7 +48,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.serve.llm import LLM
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 
 MAX_LEN = 2048
@@ -299,7 +300,8 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for part in parts:
         results += [asdict(got) for got in part(options)]
-        write_report(options.output_json, {"block_size": BLOCK_SIZE, "results": results})
+        settings = options_of(options) | {"block_size": BLOCK_SIZE}
+        write(options.output_json, "sharing", results, settings)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ import statistics
 import time
 from typing import Any
 
+from benchmarks.results import options_of, write
 from quire import LLM, SamplingParams
 from quire.base.events import Stepped
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 TEXT = (
     "Say this again, word by word: The little fox ran over the hill, and then the little fox ran"
@@ -130,8 +131,7 @@ def main() -> None:
     print_head(
         f"Guessing ahead, {options.model}, {options.dtype}, {options.quantization or 'plain'}"
     )
-    settings = {name: value for name, value in vars(options).items() if name != "output_json"}
-    write_report(options.output_json, {"settings": settings, "found": compare(options)})
+    write(options.output_json, "speculation", compare(options), options_of(options))
 
 
 if __name__ == "__main__":

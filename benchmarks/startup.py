@@ -27,9 +27,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import Row, options_of, write
 from benchmarks.servers import free_port, running
 from quire.tools.http_client import HttpClient, HttpError
-from quire.tools.report import benchmark_parser, plain_facts, write_report
+from quire.tools.report import benchmark_parser, plain_facts
 
 ROOT = Path(__file__).parents[1]
 RETRY_S = 0.01
@@ -224,7 +225,13 @@ def main() -> None:
         f"dependencies: {len(results['dependencies'])} (aim {AIMS['dependencies']}), with theirs"
         f" {len(results['installed_closure'])} distributions on this machine"
     )
-    write_report(options.output_json, results, plain_facts)
+    weights = results.pop("start_with_weights")
+    rows: list[Row] = [{"part": "server", **results}]
+    for name, starts in weights.items():
+        seconds, most_bytes = zip(*starts, strict=True)
+        rows.append({"part": "weights", "format": name, "seconds": list(seconds),
+                     "most_bytes": list(most_bytes)})  # fmt: skip
+    write(options.output_json, "startup", rows, options_of(options), plain_facts)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,19 @@ with guesses: the forward pass, and leaving the states behind the right ones. Th
 hybrid of 0.6B: 16 heads of 128 x 128 and a convolution of 4 over 6,144 channels.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from benchmarks.results import Row, options_of, write
 from benchmarks.timing import best_time, copy_bandwidth
 from quire.base.cache_group import STATE, CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
 from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.attention.select import make_backend
 from quire.ops.threads import num_threads, set_num_threads
+from quire.tools.report import benchmark_parser
 
 HEADS, WIDTH, BLOCK_SIZE = DeltaHeads(16, 16, 128, 128), 4, 16
 LAYERS = 18  # run in turn, so that one call does not find the last one's states in the cache
@@ -110,11 +111,11 @@ def measure_guesses(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--threads", type=int, default=num_threads())
-    options = parser.parse_args()
+    options, written = parser.parse_args(), list[Row]()
     torch.set_num_threads(options.threads)
     set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
@@ -137,6 +138,11 @@ def main() -> None:
                 f" states {rate / 1e9:5.1f} GB/s {rate / limit:5.0%} of copying",
                 flush=True,
             )
+            written.append(
+                {"case": name, "convolution_us": convolution_s * 1e6,
+                 "delta_rule_us": delta_s * 1e6, "gflop_per_s": work / 1e9,
+                 "gb_per_s": rate / 1e9, "of_copying": rate / limit}
+            )  # fmt: skip
         for num_rows in (1, 4, MOST_ROWS):
             plain_s = sum(measure(backend, ((100, 1),) * num_rows, dtype))
             times = [
@@ -147,6 +153,10 @@ def main() -> None:
             print(
                 f"{num_rows} rows with {GUESSES} guesses, 0 .. {GUESSES} right: {shown} of a token"
             )
+            case = f"{num_rows} rows with {GUESSES} guesses"
+            written.append({"case": case, "of_a_token_by_right_guesses": times})
+    settings = options_of(options) | {"copy_bytes_per_s": limit}
+    write(options.output_json, "states", written, settings)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.results import options_of, write
 from benchmarks.virtual.dry_run import dry_request
 from benchmarks.virtual.swap_costs import (
     Device,
@@ -55,7 +56,7 @@ from quire.engine.executor import InProcessExecutor
 from quire.models.source import resolve_model
 from quire.runner.build import BuiltRunner, build_runner
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 OPT_13B = Victim(CacheGroup("full", tuple(range(40)), 40, 128), 13e9, 1024, 16)
@@ -413,19 +414,15 @@ def main() -> None:
     measured = [
         asdict(got) | {"floor_s": got.floor_s(limits), "is_right": got.is_right} for got in results
     ]
-    write_report(
-        options.output_json,
-        {
-            "model_id": options.model,
-            "dtype": options.dtype,
-            "chunk": chunk,
-            "limits": asdict(limits),
-            "measured": measured,
-            "devices": [asdict(device) for device in DEVICES],
-            "formula": rows,
-            "link_of_paper_bytes_per_s": link,
-        },
-    )
+    settings = options_of(options) | {
+        "chunk": chunk,
+        "limits": asdict(limits),
+        "link_of_paper_bytes_per_s": link,
+        "devices": {device.name: asdict(device) for device in DEVICES},
+    }
+    parts = ("measured", measured), ("formula", rows)
+    written = [{"part": part, **row} for part, found in parts for row in found]
+    write(options.output_json, "swap", written, settings)
     if options.plot is not None:
         draw(options.plot, results, rows, options.model)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import options_of, write
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import RequestError
 from quire.base.messages import Ready
@@ -36,7 +37,7 @@ from quire.serve.api.reading import (
     MAX_VALUES,
     MAX_WIDE_BYTES,
 )
-from quire.tools.report import benchmark_parser, write_report
+from quire.tools.report import benchmark_parser
 
 PIECE = 1 << 16
 COMPLETION, CHAT, BLOCKS = "/v1/completions", "/v1/chat/completions", "/v1/messages"
@@ -458,7 +459,7 @@ def main() -> None:
         f"worst: {worst['cpu_s']:.2f} s, held {worst['held_s']:.2f} s, {worst['memory']:.1f} times"
         " the largest size"
     )
-    write_report(options.output_json, {"rows": rows, "worst": worst})
+    write(options.output_json, "worst_bodies", rows, options_of(options) | {"worst": worst})
 
 
 if __name__ == "__main__":

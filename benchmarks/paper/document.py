@@ -1,8 +1,8 @@
 """docs/evaluation.md, its plots, and the numbers as JSON, made of figures."""
 
-import dataclasses
-import json
+import math
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.paper.figure import BARS, Curve, Figure, Finding
+from benchmarks.results import Row
 
 matplotlib.use("svg")
 STYLE = {
@@ -31,9 +32,9 @@ HEAD = """# The papers' evaluation
 P: *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP 2023).
 T: *vLLM: An Efficient Inference Engine for Large Language Models* (2025).
 
-`make paper` makes this page, its plots and `benchmarks/results/paper.json`. Unless a figure says
-that it was measured, it is [simulated](simulate.md): quire is its own core, scheduler and memory
-under a virtual clock, the other systems are written after the paper's description
+`make paper` makes this page, its plots and `benchmarks/results/virtual-time/paper.json`. Unless a
+figure says that it was measured, it is [simulated](simulate.md): quire is its own core, scheduler
+and memory under a virtual clock, the other systems are written after the paper's description
 (`benchmarks/paper/baselines/`), and all have the same requests and step times. Steps are not
 those of the paper's machines: a formula makes them of the models' shapes and the A100's data
 sheet, and 18 ms are added to each, for what the paper's batches and rates say that engines of 2023
@@ -136,24 +137,40 @@ def _draw_bars(axes: Any, figure: Figure) -> None:
     axes.set_xticks(range(len(figure.names)), figure.names)
 
 
-def as_json(figures: dict[str, list[Figure]]) -> str:
-    """Return the numbers of all figures, by module."""
-    data = {name: [dataclasses.asdict(each) for each in made] for name, made in figures.items()}
-    return json.dumps(data, indent=1) + "\n"
+def rows_of(figures: dict[str, list[Figure]]) -> list[Row]:
+    """Return the numbers of all figures, by module: a row for each figure, curve and finding."""
+    rows: list[Row] = []
+    for module, made in figures.items():
+        for figure in made:
+            place = {"module": module, "figure": figure.name}
+            own = {field.name: getattr(figure, field.name) for field in fields(figure)}
+            curves, findings = own.pop("curves"), own.pop("findings")
+            rows.append({"row": "figure", **place, **own})
+            rows += [{"row": "curve", **place, **asdict(curve)} for curve in curves]
+            rows += [{"row": "finding", **place, **asdict(finding)} for finding in findings]
+    return [{name: _finite(value) for name, value in row.items()} for row in rows]
 
 
-def from_json(text: str) -> dict[str, list[Figure]]:
-    """Read what `as_json` wrote."""
-    found = {}
-    for name, made in json.loads(text).items():
-        found[name] = [
-            Figure(
-                **each
-                | {
-                    "curves": [Curve(**curve) for curve in each["curves"]],
-                    "findings": [Finding(**finding) for finding in each["findings"]],
-                }
-            )
-            for each in made
-        ]
+def figures_of(rows: list[Row]) -> dict[str, list[Figure]]:
+    """Return the figures of which `rows_of` made rows."""
+    found: dict[str, list[Figure]] = {}
+    for row in rows:
+        given = {n: v for n, v in row.items() if n not in ("row", "figure", "module")}
+        kind, figures = row["row"], found.setdefault(row["module"], [])
+        if kind == "figure":
+            figures.append(Figure(**given))
+        elif kind == "curve":
+            figures[-1].curves.append(Curve(**given))
+        else:
+            bounds = {name: _number(given[name]) for name in ("ours", "low", "high")}
+            figures[-1].findings.append(Finding(**given | bounds))
     return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinite numbers: they are text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value

@@ -1,17 +1,14 @@
 """T 4.6: how long a device waits for its host, with one plan in flight and with more: measured."""
 
-import json
-from pathlib import Path
-
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
+from benchmarks.results import newest
 
-RESULTS = Path(__file__).parents[2] / "results" / "async_scheduling.json"
 PATHS = {"server": "quire serve", "client": "LLM"}
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make the figure of what `benchmarks.async_scheduling` measured last."""
-    measured = json.loads(RESULTS.read_text())["results"]
+    measured = newest("async_scheduling").rows
     num_rows = max(each["rows"] for each in measured)
     rows = [each for each in measured if each["rows"] == num_rows]
     cases = sorted({(each["path"], each["step_ms"]) for each in rows}, reverse=True)
