@@ -192,8 +192,8 @@ def added(met: list[Met], passed: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_requests": len(requests),
         "num_tokens": len(tokens),
-        "request_ms": [float(np.percentile(requests, p)) * 1e3 for p in (50, 99)],
-        "token_ms": [float(np.percentile(tokens, p)) * 1e3 for p in (50, 99)],
+        "request_ms": {f"p{p}": float(np.percentile(requests, p)) * 1e3 for p in (50, 99)},
+        "token_ms": {f"p{p}": float(np.percentile(tokens, p)) * 1e3 for p in (50, 99)},
         "step_ms": statistics.median(steps) * 1e3,
     }
 
@@ -226,7 +226,7 @@ def main() -> int:
         passed = json.loads(trace.read_text(encoding="utf-8"))
     results = {str(streams): added(each, passed) for streams, each in met.items()}
     for streams, each in results.items():
-        (r50, r99), (t50, t99) = each["request_ms"], each["token_ms"]
+        (r50, r99), (t50, t99) = each["request_ms"].values(), each["token_ms"].values()
         print(
             f"{streams} streams: per request p50 {r50:.2f}, p99 {r99:.2f}; per token p50 {t50:.3f},"
             f" p99 {t99:.3f}; {each['num_requests']} requests, a step took {each['step_ms']:.1f}"
