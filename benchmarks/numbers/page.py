@@ -8,7 +8,7 @@ settings are fields named `settings.NAME`. A cell of which a field is missing st
 
 import string
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from benchmarks.results import Result, Row
 
 BEGIN = "<!-- made by python -m benchmarks.numbers: begin -->"
 END = "<!-- made by python -m benchmarks.numbers: end -->"
-CHOICES = {"": median, "min": min, "max": max}
+CHOICES: dict[str, Callable[[list[float]], float]] = {"": median, "min": min, "max": max}
 WIDTH = 120  # of a line of text
 
 

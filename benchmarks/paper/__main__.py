@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.catalogue import MODULES
-from benchmarks.paper.document import figures_of, rows_of, write_document
+from benchmarks.paper.document import write_document
 from benchmarks.paper.figure import FULL, REDUCED, Effort, Figure
+from benchmarks.paper.section import figures_of, rows_of
 from benchmarks.results import VIRTUAL, read, write
 from quire.tools.report import plain_facts
 
