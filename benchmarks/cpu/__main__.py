@@ -42,7 +42,7 @@ from benchmarks.cpu.report import (
     table,
 )
 from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
-from benchmarks.results import Row, options_of, write
+from benchmarks.result_files import Row, options_of, write
 from quire.tools.report import benchmark_parser, plain_facts
 
 TRIES = 3  # of a process whose runs others disturb

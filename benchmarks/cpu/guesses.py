@@ -27,7 +27,7 @@ from benchmarks.cpu.processes import ROOT, Output, run_driver
 from benchmarks.cpu.repeating import write_repeating
 from benchmarks.cpu.requests import DEMO, TASKS, Task, requests_of
 from benchmarks.cpu.workloads import QWEN, TINY, Shape
-from benchmarks.results import Row, options_of, write
+from benchmarks.result_files import Row, options_of, write
 from quire.tools.report import benchmark_parser, plain_facts
 
 DEMO_HIDDEN = 256

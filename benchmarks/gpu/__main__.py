@@ -31,7 +31,7 @@ from benchmarks.gpu.interpreter import repair_interpreter
 from benchmarks.gpu.peers import comparison
 from benchmarks.gpu.pieces import Piece, chosen
 from benchmarks.gpu.report import Report, markdown, read_piece, summary
-from benchmarks.results import options_of, write
+from benchmarks.result_files import options_of, write
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 15.0  # for a piece to end by itself once its time is over

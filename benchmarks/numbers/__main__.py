@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.numbers.catalogue import PARTS
 from benchmarks.numbers.page import generated, updated
-from benchmarks.results import read_all
+from benchmarks.result_files import read_all
 
 PAGE = Path(__file__).parents[2] / "docs" / "numbers.md"
 

@@ -89,7 +89,7 @@ CPU = Part("On a CPU", (
         "Against transformers",
         "16 requests of 128 tokens against `generate` with a static batch (aim: 1.5 times). The"
         " limit is weights and products alone, at measured peaks.",
-        "python -m benchmarks.against_transformers --dtype bfloat16",
+        "python -m benchmarks.models.against_transformers --dtype bfloat16",
         tuple(
             Table(f"{ZEN5}against_transformers_{dtype}.json", {
                 dtype: "{engine}", "seconds": "{median_s:.2f}",
@@ -101,7 +101,7 @@ CPU = Part("On a CPU", (
     Section(
         "Throughput",
         "`quire bench throughput`: 16 requests of 128 tokens in and 64 out, bf16.",
-        "python -m benchmarks.throughput --rounds 3",
+        "python -m benchmarks.server.throughput --rounds 3",
         (Table(ZEN5 + "throughput.json", {
             "output tokens/s": "{output_tokens_per_second:.1f}", "all tokens/s":
             "{tokens_per_second:.0f}", "a decoding step":
@@ -112,7 +112,7 @@ CPU = Part("On a CPU", (
         "Beam search",
         "4 beams of 64 tokens against transformers (aims: 2 times for the demo model, 1 for the"
         " 0.6B shape), and bytes of keys and values.",
-        "python -m benchmarks.beam_search",
+        "python -m benchmarks.models.beam_search",
         (Table(ZEN5 + "beam_search.json", {
             "model": "{model_id}", "dtype": "{dtype}", "prompts": "{num_prompts}", "tokens/s":
             "{tokens_per_second.quire:,.1f}", "times transformers": "{ratio:.2f}", "KV, MB":
@@ -122,7 +122,7 @@ CPU = Part("On a CPU", (
         "Where a step's time goes",
         "Whole steps by format (rows x context, or a prompt), and the operations of 16 rows in"
         " bf16. The limit is the longer of reading and arithmetic, at the peaks of the same run.",
-        "python -m benchmarks.operations --quantization int8",
+        "python -m benchmarks.kernels.operations --quantization int8",
         (
             *operations(ZEN4, ("bf16", "int8", "int4")),
             Table(ZEN4 + "operations_bf16.json", OPERATIONS, {"step": "16x128"}),
@@ -135,7 +135,7 @@ CPU = Part("On a CPU", (
         " and that of products beside what the instructions give. Below: blocks of 16 against one"
         " block of a whole row, contexts cut for several threads or not, a shared prefix read once"
         " or for each row.",
-        "python -m benchmarks.attention",
+        "python -m benchmarks.kernels.attention",
         (
             Table(ZEN4 + "attention.json",
                 {k: v for k, v in CASES.items() if k != "variant"}, {"part": "cases"}),
@@ -153,7 +153,7 @@ CPU = Part("On a CPU", (
         "Products",
         "Microseconds of a layer's products by rows, then a CPU with AMX: GB/s of one row and 10^9"
         " operations/s of more, with the share of the peak.",
-        "python -m benchmarks.linear",
+        "python -m benchmarks.kernels.linear",
         (
             Table(ZEN5 + "linear.json", {"shape": "{shape}", "format": "{format}"},
                 {"rows": (1, 16, 64, 1024), "shape": ("gate_up", "head")}, "rows",
@@ -170,7 +170,7 @@ CPU = Part("On a CPU", (
         "Several ranks",
         "Two cores that all ways share: tokens/s of Qwen3-0.6B's shape in bf16, and the share of"
         " tokens that are those of one process (stages have other random weights).",
-        "python -m benchmarks.ranks",
+        "python -m benchmarks.models.ranks",
         (Table(ZEN5 + "ranks.json", {
             "": "{way}", "start, s": "{start_s:.1f}", "1 row": "{decode_1:.1f}", "16 rows":
             "{decode_16:.0f}", "a prompt of 700": "{prompt:.0f}", "equal": "{equal:.0%}"}),),
@@ -178,7 +178,7 @@ CPU = Part("On a CPU", (
     Section(
         "Sums over ranks",
         "Microseconds to add float32 [tokens, 1024] over two processes.",
-        "python -m benchmarks.collective",
+        "python -m benchmarks.kernels.collective",
         (Table(ZEN5 + "collective.json", {"": "{kind}"}, by="tokens", cell="{us:,.0f}",
             headings={n: f"{n:,} tokens" for n in (1, 16, 256, 2048)}),),
     ),
@@ -191,7 +191,7 @@ MODELS = Part("Models and formats", (
         " (bf16 against float32): the relative error of logits, perplexity, nats per token, and"
         " points of accuracy with their 95 % interval. int4 is measured again"
         " in the second table.",
-        "python -m benchmarks.accuracy",
+        "python -m benchmarks.models.accuracy",
         tuple(
             Table(file, {
                 "format": "{format}", "against": "{against}", "logits": "{logits.relative:.1%}",
@@ -210,14 +210,14 @@ MODELS = Part("Models and formats", (
     Section(
         "Classes of transformers",
         "The share of the speed of quire's own class, for the same weights (aim: 0.8).",
-        "python -m benchmarks.model_impl --rounds 3",
+        "python -m benchmarks.models.model_impl --rounds 3",
         (Table(ZEN5 + "model_impl.json", {"workload": "{workload}"}, by="way",
             cell="{tokens_per_s:.1f} ({share:.2f})"),),
     ),
     Section(
         "Layers with states",
         "The delta rule of one layer. The limit is the rate of copying memory.",
-        "python -m benchmarks.states",
+        "python -m benchmarks.kernels.states",
         (Table(ZEN5 + "states.json", {
             "case": "{case}", "us": "{delta_rule_us:,}", "GB/s":
             "{gb_per_s@min} to {gb_per_s@max}", "of copying": "{settings.copy_gb_per_s}",
@@ -234,7 +234,7 @@ MODELS = Part("Models and formats", (
         "Nothing to draft",
         "Times the plain speed where text does not repeat itself (aim: 0.98), and where it is"
         " copied.",
-        "python -m benchmarks.speculation",
+        "python -m benchmarks.models.speculation",
         tuple(
             Table(f"{ZEN5}speculation_{name}.json", {
                 f"{name}: workload": "{workload}", "rows": "{rows}", "times": "{ratio:.2f}",

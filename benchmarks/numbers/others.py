@@ -58,7 +58,7 @@ GPU = Part("On a GPU", (
         "Host time of a step",
         "Microseconds of a decoding step's host work, without calls into CUDA; last the shortest"
         " step of Qwen3-0.6B on an H200, by formula.",
-        "python -m benchmarks.launching",
+        "python -m benchmarks.scheduler.launching",
         (Table(ZEN5 + "launching.json", {
             "rows": "{rows}", "plan": "{us.schedule:.0f}", "pack and launch": "{us.launch:.0f}",
             "take the result": "{us.result:.0f}", "p99 of all": "{us.p99:.0f}", "a step":
@@ -89,7 +89,7 @@ PAPER = Part("The papers", (
         "Simulations beside real runs",
         "How far `quire simulate` is from runs that it has not seen. Aims: throughput 10 %, mean"
         " and median time to the first token 15 %.",
-        "python -m benchmarks.fidelity",
+        "python -m benchmarks.scheduler.fidelity",
         (Table(ZEN5 + "fidelity.json", {
             "model": "{model}", "workload": "{workload}", "tokens/s": "{off.tokens/s:+.1%}",
             "TTFT, mean": "{off.TTFT mean:+.1%}", "median": "{off.TTFT median:+.1%}", "p99":
@@ -114,7 +114,7 @@ ROBUSTNESS = (
             "Bodies of the largest permitted size, 16 MiB, until the prompt's length is judged:"
             " processor time (aim: 0.5 s), how long the event loop is held, and memory as times the"
             " size (aim: 4).",
-            "python -m benchmarks.worst_bodies",
+            "python -m benchmarks.server.worst_bodies",
             (Table(ZEN5 + "worst_bodies.json", {
                 "body": "{body}", "processor": "{cpu_s} s", "held": "{held_s} s", "memory":
                 "{memory} times"}),),

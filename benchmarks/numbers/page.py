@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.results import Result, Row
+from benchmarks.result_files import Result, Row
 
 BEGIN = "<!-- made by python -m benchmarks.numbers: begin -->"
 END = "<!-- made by python -m benchmarks.numbers: end -->"

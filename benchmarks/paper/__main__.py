@@ -17,7 +17,7 @@ from benchmarks.paper.catalogue import MODULES
 from benchmarks.paper.document import write_document
 from benchmarks.paper.figure import FULL, REDUCED, Effort, Figure
 from benchmarks.paper.section import figures_of, rows_of
-from benchmarks.results import VIRTUAL, read, write
+from benchmarks.result_files import VIRTUAL, read, write
 from quire.tools.report import plain_facts
 
 ROOT = Path(__file__).parents[2]

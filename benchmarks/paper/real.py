@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.reserving import NAMES, Reserving, install
-from benchmarks.results import options_of, write
+from benchmarks.result_files import options_of, write
 from quire.base.config import config_from_flat
 from quire.base.events import Event, Planned, Preempted, Stepped
 from quire.base.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from benchmarks.paper.figure import Curve, Figure, Finding
-from benchmarks.results import Row
+from benchmarks.result_files import Row
 
 
 def section(figure: Figure) -> str:

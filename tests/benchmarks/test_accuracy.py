@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import accuracy
-from benchmarks.accuracy_items import answer_mask, held_out_tasks, held_out_texts
-from benchmarks.accuracy_statistics import LogitError, PairedAccuracy, mean_and_error
-from benchmarks.results import read
+from benchmarks.models import accuracy
+from benchmarks.models.accuracy_items import answer_mask, held_out_tasks, held_out_texts
+from benchmarks.models.accuracy_statistics import LogitError, PairedAccuracy, mean_and_error
+from benchmarks.result_files import read
 from demo_model import chat
 from demo_model.item import held_out
 from quire.models.source import resolve_model

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.numbers.__main__ import PAGE
 from benchmarks.numbers.catalogue import PARTS
 from benchmarks.numbers.page import BEGIN, END, Table, filled, generated, lines_of, updated
-from benchmarks.results import Result, read_all
+from benchmarks.result_files import Result, read_all
 
 ROOT = Path(__file__).parents[2]
 RESULTS = read_all()
@@ -157,7 +157,7 @@ def test_no_other_engine_is_better_than_the_one_that_the_readme_names() -> None:
 
 def test_sentences_of_the_readme() -> None:
     text = " ".join(README.split())
-    step = only("epyc-zen5-2/scheduler_steps.json", "ms.schedule + update.median",
+    step = only("epyc-zen5-2/steps.json", "ms.schedule + update.median",
                 load="steady", rows=1024, spread=True, prefix_caching=True)  # fmt: skip
     assert f"A scheduler step of 1,024 decoding sequences takes {step:.2f} ms" in text
     live = only("epyc-zen5-2/live_slots.json", "live_share",

@@ -1,11 +1,11 @@
 """How far simulations are from real runs that they have not seen: measured."""
 
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
-from benchmarks.results import newest
+from benchmarks.result_files import newest
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
-    """Make a figure of what `benchmarks.fidelity` measured last."""
+    """Make a figure of what `benchmarks.scheduler.fidelity` measured last."""
     found = newest("fidelity")
     measured, settings = found.rows, found.settings
     aims = {n.removeprefix("aims."): aim for n, aim in settings.items() if n.startswith("aims.")}

@@ -1,7 +1,7 @@
 """The gain of paging, measured: quire's own engine with the paper's ways of reserving memory."""
 
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
-from benchmarks.results import newest
+from benchmarks.result_files import newest
 
 SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "quire")
 

@@ -1,7 +1,7 @@
 """T 4.4.4: what guesses gain, by rows and by how many are right: by formula, at measured rates."""
 
 from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs
-from benchmarks.results import newest
+from benchmarks.result_files import newest
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.tools.simulate.step_times import StepLoad
 

@@ -13,7 +13,7 @@ from benchmarks.paper.section import figures_of, rows_of, section
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.sweep import sweep
 from benchmarks.paper.systems import ORCA_MAX, QUIRE
-from benchmarks.results import newest
+from benchmarks.result_files import newest
 from quire.tools.workloads import SHAREGPT
 
 QUICK = (
