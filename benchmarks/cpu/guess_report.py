@@ -174,5 +174,8 @@ def rows_of(
                 place = {"task": task, "engine": engine, "variant": variant}
                 own = [each for each in answered if place.items() <= each.items()]
                 seconds = [each["metrics"]["seconds"] for each in own]
-                rows.append({**place, **found, "answers.seconds": seconds})
+                others = [each["others"] for each in own]
+                rows.append(
+                    {**place, **found, "answers.seconds": seconds, "answers.others_cores": others}
+                )
     return rows

@@ -1,4 +1,4 @@
-"""What arrives when in scheduler_steps.py: the same requests for every scheduler that it measures.
+"""What arrives when in steps.py: the same requests for every scheduler that it measures.
 
 Needs only numpy, so that it also runs where quire is not installed (steps_vllm.py).
 """

@@ -1,6 +1,6 @@
-"""vLLM's scheduler under the loads of scheduler_steps.py, in an environment that has vLLM.
+"""vLLM's scheduler under the loads of steps.py, in an environment that has vLLM.
 
-scheduler_steps.py --vllm starts it. It reads a load per line (JSON, the fields of Load) and answers
+steps.py --vllm starts it. It reads a load per line (JSON, the fields of Load) and answers
 with the milliseconds per step: `add` makes the requests, which hashes their blocks, and queues
 them; `schedule` is Scheduler.schedule, `update` is Scheduler.update_from_output, which makes the
 messages too. The first line is vLLM's version. For vLLM 0.32, without asynchronous scheduling and

@@ -1,5 +1,6 @@
 """All result files have one form, in a folder named after the machine."""
 
+import ast
 import json
 import math
 from pathlib import Path
@@ -107,3 +108,30 @@ def test_all_files_have_the_form_and_are_where_their_machine_says() -> None:
         folder, _, file = name.partition("/")
         assert folder == machine_name(result.machine), name
         assert result.benchmark.rpartition(".")[2] in file, name
+
+
+# What is measured by a program outside of the folder.
+OUTSIDE = {"chaos", "mutation", "start"}
+
+
+def module_names() -> set[str]:
+    folder = FOLDER.parent
+    names = {path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__main__") for name in names}
+
+
+def test_scripts_write_the_names_of_their_modules() -> None:
+    found = {}
+    for path in FOLDER.parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if is_call and node.func.id == "write" and len(node.args) > 1:
+                name, place = node.args[1], path.relative_to(FOLDER.parent).with_suffix("")
+                assert isinstance(name, ast.Constant), path
+                found[".".join(place.parts).removesuffix(".__main__")] = name.value
+    assert len(found) > 35
+    assert {module: name for module, name in found.items() if module != name} == {}
+
+
+def test_files_name_modules_that_are_there() -> None:
+    assert {result.benchmark for result in read_all().values()} <= module_names() | OUTSIDE
