@@ -8,7 +8,7 @@ MODEL ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-RESULTS := benchmarks/results
+RESULTS = benchmarks/results/$(shell $(BIN)/python -m benchmarks.result_files)
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -94,28 +94,27 @@ format: $(VENV)/.installed-test ## let ruff lay out the code
 
 bench: $(VENV)/.installed ## throughput and the scheduler's speed on this machine; minutes
 	$(BIN)/quire bench throughput --model shape:qwen3-0.6b
-	$(BIN)/python -m benchmarks.scheduler_steps --rows 256 1024
-	$(BIN)/python -m benchmarks.block_pool
+	$(BIN)/python -m benchmarks.scheduler.steps --rows 256 1024
+	$(BIN)/python -m benchmarks.memory.block_pool
 
-bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/results
-	$(BIN)/quire bench throughput --model shape:qwen3-0.6b --rounds 3 --output-json $(RESULTS)/throughput.json
-	$(BIN)/python -m benchmarks.against_transformers --dtype bfloat16 \
+bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/results/MACHINE
+	$(BIN)/python -m benchmarks.models.against_transformers --dtype bfloat16 \
 		--output-json $(RESULTS)/against_transformers_bfloat16.json
-	$(BIN)/python -m benchmarks.against_transformers --dtype float32 \
+	$(BIN)/python -m benchmarks.models.against_transformers --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
-	for name in prefix_sharing prefix_savings chat_turns hybrid_hits swap sharing beam_search scheduler_steps async_scheduling \
-		block_pool block_tables live_slots policies recording kv_events import_time front_end live_watcher startup worst_bodies; do \
-		$(BIN)/python -m benchmarks.$$name --output-json $(RESULTS)/$$name.json || exit 1; done
-	$(BIN)/python -m benchmarks.linear --output-json $(RESULTS)/linear.json
-	$(BIN)/python -m benchmarks.attention > $(RESULTS)/attention.txt
-	$(BIN)/python -m benchmarks.states > $(RESULTS)/states.txt
-	$(BIN)/python -m benchmarks.accuracy --output-json $(RESULTS)/accuracy.json
+	for name in server.throughput server.import_time server.front_end server.startup server.worst_bodies \
+		server.grammars memory.prefix_sharing memory.prefix_savings memory.chat_turns memory.hybrid_hits \
+		memory.swap memory.sharing memory.block_pool memory.block_tables memory.live_slots memory.handover \
+		models.beam_search models.accuracy scheduler.steps scheduler.async_scheduling scheduler.policies \
+		scheduler.recording scheduler.kv_events scheduler.live_watcher kernels.linear kernels.attention \
+		kernels.states kernels.collective; do \
+		$(BIN)/python -m benchmarks.$$name --output-json $(RESULTS)/$${name#*.}.json || exit 1; done
 
 bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environment of its own; an hour or two
 	$(BIN)/python -m benchmarks.cpu --rounds 3 --output-json $(RESULTS)/cpu.json $(ARGS)
 
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
-	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/guesses.json $(ARGS)
+	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/cpu_guesses.json $(ARGS)
 
 paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evaluation.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)

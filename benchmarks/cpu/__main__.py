@@ -32,9 +32,18 @@ from benchmarks.cpu.processes import (
     run_driver,
     runs_of,
 )
-from benchmarks.cpu.report import ceiling_lines, legend, ratios, start_lines, summary, table
+from benchmarks.cpu.report import (
+    ceiling_lines,
+    legend,
+    ratios,
+    rows_of,
+    start_lines,
+    summary,
+    table,
+)
 from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
-from quire.tools.report import benchmark_parser, plain_facts, write_report
+from benchmarks.result_files import Row, options_of, write
+from quire.tools.report import benchmark_parser, plain_facts
 
 TRIES = 3  # of a process whose runs others disturb
 
@@ -168,8 +177,8 @@ def measure_torch(session: Session, engines: list[Engine]) -> None:
             )
 
 
-def finish(session: Session, engines: list[Engine]) -> dict[str, Any]:
-    """Print the tables, return what is written."""
+def finish(session: Session, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
+    """Print the tables. Returns the rows and settings that are written."""
     ceilings = Ceilings.of(session.ceilings[str(session.options.threads)])
     summaries = summary(session.runs, engines, ceilings, session.options.small)
     print()
@@ -180,17 +189,14 @@ def finish(session: Session, engines: list[Engine]) -> dict[str, Any]:
     lines += [f"failed: {name}: {reason}" for name, reason in session.failures.items()]
     print("\n".join(lines), flush=True)
     environments = {engine.environment for engine in engines if engine.environment}
-    return {
-        "threads": session.options.threads,
-        "is_small": session.options.small,
+    settings = options_of(session.options) | {
         "ceilings": session.ceilings,
-        "summary": summaries,
-        "ratios": ratios(summaries, engines),
         "import_torch_s": session.torch_s,
         "failures": session.failures,
         "versions": {e.name: session.scratch.versions(e) for e in environments},
-        "runs": [asdict(run) for run in session.runs],
     }
+    runs = [asdict(run) for run in session.runs]
+    return rows_of(summaries, ratios(summaries, engines), runs), settings
 
 
 def arguments() -> argparse.Namespace:
@@ -227,7 +233,7 @@ def main() -> None:
     measure_torch(session, engines)
     results = finish(session, engines)
     print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-    write_report(options.output_json, results, plain_facts)
+    write(options.output_json, "cpu", *results, plain_facts)
 
 
 if __name__ == "__main__":

@@ -161,3 +161,21 @@ LEGEND = [
     "same         answers that are those of the same engine without guesses, token by token",
     "~            in all rounds other processes took more than 0.15 cores",
 ]
+
+
+def rows_of(
+    summaries: dict[str, dict[str, dict[str, Any]]], answered: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return one row for each variant of each engine, with the seconds of every answer."""
+    rows = []
+    for task, engines in summaries.items():
+        for engine, variants in engines.items():
+            for variant, found in variants.items():
+                place = {"task": task, "engine": engine, "variant": variant}
+                own = [each for each in answered if place.items() <= each.items()]
+                seconds = [each["metrics"]["seconds"] for each in own]
+                others = [each["others"] for each in own]
+                rows.append(
+                    {**place, **found, "answers.seconds": seconds, "answers.others_cores": others}
+                )
+    return rows

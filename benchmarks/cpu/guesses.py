@@ -21,13 +21,14 @@ from typing import Any
 
 from benchmarks.cpu.drivers.guessing import turns
 from benchmarks.cpu.engines import FLOAT16, INT8, LLAMA, OPENVINO, Engine
-from benchmarks.cpu.guess_report import CATEGORIES, LEGEND, Answered, summary, table
+from benchmarks.cpu.guess_report import CATEGORIES, LEGEND, Answered, rows_of, summary, table
 from benchmarks.cpu.preparation import Scratch, Unavailable
 from benchmarks.cpu.processes import ROOT, Output, run_driver
 from benchmarks.cpu.repeating import write_repeating
 from benchmarks.cpu.requests import DEMO, TASKS, Task, requests_of
 from benchmarks.cpu.workloads import QWEN, TINY, Shape
-from quire.tools.report import benchmark_parser, plain_facts, write_report
+from benchmarks.result_files import Row, options_of, write
+from quire.tools.report import benchmark_parser, plain_facts
 
 DEMO_HIDDEN = 256
 SERVER = "guess_llama_server"
@@ -143,21 +144,19 @@ def run_rounds(race: Race, engines: list[Engine], tasks: list[Task]) -> None:
         race.failures["all"] = "interrupted"
 
 
-def finish(race: Race, engines: list[Engine], tasks: list[Task]) -> dict[str, Any]:
-    """Print the tables, return what is written."""
+def finish(
+    race: Race, engines: list[Engine], tasks: list[Task]
+) -> tuple[list[Row], dict[str, Any]]:
+    """Print the tables. Returns the rows and settings that are written."""
     summaries = summary(race.answered, engines, tasks)
     failed = [f"failed: {name}: {reason}" for name, reason in race.failures.items()]
     print("\n" + "\n".join([*table(summaries, engines, tasks), *LEGEND, "", *failed]), flush=True)
     environments = {engine.environment for engine in engines if engine.environment}
-    given = vars(race.options)
-    return {
-        "settings": {name: given[name] for name in ("requests", "tokens", "guesses", "threads")},
-        "is_small": race.options.small,
-        "summary": summaries,
+    settings = options_of(race.options) | {
         "failures": race.failures,
         "versions": {e.name: race.scratch.versions(e) for e in environments},
-        "answered": [asdict(each) | {"token_ids": len(each.token_ids)} for each in race.answered],
     }
+    return rows_of(summaries, [asdict(each) for each in race.answered]), settings
 
 
 def arguments() -> argparse.Namespace:
@@ -198,7 +197,7 @@ def main() -> None:
     run_rounds(race, engines, tasks)
     results = finish(race, engines, tasks)
     print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-    write_report(options.output_json, results, plain_facts)
+    write(options.output_json, "cpu.guesses", *results, plain_facts)
 
 
 if __name__ == "__main__":

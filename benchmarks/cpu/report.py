@@ -151,3 +151,24 @@ def start_lines(runs: Iterable[Run], engines: list[Engine], torch_s: dict[str, f
                 line += f"; torch's import alone {torch_s[engine.name]:.2f} s"
             lines.append(line)
     return lines
+
+
+def rows_of(
+    summaries: dict[str, dict[str, Any]],
+    ratios: dict[str, dict[str, Any]],
+    runs: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Return one row for each figure of each engine, with that of every run beside the summary."""
+    rows = []
+    for engine in dict.fromkeys([*summaries, *(run["engine"] for run in runs)]):
+        own = [run for run in runs if run["engine"] == engine]
+        found = summaries.get(engine, {})
+        for figure in dict.fromkeys([*found, *(name for run in own for name in run["metrics"])]):
+            having = [run for run in own if figure in run["metrics"]]
+            rows.append(
+                {"engine": engine, "figure": figure, **found.get(figure, {}),
+                 **ratios.get(engine, {}).get(figure, {}),
+                 "runs": [run["metrics"][figure] for run in having],
+                 "others_cores": [run["others"] for run in having]}
+            )  # fmt: skip
+    return rows

@@ -5,8 +5,9 @@
     python -m benchmarks.gpu --part peers
     python -m benchmarks.gpu --part bench --device cpu --tiny      # does the code work?
 
-Results go to $OUT, or to benchmarks/results (build/gpu-tiny, if they are --tiny): gpu_PART.json,
-gpu_PART.md and gpu_PART.summary.txt, written again after each piece, and a file for each piece.
+Results go to $OUT, or to build/gpu (build/gpu-tiny, if they are --tiny): gpu_PART.json, gpu_PART.md
+and gpu_PART.summary.txt, written again after each piece, and a file for each piece. The rows of all
+pieces are in gpu_PART.result.json, in the form of benchmarks/results.
 Printed last is what to look at first: the aims, what was skipped, what failed. The exit status is 1
 if something failed, also where the rest has results; what was skipped is no failure, nor is an aim
 that was not reached.
@@ -30,6 +31,7 @@ from benchmarks.gpu.interpreter import repair_interpreter
 from benchmarks.gpu.peers import comparison
 from benchmarks.gpu.pieces import Piece, chosen
 from benchmarks.gpu.report import Report, markdown, read_piece, summary
+from benchmarks.result_files import options_of, write
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 15.0  # for a piece to end by itself once its time is over
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    kept = ROOT / "build" / "gpu-tiny" if options.tiny else ROOT / "benchmarks" / "results"
+    kept = ROOT / "build" / ("gpu-tiny" if options.tiny else "gpu")
     out = options.out or Path(os.environ.get("OUT") or kept)
     if options.one:
         status = run_one(pieces[0], options, out)
@@ -92,6 +94,7 @@ class Session:
                 self._keep(skipped_piece(piece, self.out, "the time is used up"))
                 continue
             self._run_piece(piece, min(left, piece.limit_s))
+        self._write_result()
         self._print_summary()
         return 1 if any(piece["errors"] for piece in self.found) else 0
 
@@ -129,6 +132,12 @@ class Session:
         (self.out / f"gpu_{part}.json").write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
         lines = "\n".join(summary(self.found, part == "first"))
         (self.out / f"gpu_{part}.summary.txt").write_text(lines + "\n", encoding="utf-8")
+
+    def _write_result(self) -> None:
+        rows = [{"piece": found["piece"], **row} for found in self.found for row in found["rows"]]
+        if rows and "cpu" in self.facts:
+            path = self.out / f"gpu_{self.options.part}.result.json"
+            write(path, "gpu", rows, options_of(self.options), lambda: dict(self.facts))
 
     def _print_summary(self) -> None:
         path = self.out / f"gpu_{self.options.part}.md"

@@ -1,4 +1,5 @@
-"""Make the papers' figures: docs/evaluation.md, its plots, benchmarks/results/paper.json.
+"""Make the papers' figures: docs/evaluation.md, its plots, and their numbers,
+benchmarks/results/virtual-time/paper.json.
 
     python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--reduced --output DIR]
 
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.catalogue import MODULES
-from benchmarks.paper.document import as_json, from_json, write_document
+from benchmarks.paper.document import write_document
 from benchmarks.paper.figure import FULL, REDUCED, Effort, Figure
+from benchmarks.paper.section import figures_of, rows_of
+from benchmarks.result_files import VIRTUAL, read, write
+from quire.tools.report import plain_facts
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,8 +59,8 @@ def main() -> int:
                         help="where to write (default: this repository)")  # fmt: skip
     options = parser.parse_args()
     effort = REDUCED if options.reduced else FULL
-    results = options.output / "benchmarks" / "results" / "paper.json"
-    made = from_json(results.read_text()) if results.exists() else {}
+    results = options.output / "benchmarks" / "results" / "virtual-time" / "paper.json"
+    made = figures_of(read(results).rows) if results.exists() else {}
     began = time.monotonic()
     with ProcessPoolExecutor(options.jobs) as pool:
         runs = CountedRuns(pool)
@@ -65,8 +69,8 @@ def main() -> int:
             took = time.monotonic() - began
             print(f"{name}: {runs.num_done} simulations so far, {took:.0f} s", flush=True)
     made = {name: made[name] for name in MODULES if name in made}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(as_json(made))
+    settings = {"effort": "reduced" if options.reduced else "full"}
+    write(results, "paper", rows_of(made), settings, lambda: plain_facts() | VIRTUAL)
     figures = [figure for several in made.values() for figure in several]
     write_document(figures, options.output / "docs")
     outside = [f for each in figures for f in each.findings if not f.holds]

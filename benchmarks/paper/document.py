@@ -1,7 +1,5 @@
-"""docs/evaluation.md, its plots, and the numbers as JSON, made of figures."""
+"""Write docs/evaluation.md and draw its plots."""
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,8 @@ import matplotlib
 import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.paper.figure import BARS, Curve, Figure, Finding
+from benchmarks.paper.figure import BARS, Curve, Figure
+from benchmarks.paper.section import section
 
 matplotlib.use("svg")
 STYLE = {
@@ -31,9 +30,9 @@ HEAD = """# The papers' evaluation
 P: *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP 2023).
 T: *vLLM: An Efficient Inference Engine for Large Language Models* (2025).
 
-`make paper` makes this page, its plots and `benchmarks/results/paper.json`. Unless a figure says
-that it was measured, it is [simulated](simulate.md): quire is its own core, scheduler and memory
-under a virtual clock, the other systems are written after the paper's description
+`make paper` makes this page, its plots and `benchmarks/results/virtual-time/paper.json`. Unless a
+figure says that it was measured, it is [simulated](simulate.md): quire is its own core, scheduler
+and memory under a virtual clock, the other systems are written after the paper's description
 (`benchmarks/paper/baselines/`), and all have the same requests and step times. Steps are not
 those of the paper's machines: a formula makes them of the models' shapes and the A100's data
 sheet, and 18 ms are added to each, for what the paper's batches and rates say that engines of 2023
@@ -57,33 +56,6 @@ def write_document(figures: Sequence[Figure], folder: Path) -> None:
             draw(figure, plots / f"{figure.name}.svg")
         parts.append(section(figure))
     (folder / "evaluation.md").write_text("\n".join(parts))
-
-
-def section(figure: Figure) -> str:
-    """Return what the document says of a figure."""
-    lines = [f"## {figure.title}", "", f"*{figure.source}*", ""]
-    if figure.curves:
-        lines += [f"![{figure.title}](evaluation/{figure.name}.svg)", ""]
-    if figure.findings:
-        lines += ["| | quire | paper | band |", "|---|---|---|---|"]
-        lines += [_row(finding) for finding in figure.findings]
-        lines.append("")
-    if figure.text:
-        lines += [figure.text.strip(), ""]
-    return "\n".join(lines)
-
-
-def _row(finding: Finding) -> str:
-    band = f"{_shown(finding.low)} to {_shown(finding.high)}"
-    outside = "" if finding.holds else " (outside)"
-    ours = f"{_shown(finding.ours)}{finding.unit}"
-    return f"| {finding.what} | {ours}{outside} | {finding.published} | {band} |"
-
-
-def _shown(value: float) -> str:
-    if value != value or abs(value) == float("inf"):
-        return "any"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def draw(figure: Figure, path: Path) -> None:
@@ -134,26 +106,3 @@ def _draw_bars(axes: Any, figure: Figure) -> None:
         look = {"fill": False, "hatch": "//"} if curve.is_published else {}
         axes.bar(at, curve.y, width, label=curve.label, **look)
     axes.set_xticks(range(len(figure.names)), figure.names)
-
-
-def as_json(figures: dict[str, list[Figure]]) -> str:
-    """Return the numbers of all figures, by module."""
-    data = {name: [dataclasses.asdict(each) for each in made] for name, made in figures.items()}
-    return json.dumps(data, indent=1) + "\n"
-
-
-def from_json(text: str) -> dict[str, list[Figure]]:
-    """Read what `as_json` wrote."""
-    found = {}
-    for name, made in json.loads(text).items():
-        found[name] = [
-            Figure(
-                **each
-                | {
-                    "curves": [Curve(**curve) for curve in each["curves"]],
-                    "findings": [Finding(**finding) for finding in each["findings"]],
-                }
-            )
-            for each in made
-        ]
-    return found

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.reserving import NAMES, Reserving, install
+from benchmarks.result_files import options_of, write
 from quire.base.config import config_from_flat
 from quire.base.events import Event, Planned, Preempted, Stepped
 from quire.base.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ from quire.models.source import resolve_model
 from quire.serve.llm import LLM
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
-from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import Lengths, Workload
 
 MODELS = {"demo": 160, "shape:qwen3-0.6b": 48}  # with so many requests
@@ -132,7 +133,7 @@ def main() -> None:
         sys.path.append(folder)
         for model in options.models:
             results += compare(model, max(8, int(options.share * MODELS[model])), options.rounds)
-    write_report(options.output_json, {"results": results})
+    write(options.output_json, "paper.real", results, options_of(options))
 
 
 def compare(model: str, num: int, rounds: int) -> list[dict[str, Any]]:

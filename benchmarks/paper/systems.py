@@ -34,7 +34,7 @@ FASTER_TRANSFORMER = "FasterTransformer"
 SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER)
 RESERVES: dict[str, Reserve] = {ORCA_ORACLE: oracle, ORCA_POW2: pow2, ORCA_MAX: longest}
 VOCAB_SIZE = 1 << 16
-SURENESS, ALIKE = 0.8, 0.9  # of the candidates of beams: benchmarks/sharing.py
+SURENESS, ALIKE = 0.8, 0.9  # of the candidates of beams: benchmarks/memory/sharing.py
 
 
 @dataclass(frozen=True)

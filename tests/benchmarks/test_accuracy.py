@@ -1,6 +1,5 @@
 """The accuracy benchmark: its statistics by hand, its held-out material, and a small run."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -8,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import accuracy
-from benchmarks.accuracy_items import answer_mask, held_out_tasks, held_out_texts
-from benchmarks.accuracy_statistics import LogitError, PairedAccuracy, mean_and_error
+from benchmarks.models import accuracy
+from benchmarks.models.accuracy_items import answer_mask, held_out_tasks, held_out_texts
+from benchmarks.models.accuracy_statistics import LogitError, PairedAccuracy, mean_and_error
+from benchmarks.result_files import read
 from demo_model import chat
 from demo_model.item import held_out
 from quire.models.source import resolve_model
@@ -171,15 +171,15 @@ def test_a_small_run(
     arguments = "--items 3 --kinds addition --formats int8 --text-tokens 400 --positions 60"
     monkeypatch.setattr(sys, "argv", ["accuracy", *arguments.split(), "--output-json", str(path)])
     accuracy.main()
-    report = json.loads(path.read_text(encoding="utf-8"))
-    compared = [(result["format"], result["against"]) for result in report["results"]]
+    rows = read(path).rows
+    compared = [(row["format"], row["against"]) for row in rows]
     assert compared == [
         ("float32", "float32"), ("bfloat16", "float32"), ("int8", "bfloat16"), ("int8", "float32")
     ]  # fmt: skip
-    errors = [result["logits"]["relative"] for result in report["results"]]
+    errors = [row["logits.relative"] for row in rows]
     assert errors[0] == 0 < errors[1] < errors[3] < 0.1
-    for result in report["results"]:
-        assert result["logits"]["positions"] >= 60
-        assert abs(result["text"]["all"]["difference"]) < 0.05
-        assert result["tasks"]["all"]["items"] == 3
+    for row in rows:
+        assert row["logits.positions"] >= 60
+        assert abs(row["text.all.difference"]) < 0.05
+        assert row["tasks.all.items"] == 3
     assert "int8 against bfloat16: " in capsys.readouterr().out

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.cpu.limits import Ceilings
-from benchmarks.operations import Cost, Step, product
+from benchmarks.kernels.operations import Cost, Step, product
 from quire.ops.formats import Quantization
 from quire.ops.native import core
 from quire.ops.packed import pack

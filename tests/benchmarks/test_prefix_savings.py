@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from benchmarks.prefix_savings import (
+from benchmarks.memory.prefix_savings import (
     BLOCK_SIZE,
     QUESTION,
     SCENARIOS,

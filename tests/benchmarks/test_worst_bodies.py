@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_no_body_costs_much(tmp_path: Path) -> None:
     """Generous limits: the machine may be busy. Without bounds it was 28 s and 800 times."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "benchmarks.worst_bodies", "--output-json", str(report)]
+    command = [sys.executable, "-m", "benchmarks.server.worst_bodies", "--output-json", str(report)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1200, stdout=subprocess.DEVNULL)
     rows = json.loads(report.read_text())["rows"]
     assert len(rows) > 60

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks.accuracy import SETTINGS, token_costs
-from benchmarks.accuracy import chosen as chosen_formats
-from benchmarks.accuracy_items import held_out_texts
+from benchmarks.models.accuracy import SETTINGS, token_costs
+from benchmarks.models.accuracy import chosen as chosen_formats
+from benchmarks.models.accuracy_items import held_out_texts
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError

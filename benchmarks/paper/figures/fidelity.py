@@ -1,21 +1,18 @@
 """How far simulations are from real runs that they have not seen: measured."""
 
-import json
-from pathlib import Path
-
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
-
-RESULTS = Path(__file__).parents[2] / "results" / "fidelity.json"
+from benchmarks.result_files import newest
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
-    """Make a figure of what `benchmarks.fidelity` measured last."""
-    report = json.loads(RESULTS.read_text())
-    measured, aims = report["results"], report["aims"]
+    """Make a figure of what `benchmarks.scheduler.fidelity` measured last."""
+    found = newest("fidelity")
+    measured, settings = found.rows, found.settings
+    aims = {n.removeprefix("aims."): aim for n, aim in settings.items() if n.startswith("aims.")}
     names = [f"{each['model'].removeprefix('shape:')}, {each['workload']}" for each in measured]
     places = [float(index) for index in range(len(names))]
     curves = [
-        Curve(name, places, [100 * abs(each["off"][name]) for each in measured]) for name in aims
+        Curve(name, places, [100 * abs(each[f"off.{name}"]) for each in measured]) for name in aims
     ]
     lines = [
         "| | real (least to most) | simulated | off |",
@@ -26,8 +23,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     met = total = 0
     for name, each in zip(names, measured, strict=True):
         for what, key in keys.items():
-            low, middle, high = each["spread"][what]
-            ours, off = each["simulated"][key], each["off"][what]
+            low, middle, high = each[f"spread.{what}"]
+            ours, off = each[f"simulated.{key}"], each[f"off.{what}"]
             if what != "TPOT mean":
                 total += 1
                 met += abs(off) <= aims[what] if what in aims else low <= ours <= high
@@ -46,7 +43,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
             *lines,
         ]
     )
-    worst = max(abs(each["off"]["tokens/s"]) for each in measured)
+    worst = max(abs(each["off.tokens/s"]) for each in measured)
     return [
         Figure(
             "fidelity",

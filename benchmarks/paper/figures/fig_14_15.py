@@ -71,8 +71,8 @@ def _gains(by_method: dict[Method, dict[str, Sweep]]) -> Figure:
     text = (
         "The more of a request's sequences share, the more paging gains. How much beams share"
         " depends on the model's certainty, of which candidates are drawn here as in"
-        " `benchmarks/sharing.py`. What Orca pays for copying a beam's context when another one"
-        " takes its place is left out: 5 to 9 % of the beams are replaced in a step here. One"
+        " `benchmarks/memory/sharing.py`. What Orca pays for copying a beam's context when another"
+        " one takes its place is left out: 5 to 9 % of the beams are replaced in a step here. One"
         " sample gains more here than in the paper, where batches of a hundred short requests took"
         " longer than the formula says, so that beams gain less over it."
     )
@@ -129,8 +129,8 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
     text = (
         "Saved blocks over those that there would be if each sequence had its own. The paper gives"
         " the range from 2 to 6 sequences. Samples share their prompt alone, so theirs follows from"
-        " the lengths, of which the paper gives only the means (`benchmarks/sharing.py` has the"
-        " formula); what beams share depends on the model."
+        " the lengths, of which the paper gives only the means (`benchmarks/memory/sharing.py` has"
+        " the formula); what beams share depends on the model."
     )
     return Figure(
         "fig_15",

@@ -1,17 +1,14 @@
 """T 4.6: how long a device waits for its host, with one plan in flight and with more: measured."""
 
-import json
-from pathlib import Path
-
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
+from benchmarks.result_files import newest
 
-RESULTS = Path(__file__).parents[2] / "results" / "async_scheduling.json"
 PATHS = {"server": "quire serve", "client": "LLM"}
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
-    """Make the figure of what `benchmarks.async_scheduling` measured last."""
-    measured = json.loads(RESULTS.read_text())["results"]
+    """Make the figure of what `benchmarks.scheduler.async_scheduling` measured last."""
+    measured = newest("async_scheduling").rows
     num_rows = max(each["rows"] for each in measured)
     rows = [each for each in measured if each["rows"] == num_rows]
     cases = sorted({(each["path"], each["step_ms"]) for each in rows}, reverse=True)
@@ -38,10 +35,10 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     ]
     text = (
         f"Measured, with {num_rows} rows that decode and a device that is a timer: the core, its"
-        " scheduler and its messages are real (`benchmarks/async_scheduling.py`). The thesis says"
-        " that scheduling one step ahead hides the host's work behind the device's; its fig. 4.6,"
-        " of execution modes on H100s, needs a GPU and is missing here (`make gpu-check` measures"
-        " it)."
+        " scheduler and its messages are real (`benchmarks/scheduler/async_scheduling.py`). The"
+        " thesis says that scheduling one step ahead hides the host's work behind the device's; its"
+        " fig. 4.6, of execution modes on H100s, needs a GPU and is missing here (`make gpu-check`"
+        " measures it)."
     )
     return [
         Figure(

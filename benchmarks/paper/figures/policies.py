@@ -4,8 +4,15 @@ several tenants get."""
 import numpy as np
 
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs, run_each
-from benchmarks.policies import LONG, POLICIES, SHORT, light_waits, load_of, long_and_short
-from benchmarks.policies import scheduler_of as make_scheduler
+from benchmarks.scheduler.policies import (
+    LONG,
+    POLICIES,
+    SHORT,
+    light_waits,
+    load_of,
+    long_and_short,
+)
+from benchmarks.scheduler.policies import scheduler_of as make_scheduler
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.tools.simulate.run import simulate
 
@@ -49,8 +56,8 @@ def _policies(found: list[tuple[list[float], list[float]]], num: int) -> Figure:
         f"{num:,} prompts of {SHORT} tokens and, {SHARE:.0%} of them, of {LONG:,}; Llama-3.1-8B on"
         f" an H200, load {load:.2f}. The thesis describes the policies and gives no measurements:"
         " what it claims is that SRTF has the least mean wait and starves long prompts, and that"
-        " two levels keep the first and bound the second. `benchmarks/policies.py` has more loads,"
-        " turns of conversations and hits."
+        " two levels keep the first and bound the second. `benchmarks/scheduler/policies.py` has"
+        " more loads, turns of conversations and hits."
     )
     return Figure(
         "policies",

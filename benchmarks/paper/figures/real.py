@@ -1,17 +1,14 @@
 """The gain of paging, measured: quire's own engine with the paper's ways of reserving memory."""
 
-import json
-from pathlib import Path
-
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
+from benchmarks.result_files import newest
 
-RESULTS = Path(__file__).parents[2] / "results" / "paper_real.json"
 SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "quire")
 
 
 def figures(effort: Effort, runs: Runs) -> list[Figure]:
     """Make a figure of what `benchmarks.paper.real` measured last."""
-    measured = json.loads(RESULTS.read_text())["results"]
+    measured = newest("paper_real").rows
     models = list(dict.fromkeys(each["model"] for each in measured))
     rates = {(each["model"], each["system"]): each["tokens_per_s"] for each in measured}
     batched = {(each["model"], each["system"]): each["batched"] for each in measured}

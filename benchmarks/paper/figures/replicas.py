@@ -3,7 +3,7 @@
 import numpy as np
 
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs, run_each
-from benchmarks.policies import Turns
+from benchmarks.scheduler.policies import Turns
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.clock import FakeClock

@@ -1,13 +1,10 @@
 """T 4.4.4: what guesses gain, by rows and by how many are right: by formula, at measured rates."""
 
-import json
-from pathlib import Path
-
 from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs
+from benchmarks.result_files import newest
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.tools.simulate.step_times import StepLoad
 
-RESULTS = Path(__file__).parents[2] / "results" / "guesses_demo.json"
 NUM_GUESSES, CONTEXT = 4, 1000
 ROWS = (1, 4, 16, 64, 128, 256, 512)
 # Workload and way of guessing, as benchmarks.cpu.guesses names them.
@@ -16,7 +13,7 @@ MEASURED = (("copying", "ngram 4"), ("tools", "eagle3 4"), ("tools", "draft_mode
 
 def chance(workload: str, way: str) -> float:
     """Return the share of the guesses that were right, measured on the demo model."""
-    found = json.loads(RESULTS.read_text())["summary"][workload]["quire bf16"][way]
+    (found,) = newest("cpu_guesses_demo").where(task=workload, engine="quire bf16", variant=way)
     share: float = found["num_right"] / found["num_tried"]
     return share
 

@@ -1,0 +1,1 @@
+"""Operations and kernels of CPUs, each beside its limit."""

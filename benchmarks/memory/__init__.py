@@ -1,0 +1,1 @@
+"""The KV cache: blocks, prefixes, states, swapping, forks."""

@@ -1,0 +1,1 @@
+"""Formats, other implementations and drafts of models."""

@@ -1,0 +1,1 @@
+"""The page of numbers, made from result files."""

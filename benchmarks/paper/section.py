@@ -1,0 +1,74 @@
+"""What docs/evaluation.md says of a figure, and its numbers as rows of a result file."""
+
+import math
+from dataclasses import asdict, fields
+from typing import Any
+
+from benchmarks.paper.figure import Curve, Figure, Finding
+from benchmarks.result_files import Row
+
+
+def section(figure: Figure) -> str:
+    """Return what the document says of a figure."""
+    lines = [f"## {figure.title}", "", f"*{figure.source}*", ""]
+    if figure.curves:
+        lines += [f"![{figure.title}](evaluation/{figure.name}.svg)", ""]
+    if figure.findings:
+        lines += ["| | quire | paper | band |", "|---|---|---|---|"]
+        lines += [_row(finding) for finding in figure.findings]
+        lines.append("")
+    if figure.text:
+        lines += [figure.text.strip(), ""]
+    return "\n".join(lines)
+
+
+def _row(finding: Finding) -> str:
+    band = f"{_shown(finding.low)} to {_shown(finding.high)}"
+    outside = "" if finding.holds else " (outside)"
+    ours = f"{_shown(finding.ours)}{finding.unit}"
+    return f"| {finding.what} | {ours}{outside} | {finding.published} | {band} |"
+
+
+def _shown(value: float) -> str:
+    if value != value or abs(value) == float("inf"):
+        return "any"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def rows_of(figures: dict[str, list[Figure]]) -> list[Row]:
+    """Return the numbers of all figures, by module: a row for each figure, curve and finding."""
+    rows: list[Row] = []
+    for module, made in figures.items():
+        for figure in made:
+            place = {"module": module, "figure": figure.name}
+            own = {field.name: getattr(figure, field.name) for field in fields(figure)}
+            curves, findings = own.pop("curves"), own.pop("findings")
+            rows.append({"row": "figure", **place, **own})
+            rows += [{"row": "curve", **place, **asdict(curve)} for curve in curves]
+            rows += [{"row": "finding", **place, **asdict(finding)} for finding in findings]
+    return [{name: _finite(value) for name, value in row.items()} for row in rows]
+
+
+def figures_of(rows: list[Row]) -> dict[str, list[Figure]]:
+    """Return the figures of which `rows_of` made rows."""
+    found: dict[str, list[Figure]] = {}
+    for row in rows:
+        given = {n: v for n, v in row.items() if n not in ("row", "figure", "module")}
+        kind, figures = row["row"], found.setdefault(row["module"], [])
+        if kind == "figure":
+            figures.append(Figure(**given))
+        elif kind == "curve":
+            figures[-1].curves.append(Curve(**given))
+        else:
+            bounds = {name: _number(given[name]) for name in ("ours", "low", "high")}
+            figures[-1].findings.append(Finding(**given | bounds))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinite numbers: they are text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value

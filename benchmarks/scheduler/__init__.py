@@ -1,0 +1,1 @@
+"""Steps, policies and events of the scheduler, without a model or beside one."""

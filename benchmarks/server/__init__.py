@@ -1,0 +1,1 @@
+"""Start, front end, grammars and hostile bodies of `quire serve`."""

@@ -1,0 +1,188 @@
+"""docs/numbers.md is made from the result files, and the README's figures are theirs."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from benchmarks.numbers.__main__ import PAGE
+from benchmarks.numbers.catalogue import PARTS
+from benchmarks.numbers.page import BEGIN, END, Table, filled, generated, lines_of, updated
+from benchmarks.result_files import Result, read_all
+
+ROOT = Path(__file__).parents[2]
+RESULTS = read_all()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOY = Result(
+    "toy", "abc1234", "2026-11-28", {"cpu": "x", "cores": 1}, {"limit_s": 0.5},
+    [
+        {"engine": "a", "figure": "rate", "best": 1234.5, "is_quick": True},
+        {"engine": "a", "figure": "first_s", "best": 0.0625, "runs": [0.1, 0.3, 0.2]},
+        {"engine": "b", "figure": "rate", "best": 12.345},
+    ],
+)  # fmt: skip
+
+
+def test_the_page_is_what_the_files_say() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == updated(page, generated(PARTS, RESULTS)), "run python -m benchmarks.numbers"
+
+
+def test_every_result_file_is_on_the_page() -> None:
+    shown = {t.file for part in PARTS for section in part.sections for t in section.tables}
+    assert shown == RESULTS.keys()
+
+
+def test_commands_name_modules_that_are_there() -> None:
+    commands = {section.command for part in PARTS for section in part.sections}
+    modules = {name for command in commands for name in re.findall(r"-m ([\w.]+)", command)}
+    assert len(modules) > 30
+    for name in modules:
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
+    targets = {name for command in commands for name in re.findall(r"^make ([\w-]+)", command)}
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{best*1e3:.1f} ms", "62.5 ms"),
+        ("{runs} of {runs@min} to {runs@max}", "0.2 of 0.1 to 0.3"),
+        ("{best:sig}", "0.0625"),
+        ("{engine}: {missing}", ""),
+        ("as it is", "as it is"),
+    ],
+)
+def test_a_cell(template: str, text: str) -> None:
+    assert filled(template, TOY.rows[1]) == text
+    assert filled("{best:sig}, {is_quick}", TOY.rows[0]) == "1,234, yes"
+
+
+def test_a_table_by_rows_and_turned() -> None:
+    columns = {"": "{engine}", "best": "{best:.1f}", "limit": "{settings.limit_s}"}
+    lines = lines_of(Table("m/toy.json", columns, {"figure": "rate"}), TOY)
+    assert lines[:4] == [
+        "|  | best | limit |", "| --- | --- | --- |", "| a | 1234.5 | 0.5 |", "| b | 12.3 | 0.5 |"
+    ]  # fmt: skip
+    assert (
+        lines[5] == "m, commit abc1234, 2026-11-28: [m/toy.json](../benchmarks/results/m/toy.json)"
+    )
+    headings = {"first_s": "first", "rate": "tok/s"}
+    turned = Table("m/toy.json", {"": "{engine}"}, {}, "figure", "{best:sig}", headings)
+    assert lines_of(turned, TOY)[:4] == [
+        "|  | first | tok/s |", "| --- | --- | --- |", "| a | 0.0625 | 1,234 |", "| b |  | 12.3 |"
+    ]  # fmt: skip
+    full = Table("m/toy.json", {"": "{engine}"}, {}, "figure", "{best:sig}", headings, True)
+    assert lines_of(full, TOY)[2:4] == ["| a | 0.0625 | 1,234 |", ""]
+
+
+def test_wrong_entries_of_the_catalogue() -> None:
+    with pytest.raises(ValueError, match=r"m/toy\.json has no row with \{'engine': 'c'\}"):
+        lines_of(Table("m/toy.json", {"": "{engine}"}, {"engine": "c"}), TOY)
+    with pytest.raises(ValueError, match="a column of .* is empty"):
+        lines_of(Table("m/toy.json", {"": "{engine}", "x": "{nothing}"}), TOY)
+
+
+def test_text_between_marks_is_replaced() -> None:
+    page = f"before {BEGIN} old {END} after"
+    assert updated(page, "new") == f"before {BEGIN}\n\nnew\n{END} after"
+    assert updated(updated(page, "x"), "new") == updated(page, "new")
+    with pytest.raises(ValueError, match="lacks the marks"):
+        updated(f"before {BEGIN} old", "new")
+
+
+def only(file: str, field: str, **wanted: Any) -> Any:
+    """Return a field of the one row that has these values."""
+    (row,) = RESULTS[file].where(**wanted)
+    return row[field]
+
+
+def best(file: str, figure: str, spec: str, *engines: str) -> str:
+    """Return the best of engines on the EPYC of family 25, as the README lists them."""
+    found = (only(f"epyc-zen4-2/{file}.json", "best", engine=e, figure=figure) for e in engines)
+    return ", ".join(format(each, spec) for each in found)
+
+
+OURS = "quire bf16", "quire int8", "quire int4"
+OURS_INT4_HEAD = *OURS[:2], "quire int4 head int4"
+OPENVINO = "openvino fp16", "openvino int8", "openvino int4"
+LLAMA = "llama.cpp bf16", "llama.cpp q8_0", "llama.cpp q4_0"
+VLLM = "vllm bf16", "vllm int8", "vllm int4"
+# Of each line of the table: its first cell, file, figure, format, engines of ours, the best others.
+TABLE: list[tuple[str, str, str, str, tuple[str, ...], Callable[[Any], str]]] = [
+    ("16 requests at once, 128 in / 64 out: bf16, int8, int4", "cpu", "batch_rate", ".0f", OURS,
+     lambda of: f"{of(*OPENVINO)} (OpenVINO)"),
+    ("16 requests that share 512 of 544 prompt tokens, never seen before", "cpu_others",
+     "cold_rate", ".0f", OURS, lambda of: f"{of(*VLLM)} (vLLM)"),
+    ("one request", "cpu", "decode_rate", ".1f", OURS_INT4_HEAD,
+     lambda of: f"{of(*LLAMA)} (llama.cpp)"),
+    ("tokens/s of a prompt of 1,024", "cpu", "prefill_rate", ".0f", OURS,
+     lambda of: f"{of(OPENVINO[0])} (OpenVINO), {of(VLLM[1])} (vLLM),"
+                f" {of(OPENVINO[2])} (OpenVINO)"),
+    ("seconds to the first token of 128", "cpu", "ttft_s", ".3f", OURS_INT4_HEAD,
+     lambda of: f"{of(OPENVINO[0])} (OpenVINO), {of(*VLLM[1:])} (vLLM)"),
+    ("seconds from the command to a first token", "cpu_others", "start_s", ".2f", OURS,
+     lambda of: f"{of(*LLAMA)} (llama.cpp)"),
+]  # fmt: skip
+
+
+def test_the_table_of_the_readme() -> None:
+    found = re.search(r"\| \| quire \| best other \|\n\|[-|]+\n((?:\|.*\n)+)", README)
+    assert found
+    expected = [
+        f"| {first} | {best(file, figure, spec, *ours)} |"
+        f" {others(lambda *e, f=(file, figure, spec): best(*f, *e))} |"
+        for first, file, figure, spec, ours, others in TABLE
+    ]
+    assert found[1].splitlines() == expected
+
+
+def test_no_other_engine_is_better_than_the_one_that_the_readme_names() -> None:
+    """The last cell of each line is the best of all engines with that format."""
+    for _, file, figure, spec, _, others in TABLE:
+        rows = RESULTS[f"epyc-zen4-2/{file}.json"].where(figure=figure)
+        named = re.findall(r"[\d.]+", others(lambda *e, f=(file, figure, spec): best(*f, *e)))
+        kinds = {"bf16": 0, "fp16": 0, "int8": 1, "q8_0": 1, "int4": 2, "q4_0": 2}
+        for row in rows:
+            name, kind = row["engine"].split()[:2]
+            if name != "quire":
+                bound = float(named[kinds[kind]])
+                value = float(format(row["best"], spec))
+                assert value >= bound if figure.endswith("_s") else value <= bound, row
+
+
+def test_sentences_of_the_readme() -> None:
+    text = " ".join(README.split())
+    step = only("epyc-zen5-2/steps.json", "ms.schedule + update.median",
+                load="steady", rows=1024, spread=True, prefix_caching=True)  # fmt: skip
+    assert f"A scheduler step of 1,024 decoding sequences takes {step:.2f} ms" in text
+    live = only("epyc-zen5-2/live_slots.json", "live_share",
+                workload="ShareGPT-like", block_size=16)  # fmt: skip
+    assert f"{live * 100:.1f} % of the slots hold live tokens" in text
+    seconds = only("epyc-zen4-2/start.json", "seconds", command="quire generate, demo model")
+    assert f"first token comes {median(seconds):.1f} s after the command" in text
+    decode = {"what": "decode", "model": "llama-3.1-8b", "context": 512}
+    one, many = (only("h200/gpu_engine.json", "mean_ms", rows=n, **decode) for n in (1, 64))
+    assert f"a token of an 8B takes {one:.1f} ms, one of each of 64 rows {many:.1f} ms" in text
+
+
+def test_sentences_about_tiles_in_cpu_md() -> None:
+    text = " ".join((ROOT / "docs" / "cpu.md").read_text(encoding="utf-8").split())
+    many = RESULTS["xeon-amx-16/linear.json"].where(rows=1024)
+    rates = {(row["format"], row["shape"], row["variant"]): row["gop_per_s"] for row in many}
+    times = [
+        rates[format, shape, "amx"] / rates[format, shape, "avx512_bf16"]
+        for format in ("bfloat16", "int8")
+        for shape in ("gate_up", "8b_down")
+    ]
+    assert f"products are {min(times):.1f} to {max(times):.1f} times as fast as without" in text
+    chunk = {"case": "chunk, 256 after 1792", "threads": 12}
+    dots, tiles = (
+        only("xeon-amx-12/attention.json", "layer_us", variant=variant, **chunk)
+        for variant in ("avx512_bf16", "amx")
+    )
+    assert f"behind 1,792 is {dots / tiles:.1f} times as fast as with dots" in text
