@@ -2,6 +2,7 @@
 twice, and what becomes of them when a copy fails. And the other side: whose look-up waits."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,9 +10,13 @@ from quire.base.kv_orders import Keep, LookedUp, LookUp
 from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.messages import ResetPrefixCache
 from quire.base.plan import MoveKind, Plan
+from quire.kv.manager import KVManager
+from quire.scheduler import offers as offers_file
+from quire.scheduler.offers import Offers
 from quire.scheduler.stores import WAIT_S
 from tests.scheduler.device import CursedStep
 from tests.scheduler.fake_stores import BLOCK
+from tests.scheduler.test_pins import FULL
 from tests.scheduler.test_stores import OTHER, PROMPT, Lab, all_names, stores_of, wanted
 
 NUM = len(PROMPT) // BLOCK
@@ -198,3 +203,28 @@ def test_nobody_waits_for_another_prompts_blocks() -> None:
     [order] = lab.orders()
     assert isinstance(order, LookUp) and order.wait_s == 0.0
     assert not isinstance(order, Keep)
+
+
+def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offers_file, "MOST_KNOWN", 2)
+    offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True)  # type: ignore[arg-type]
+    names = [(0, b"a"), (0, b"b"), (0, b"c")]
+    offers.take_kept(names[:2], is_lasting=True)
+    assert [offers._is_known(*name) for name in names] == [True, True, False]
+    offers.take_kept(names[2:], is_lasting=True)
+    assert [offers._is_known(*name) for name in names] == [False, True, True]
+
+
+def test_after_a_reset_nothing_of_before_is_offered_or_known() -> None:
+    lab = Lab(gives=COMPUTED)
+    lab.generate(PROMPT)
+    steps(lab)
+    lab.add([*PROMPT[1:], 41], num=1)
+    lab.answer()
+    assert lab.core.plan() is not None
+    offers = lab.scheduler.memory.offers
+    assert offers is not None and offers._known and offers.num_waiting > 0
+    lab.scheduler.memory.reset(b"another epoch")
+    assert not offers._known and offers.num_waiting == 0

@@ -145,3 +145,15 @@ def test_a_pin_whose_time_is_over_takes_no_room_from_who_comes_then() -> None:
     bench.clock.advance(6.0)
     bench.scheduler.add(make_request("all", list(range(15)), max_tokens=9), bench.clock.now())
     assert "pin" not in bench.pins and num_unpinned(bench) == 6
+
+
+def test_full_blocks_of_a_pinned_prefix_are_shared() -> None:
+    bench = Bench()
+    bench.pin()
+    request = make_request("r", [*PREFIX, 40, 41, 42])
+    bench.core.add(request)
+    sequence = bench.scheduler.lifecycle.sequences["r"]
+    pinned = bench.scheduler.memory.pinned
+    assert pinned.shared_blocks(sequence) == [len(PREFIX) // BLOCK]
+    bench.core.add(make_request("other", [43, *PREFIX]))
+    assert pinned.shared_blocks(bench.scheduler.lifecycle.sequences["other"]) == [0]
