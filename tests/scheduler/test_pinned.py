@@ -157,3 +157,13 @@ def test_full_blocks_of_a_pinned_prefix_are_shared() -> None:
     assert pinned.shared_blocks(sequence) == [len(PREFIX) // BLOCK]
     bench.core.add(make_request("other", [43, *PREFIX]))
     assert pinned.shared_blocks(bench.scheduler.lifecycle.sequences["other"]) == [0]
+
+
+def test_a_pin_leaves_room_for_all_but_the_last_token_of_open_requests() -> None:
+    """The last token of an answer is never computed: nine of ten tokens need three blocks."""
+    bench = Bench(num_blocks=24)
+    bench.add("r", [40, 41, 42, 43], max_tokens=6)
+    sequence, pins = bench.scheduler.lifecycle.sequences["r"], bench.scheduler.pins
+    assert (sequence.limit, BLOCK) == (10, 4)
+    assert pins._leaves_room_for(sequence, [24 - 3])
+    assert not pins._leaves_room_for(sequence, [24 - 2])

@@ -1,0 +1,31 @@
+"""What a reset makes of the names of a request (`scheduler/renaming.py`)."""
+
+import pytest
+
+from quire.scheduler.renaming import rename
+from tests.scheduler.device import make_request
+from tests.scheduler.test_step_results import scheduler_of, step
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_one_that_holds_nothing_is_named_as_if_it_came_now(caching: bool) -> None:
+    """And looks for its prompt again."""
+    scheduler = scheduler_of(caching)
+    scheduler.add(make_request("r", list(range(9))), 0.0)
+    sequence, names = scheduler.lifecycle.sequences["r"], scheduler.memory.names
+    sequence.prefix_digests[4], sequence.found_at = b"old", 7
+    rename(sequence, names, "epoch")
+    assert sequence.root == names.root(sequence.request, 1, sequence.arrival)
+    assert (sequence.digests, sequence.prefix_digests, sequence.found_at) == ([], {}, -1)
+    assert not sequence.is_renamed
+
+
+def test_one_that_holds_blocks_gets_a_root_of_its_own() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(9))), 0.0)
+    step(scheduler, 5)
+    sequence, names = scheduler.lifecycle.sequences["r"], scheduler.memory.names
+    before = sequence.root
+    rename(sequence, names, "epoch")
+    assert sequence.is_renamed and sequence.digests == []
+    assert sequence.root not in (before, names.root(sequence.request, 1, sequence.arrival))
