@@ -43,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--shard", metavar="K/N", help="only each Nth test, from the Kth (1 to N): for N processes"
     )
 
-
     parser.addoption(
         "--most-s", type=float, metavar="SECONDS", help="skip the tests that are left after so long"
     )
