@@ -32,9 +32,7 @@ def test_limits_are_those_worked_out_by_hand() -> None:
     for name, metric, form, expected in (
         ("single", "decode_rate", FLOAT16, 31.8),
         ("single", "decode_rate", Q4, 108.9),
-        ("single", "ttft_s", Q4, 0.289),
         ("prefill", "prefill_rate", Q8, 362),
-        ("batch", "batch_rate", Q4, 132),
         ("long", "deep_rate", FLOAT16, 18),
         ("shared", "warm_rate", Q8, 160),
     ):
@@ -90,7 +88,6 @@ def test_a_run_from_the_lines_of_a_driver_to_the_table(capsys: pytest.CaptureFix
     assert model.prefixes[0] == model.prefixes[1]
     assert len({tuple(ending) for ending in model.endings}) == len(model.endings) > 2
     summaries = summary(runs, [OURS], CEILINGS, is_small=True)
-    assert {run.workload for run in runs} <= {m.workload for m in METRICS}
     assert summaries["ours"]["tiny_ms"]["best"] == pytest.approx(100.0)
     assert any(line.strip().startswith("ours") for line in table(summaries, [OURS], "best"))
 

@@ -26,7 +26,6 @@ from tests import conftest
 ROOT = Path(__file__).parents[2]
 GPU = '{"torch": "2.11", "device": "H200, 139 GiB", "python": "3.12", "missing": []}'
 FAKE = """#!/bin/bash
-# Answers as Python would: facts of a machine, a collection, and tests that do what their names say.
 case "$*" in
     *importlib.util*) echo '{facts}' ;;
     *--collect-only*) {collect} ;;
