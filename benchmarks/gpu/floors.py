@@ -9,6 +9,7 @@ be seen.
           + max(KV bytes / bandwidth, attention operations / rate)
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,6 +85,7 @@ class Weights:
         return num_tokens * (self.layers + chosen) + num_sampled * self.head
 
 
+@functools.cache  # an outline of a mixture takes most of a second
 def weights_of(spec: ModelSpec) -> Weights:
     options = spec.experts
     layers = head = experts = 0

@@ -212,21 +212,6 @@ def test_hooks_of_a_package(site: Site) -> None:
         ServerConfig(hooks=("manners", "unheard"))
 
 
-def test_a_server_answers_through_hooks(site: Site) -> None:
-    site.install_example("quire_manners")
-    server = Server("--hooks", "manners", "--hook-timeout", "20")
-    try:
-        body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
-        status, answer = post(server, body)
-        text = answer["choices"][0]["message"]["content"]
-        assert status == 200 and "#" in text and not re.search(r"\d", text)
-        body["messages"] = [{"role": "user", "content": "my key is sk-0123456789"}]
-        status, answer = post(server, body)
-        assert status == 400 and answer["error"]["code"] == "content_filter"
-    finally:
-        assert server.stop() == 0
-
-
 def test_logits_processors_of_a_package(site: Site) -> None:
     site.install_example("quire_hush")
     asked = {"name": "hush", "kwargs": {"below": 9}}
@@ -244,27 +229,43 @@ def test_logits_processors_of_a_package(site: Site) -> None:
         config_from_flat(logits_processors=("loud",))
 
 
-def test_a_server_lets_requests_ask_for_logits_processors(site: Site) -> None:
+def test_a_server_takes_hooks_and_lets_requests_ask_for_logits_processors(site: Site) -> None:
+    site.install_example("quire_manners")
     site.install_example("quire_hush")
-    server = Server("--logits-processors", "hush")
+    server = Server("--hooks", "manners", "--hook-timeout", "20", "--logits-processors", "hush")
     try:
-        body: dict = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
-        body |= {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
-        asked = [{"name": "hush", "kwargs": {"below": 9}}]
-        status, answer = post(server, body | {"logits_processors": asked})
-        assert status == 200, answer
-        assert max(answer["choices"][0]["token_ids"]) < 9
-        for wrong, reason in (
-            (["loud"], "no logits processor 'loud' here; allowed are: hush"),
-            ([{"name": "hush", "kwarg": {}}], "kwarg"),
-            ("hush", "list"),
-        ):
-            status, answer = post(server, body | {"logits_processors": wrong})
-            assert status == 400 and reason in answer["error"]["message"], answer
-        status, answer = post(server, body | {"logits_processors": ["hush"]})
-        assert status >= 400 and "TypeError" in answer["error"]["message"], answer
+        check_hooks(server)
+        check_logits_processors(server)
     finally:
         assert server.stop() == 0
+
+
+def check_hooks(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
+    status, answer = post(server, body)
+    text = answer["choices"][0]["message"]["content"]
+    assert status == 200 and "#" in text and not re.search(r"\d", text)
+    body["messages"] = [{"role": "user", "content": "my key is sk-0123456789"}]
+    status, answer = post(server, body)
+    assert status == 400 and answer["error"]["code"] == "content_filter"
+
+
+def check_logits_processors(server: Server) -> None:
+    body: dict = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+    body |= {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
+    asked = [{"name": "hush", "kwargs": {"below": 9}}]
+    status, answer = post(server, body | {"logits_processors": asked})
+    assert status == 200, answer
+    assert max(answer["choices"][0]["token_ids"]) < 9
+    for wrong, reason in (
+        (["loud"], "no logits processor 'loud' here; allowed are: hush"),
+        ([{"name": "hush", "kwarg": {}}], "kwarg"),
+        ("hush", "list"),
+    ):
+        status, answer = post(server, body | {"logits_processors": wrong})
+        assert status == 400 and reason in answer["error"]["message"], answer
+    status, answer = post(server, body | {"logits_processors": ["hush"]})
+    assert status >= 400 and "TypeError" in answer["error"]["message"], answer
 
 
 def post(server: Server, body: dict) -> tuple[int, dict]:
@@ -286,29 +287,26 @@ def test_a_hook_that_cannot_be_made_or_has_no_method(site: Site) -> None:
         Hooks(["idle"])
 
 
-def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(site: Site) -> None:
+def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(
+    site: Site, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     site.install_example("quire_lifo")
     site.install_example("quire_counting")
-
-    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "quire.cli.main", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
+    caplog.set_level(logging.INFO, "quire")
     flags = ("--scheduling-policy", "lifo", "--attention-backend", "counting")
-    done = run("generate", "Hi", "--max-tokens", "3", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "attention: counting" in done.stderr
-    shown = run("generate", "--help").stdout
+    status, _, said = run(capsys, "generate", "Hi", "--max-tokens", "3", *flags)
+    assert status == 0 and "attention: counting" in caplog.text, said
+    shown = run(capsys, "generate", "--help")[1]
     assert "--attention-backend {auto,cpu,torch,reference,triton,...}" in shown
     assert "--scheduling-policy {fifo,fcfs," in shown
-    done = run("generate", "Hi", "--scheduling-policy", "lottery")
-    assert done.returncode != 0
-    assert "scheduling_policy must be one of fifo, fcfs" in done.stderr
-    assert "lifo (of quire-lifo 1.0), got 'lottery'" in done.stderr
+    status, _, said = run(capsys, "generate", "Hi", "--scheduling-policy", "lottery")
+    assert status != 0
+    assert "scheduling_policy must be one of fifo, fcfs" in said
+    assert "lifo (of quire-lifo 1.0), got 'lottery'" in said
     file = site.folder / "settings.yaml"
     file.write_text("scheduling-policy: lifo\n")
-    done = run("generate", "Hi", "--max-tokens", "1", "--config", str(file))
-    assert done.returncode == 0, done.stderr
+    status, _, said = run(capsys, "generate", "Hi", "--max-tokens", "1", "--config", str(file))
+    assert status == 0, said
 
 
 def test_doctor_lists_them(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """`quire batch` as its user starts it: killed, stopped, started again (`serve/batch_run.py`)."""
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from quire.cli.main import main
 from tests.cli.commands import run
 from tests.serve.api.direct import text_of
 from tests.serve.batches.inputs import read, request, write
@@ -41,10 +43,9 @@ class Batch:
     def num_lines(self) -> int:
         return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
 
-    def end(self, number: int | None = None) -> tuple[int, str]:
+    def end(self, number: int) -> tuple[int, str]:
         """Signal, wait; exit status and what was said."""
-        if number is not None:
-            self.process.send_signal(number)
+        self.process.send_signal(number)
         _, said = self.process.communicate(timeout=WAIT_S)
         return self.process.returncode, said
 
@@ -71,8 +72,14 @@ def check_all_done(folder: Path, lines: list[dict[str, Any]]) -> None:
         assert choice["message"]["content"] == text_of(line["body"]["messages"], max_tokens=24)
 
 
-def stop_and_go_on(folder: Path, num_lines: int, signals: list[signal.Signals]) -> None:
-    """Stop a batch with each of these in turn, each time further on, and let it end."""
+def stop_and_go_on(
+    folder: Path,
+    num_lines: int,
+    signals: list[signal.Signals],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Stop a batch with each of these in turn, each time further on. Then let it end, which needs
+    no process of its own."""
     lines = [conversation(number) for number in range(num_lines)]
     write(folder / "in", lines)
     kept, end = b"", b"\n"
@@ -92,20 +99,24 @@ def stop_and_go_on(folder: Path, num_lines: int, signals: list[signal.Signals]) 
             assert (status, whole) == (130, kept) and "Traceback" not in said
             assert f"{left} of {num_lines} lines are left" in said
             assert "the same command goes on" in said
-    status, said = Batch(folder).end()
-    assert status == 0, said
-    assert f"{kept.count(end)} of {num_lines} lines are done already" in said
+    caplog.set_level(logging.INFO, "quire")
+    assert main(["batch", str(folder / "in"), str(folder / "out"), *SMALL]) == 0
+    assert f"{kept.count(end)} of {num_lines} lines are done already" in caplog.text
     assert (folder / "out").read_bytes().startswith(kept)
     check_all_done(folder, lines)
 
 
-def test_a_batch_that_is_killed_or_stopped_goes_on(tmp_path: Path) -> None:
-    stop_and_go_on(tmp_path, 60, [signal.SIGKILL, signal.SIGINT])
+def test_a_batch_that_is_killed_or_stopped_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_and_go_on(tmp_path, 60, [signal.SIGKILL, signal.SIGINT], caplog)
 
 
 @pytest.mark.slow
-def test_a_long_batch_that_is_killed_five_times_goes_on(tmp_path: Path) -> None:
-    stop_and_go_on(tmp_path, 1000, [signal.SIGKILL] * 5)
+def test_a_long_batch_that_is_killed_five_times_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_and_go_on(tmp_path, 1000, [signal.SIGKILL] * 5, caplog)
 
 
 def test_what_cannot_be_run_is_said_before_a_model_is_loaded(

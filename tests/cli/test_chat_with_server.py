@@ -1,4 +1,5 @@
-"""`quire chat --url`: with `quire serve`, and with servers that are absent, deaf or different."""
+"""`quire chat --url`: with the API of `quire serve`, and with servers that are absent, deaf or
+different."""
 
 import io
 import socket
@@ -7,9 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.base.config import ServerConfig, config_from_flat
 from quire.cli.chat_targets import ServerTarget
+from quire.engine.build import build_engine
+from quire.serve.api.context import ApiContext
 from tests.cli.commands import run
-from tests.serve.processes import Server, wait_until
+from tests.serve.api.conftest import serving
+from tests.serve.api.direct import wait_until
+from tests.serve.api.fake_client import FakeClient
 from tests.tools.bench.fake_openai import FakeOpenAI, running
 from tests.tools.http_server import Seen, Send, send_json
 
@@ -19,10 +25,14 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--api-key", KEY, "--max-model-len", "96")
-    yield server
-    assert server.stop() == 0
+def url() -> Iterator[str]:
+    """Of a server in a thread of this process: its engine's steps are taken there, too."""
+    engine = build_engine(config_from_flat(model="demo", max_model_len=96, disable_log_stats=True))
+    client, config = FakeClient(engine), ServerConfig(api_key=(KEY,))
+    context = ApiContext(client, engine.renderer, engine.requests, ("demo",), config, 1_700_000_000)
+    with serving(context) as url:
+        yield url
+    engine.client.close()
 
 
 def chat(
@@ -36,34 +46,34 @@ def chat(
 
 
 def test_a_server_answers_as_a_model_of_ones_own(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: Server
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     """Also when turns have to be forgotten; the key may be in the environment."""
     text = "Hello!\nTell me a story.\nWho are you?\nWhat is 1 + 1?\n"
     own = chat(capsys, monkeypatch, text, "--max-model-len", "96", *OPTIONS)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    remote = chat(capsys, monkeypatch, text, "--url", server.url, *OPTIONS)
+    remote = chat(capsys, monkeypatch, text, "--url", url, *OPTIONS)
     assert remote[:2] == own[:2]
     assert own[0] == 0 and len(own[1].splitlines()) == 4
     assert "forgot the oldest" in own[2] and "forgot the oldest" in remote[2]
 
 
 def test_a_wrong_key_and_a_wrong_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: Server
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    status, out, err = chat(capsys, monkeypatch, "Hello!\n", "--url", server.url)
+    status, out, err = chat(capsys, monkeypatch, "Hello!\n", "--url", url)
     assert (status, out) == (1, "") and "needs an API key" in err
-    key = ("--url", server.url + "/v1", "--api-key", KEY)
+    key = ("--url", url + "/v1", "--api-key", KEY)
     status, out, err = chat(capsys, monkeypatch, "Hello!\n", "nothing", *key)
     assert (status, out) == (1, "") and "nothing" in err and "404" in err
     status, out, err = chat(capsys, monkeypatch, "Hello!\n", "demo", *key, "--temperature", "9")
     assert (status, out) == (1, "") and "temperature" in err and "400" in err
 
 
-def test_leaving_an_answer_ends_it_on_the_server(server: Server) -> None:
+def test_leaving_an_answer_ends_it_on_the_server(url: str) -> None:
     sampling = {"max_tokens": 80, "ignore_eos": True, "temperature": 0}
-    target = ServerTarget(server.url, KEY, None, sampling)
+    target = ServerTarget(url, KEY, None, sampling)
     try:
         assert target.model == "demo"
         assert sum(1 for _ in target.answer(HELLO, lambda: True)) <= 2
@@ -73,11 +83,11 @@ def test_leaving_an_answer_ends_it_on_the_server(server: Server) -> None:
         assert pieces[-1].finish_reason == "length"
     finally:
         target.close()
-    wait_until(lambda: _load(server) == 0, "the server has nothing to do")
+    wait_until(lambda: _load(url) == 0)
 
 
-def _load(server: Server) -> int:
-    target = ServerTarget(server.url, KEY, "demo", {})
+def _load(url: str) -> int:
+    target = ServerTarget(url, KEY, "demo", {})
     try:
         return int(target._runner.run(target._client.request("/load")).json()["server_load"])
     finally:

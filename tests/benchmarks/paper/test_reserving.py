@@ -1,47 +1,28 @@
 """Reservations as policies of quire's scheduler: who runs at once, and that chunks come back."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
-from benchmarks.paper.reserving import Max, Oracle, Pow2, Reserving, install
+from benchmarks.paper.reserving import Max, Oracle, Pow2, Reserving
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
-from quire.scheduler.policies import make_policy
 
 MAX_LEN, NUM_BLOCKS = 64, 16  # of 16 tokens: four chunks of 64
 
 
-@pytest.fixture(autouse=True)
-def sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_run_as_have_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 and 5 tokens reserve 64, 10 + 8 -> 32, and 16 slots."""
     monkeypatch.setattr(Reserving, "num_slots", 16 * NUM_BLOCKS)
     monkeypatch.setattr(Reserving, "max_model_len", MAX_LEN)
-
-
-@pytest.mark.parametrize(
-    ("kind", "most"),
-    [(Max, 4), (Pow2, 8), (Oracle, 16)],  # 10 and 5 tokens: 64, 10 + 8 -> 32, and 16 slots
-)
-def test_as_many_run_as_have_a_chunk(kind: type[Reserving], most: int) -> None:
-    config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512)
-    scheduler, executor = dry_run(NUM_BLOCKS, 16, config, MAX_LEN, False, make_policy=kind)
-    for number in range(40):
-        scheduler.add(dry_request(str(number), [5] * 10, 5), 0.0)
-    running = []
-    while scheduler.num_running or scheduler.num_waiting:
-        plan = scheduler.schedule(0.0).plan
-        assert plan is not None
-        running.append(len(plan.rows))
-        executor.submit(plan)
-        scheduler.update(executor.next_result(), 0.0)
-    assert max(running) <= most and running[0] >= most - 1  # the watermark keeps a block
-    assert sum(running) == 40 * 5
-
-
-def test_an_engine_finds_them_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    importlib.invalidate_caches()
-    assert make_policy("orca-max") is Max
+    for kind, most in ((Max, 4), (Pow2, 8), (Oracle, 16)):
+        config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512)
+        scheduler, executor = dry_run(NUM_BLOCKS, 16, config, MAX_LEN, False, make_policy=kind)
+        for number in range(40):
+            scheduler.add(dry_request(str(number), [5] * 10, 5), 0.0)
+        running = []
+        while scheduler.num_running or scheduler.num_waiting:
+            plan = scheduler.schedule(0.0).plan
+            running.append(len(plan.rows))
+            executor.submit(plan)
+            scheduler.update(executor.next_result(), 0.0)
+        assert max(running) <= most and running[0] >= most - 1, kind  # the watermark's block
+        assert sum(running) == 40 * 5, kind

@@ -69,6 +69,7 @@ def test_two_cores_of_a_model_with_one_head_under_load(ranks: dict[str, Any]) ->
         assert told(one) == told(other)
 
 
+@pytest.mark.slow
 def test_who_has_not_the_same_heads_is_told_the_numbers() -> None:
     words = r"decode_context_parallel_size=2 does not divide the 1 of tensor_parallel_size=2 ranks"
     with pytest.raises(ConfigError, match=words):

@@ -24,23 +24,28 @@ def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **setting
     return found
 
 
-@pytest.mark.parametrize("ranks", [MP, TWO])
-def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> None:
-    found = compare(ranks, "llama", 120)
-    assert found.num_masked > 5
-
-
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
-def test_who_gives_way_comes_back(mode: str) -> None:
+def test_another_process_with_few_blocks(mode: str) -> None:
+    """Chunks, hits, groups, beams, masks and logprobs; who gives way comes back."""
     settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
     found = compare(MP, "llama", 30, **settings)
+    assert found.num_masked > 5
     assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
 
 
-def test_models_that_guess() -> None:
+def test_two_ranks_that_guess() -> None:
+    """Chunks, hits, groups, beams, masks, logprobs, and tokens that a draft model guesses."""
     draft = {"method": "draft_model", "model": str(text_checkpoint("gpt2"))}
     settings = {"speculative_config": json.dumps(draft | {"num_speculative_tokens": 3})}
-    assert compare(MP, "llama", 120, **settings).num_guessed > 0
+    found = compare(TWO, "llama", 120, **settings)
+    assert found.num_masked > 5 and found.num_guessed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [MP, TWO])
+def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> None:
+    """Without what the two above have besides."""
+    assert compare(ranks, "llama", 120).num_masked > 5
 
 
 @pytest.mark.slow
@@ -64,9 +69,6 @@ def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_guesses_are_tried_by_all_ranks(method: str) -> None:
-    guesses: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
-    if method == "draft_model":
-        guesses["model"] = str(text_checkpoint("gpt2"))
+def test_guesses_of_the_text_are_tried_by_all_ranks() -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 3}
     assert compare(TWO, "llama", 240, speculative_config=json.dumps(guesses)).num_guessed > 0

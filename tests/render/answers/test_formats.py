@@ -90,11 +90,11 @@ def walk(vocabulary: Vocabulary, grammar: str, chance: random.Random) -> list[in
         allowed = vocabulary.allowed(matcher)
         if vocabulary.end in allowed and chance.random() < 0.3:
             break
-        ending = [i for i in allowed if i != vocabulary.end and vocabulary.ends(i)]
         others = [i for i in allowed if i != vocabulary.end]
         if not others:
             break
-        [token] = chance.choices(ending if ending and chance.random() < 0.5 else others)
+        ending = [i for i in others if i in vocabulary.endings]
+        token = chance.choice(ending if ending and chance.random() < 0.5 else others)
         assert matcher.consume_token(token), matcher.get_error()
         found.append(token)
         assert len(found) < 5000
@@ -196,7 +196,10 @@ def check_order(parts: list[Part]) -> None:
     assert not is_open
 
 
-@pytest.mark.parametrize("golden", GOLDENS[::3], ids=[golden.name for golden in GOLDENS[::3]])
+TIMED = list({golden.format: golden for golden in reversed(GOLDENS[::3])}.values())
+
+
+@pytest.mark.parametrize("golden", TIMED, ids=[golden.name for golden in TIMED])
 def test_the_time_is_linear_in_each_format(golden: Golden) -> None:
     asked = AskedAnswer(golden.format, TOOLS)
     start = time.process_time()

@@ -30,6 +30,15 @@ class Vocabulary:
         self.end = self.eos_token_id = self.added[END]
         self.bos_token_id = None
         self.special_token_ids = list(self.added.values())
+        likely = (text.strip() for text in self.tokens)
+        # Tokens that are likely to end something.
+        self.endings = {i for i, text in enumerate(likely) if text and text[:1] in b'"}]</'}
+        self.endings |= {*self.special_token_ids}
+        self._matchers: dict[str, llguidance.LLMatcher] = {}
+        self._words: dict[int, list[int]] = {}  # by their first byte
+        for i in range(256, self.end):
+            if i not in self.special_token_ids:
+                self._words.setdefault(self.tokens[i][0], []).append(i)
         wrapper = llguidance.TokenizerWrapper(self)
         self.tokenizer = llguidance.LLTokenizer(wrapper, slices=[])
 
@@ -38,21 +47,26 @@ class Vocabulary:
         return self._split(text.encode() if isinstance(text, str) else text, None)
 
     def matcher(self, grammar: str) -> llguidance.LLMatcher:
-        matcher = llguidance.LLMatcher(self.tokenizer, grammar, log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
+        """Make a matcher at the beginning of a grammar, which is compiled once."""
+        if grammar not in self._matchers:
+            matcher = llguidance.LLMatcher(self.tokenizer, grammar, log_level=0)
+            assert not matcher.is_error(), matcher.get_error()
+            self._matchers[grammar] = matcher
+        return self._matchers[grammar].deep_copy()
 
     def allowed(self, matcher: llguidance.LLMatcher) -> list[int]:
+        bits = np.unpackbits(self._mask(matcher).view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: len(self.tokens)]).tolist()
+
+    def allows(self, matcher: llguidance.LLMatcher, token: int) -> bool:
+        return bool(int(self._mask(matcher)[token // 32]) >> token % 32 & 1)
+
+    def _mask(self, matcher: llguidance.LLMatcher) -> np.ndarray:
+        """The bits of the allowed tokens, in 32-bit words."""
         mask = llguidance.numpy.allocate_token_bitmask(1, len(self.tokens))
         llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
         assert not matcher.is_error(), matcher.get_error()
-        bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
-        return [int(i) for i in np.flatnonzero(bits[: len(self.tokens)])]
-
-    def ends(self, token: int) -> bool:
-        """Tell whether it is likely to end something."""
-        text = self.tokens[token].strip()
-        return token in self.added.values() or (text[:1] in b'"}]</' and text != b"")
+        return mask[0]
 
     def text(self, token_ids: list[int]) -> str:
         texts = {i: text.encode() for text, i in self.added.items()}
@@ -70,16 +84,14 @@ class Vocabulary:
         return found
 
     def _split(self, rest: bytes, chance: random.Random | None) -> list[int]:
-        found = []
-        while rest:
-            fits = [i for i in range(256, self.end) if self._is_word(i, rest)] + [rest[0]]
+        found, at = [], 0
+        while at < len(rest):
+            words = self._words.get(rest[at], ())
+            fits = [i for i in words if rest.startswith(self.tokens[i], at)] + [rest[at]]
             token = chance.choice(fits) if chance else max(fits, key=self._length)
             found.append(token)
-            rest = rest[len(self.tokens[token]) :]
+            at += len(self.tokens[token])
         return found
-
-    def _is_word(self, token: int, rest: bytes) -> bool:
-        return token not in self.added.values() and rest.startswith(self.tokens[token])
 
     def _length(self, token: int) -> int:
         return len(self.tokens[token])
@@ -89,7 +101,7 @@ def accepts(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> str:
     """Return an empty text if the grammar takes these tokens and may end then; else where not."""
     matcher = vocabulary.matcher(grammar)
     for number, token_id in enumerate(token_ids):
-        if token_id not in vocabulary.allowed(matcher):
+        if not vocabulary.allows(matcher, token_id):
             done = vocabulary.text(token_ids[:number])
             return f"after {done!r}: {vocabulary.text([token_id])!r} is refused"
         assert matcher.consume_token(token_id), matcher.get_error()
