@@ -11,6 +11,7 @@ from quire.kv.manager import KVManager
 from quire.scheduler.drafts import Drafts
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_policies import BLOCK, add, answer, scheduler_of, step
 
@@ -278,3 +279,18 @@ def test_candidates_are_asked_for_by_how_many_of_their_tokens_are_on_their_way()
     plan_of(scheduler)
     assert drafts.candidates() == []
     assert drafts.candidates(num_pending=1) == drafts.candidates(num_pending=None) == [sequence]
+
+
+def test_drafts_of_a_row_that_is_taken_are_forgotten() -> None:
+    """Whoever gets the row next has none in flight."""
+    for tell, is_held, is_unsure in ((guess, True, False), (let_guess, False, True)):
+        scheduler = running()
+        tell(scheduler, "a", 2)
+        assert tried(plan_of(scheduler)) == {0: 2}
+        rows, table = scheduler.rows, scheduler.rows.table
+        assert (table.is_held[0], rows.is_any_unsure) == (is_held, is_unsure)
+        assert (int(table.tried[0]), int(rows.num_trying)) == (2, 1)
+        sequence = scheduler.lifecycle.sequences["a"]
+        scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+        assert (int(table.tried[0]), int(rows.num_trying)) == (0, 0)
+        assert not table.is_held[0] and not rows.is_any_unsure

@@ -115,3 +115,12 @@ def test_cached_tokens_are_those_of_the_first_admission() -> None:
     plan = scheduler.schedule(0.0).plan
     assert plan is not None and plan.started[0].num_computed_tokens == 20, "it found its own blocks"
     assert sequence.num_cached_tokens == 0
+
+
+def test_what_a_prompt_found_is_told_with_its_first_result() -> None:
+    scheduler = scheduler_of()
+    for name in ("first", "second"):
+        scheduler.add(make_request(name, list(range(20)), max_tokens=1), 0.0)
+        found = [update.prefix for update, _ in step(scheduler, 5).finished]
+    [report] = found
+    assert report is not None and report.num_tokens == 16
