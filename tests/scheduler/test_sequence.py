@@ -1,5 +1,7 @@
 """How much of its prompt a sequence may take from a cache."""
 
+import pytest
+
 from tests.scheduler.test_miss_report import TEXT, add, scheduler_of
 
 
@@ -14,3 +16,13 @@ def test_what_a_scored_prompt_may_take_from_the_cache() -> None:
     for sequence.num_prompt_logprobs in (0, 5, 8, 9, 10):
         found.append(sequence.num_readable_tokens)
     assert found == [0, 5, 8, 10, 10]
+
+
+@pytest.mark.parametrize("grammar", ["", "a grammar"])
+def test_a_mask_keeps_out_of_a_searchs_candidates_what_it_forbids(grammar: str) -> None:
+    """But not of the log-probabilities that a user asks for."""
+    scheduler = scheduler_of()
+    add(scheduler, "r", TEXT[:10], 0.0, use_beam_search=True, n=2, grammar=grammar)
+    group = scheduler.lifecycle.sequences["r"].group
+    assert group is not None and group.row_params is not None
+    assert group.row_params.use_beam_search == bool(grammar)

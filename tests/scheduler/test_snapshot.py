@@ -16,6 +16,7 @@ from quire.base.messages import Request
 from quire.base.sampling_params import SamplingParams
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
+from quire.scheduler import snapshot
 from quire.scheduler.beams import Beam
 from quire.scheduler.block_naming import digest_blocks
 from quire.scheduler.fifo import Fifo
@@ -200,3 +201,19 @@ def test_a_class_that_bears_a_name_of_ours_is_not_taken_for_it() -> None:
     """Such as a plugin's policy: it is refused at once, not when somebody writes it."""
     with pytest.raises(EngineError, match="cannot be kept"):
         dump([type("Queued", (), {})()])
+
+
+@pytest.mark.parametrize("shape", [(200,), (20, 30), (5, 6, 7)])
+@pytest.mark.parametrize("is_narrow", [True, False])
+def test_arrays_of_all_shapes_are_read_as_they_were(
+    shape: tuple[int, ...], is_narrow: bool
+) -> None:
+    """Of a table the zeros at the end of its rows take no space."""
+    array = np.random.default_rng(1).integers(1, 99, shape, np.int32)
+    if is_narrow:
+        array[..., 2:] = 0
+    encoded = snapshot._array(array)
+    assert (encoded[0] == snapshot.NARROW) == (is_narrow and len(shape) == 2)
+    tag, *rest = encoded
+    found = snapshot._plain(tag, rest)
+    assert found.dtype == array.dtype and np.array_equal(found, array)
