@@ -5,6 +5,7 @@ import numpy as np
 
 from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
+from quire.base.events import Stepped
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import Plan, StepResult
 from quire.kv.manager import KVManager
@@ -13,6 +14,7 @@ from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import BLOCK, add, answer, scheduler_of, step
 
 
@@ -294,3 +296,16 @@ def test_drafts_of_a_row_that_is_taken_are_forgotten() -> None:
         scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
         assert (int(table.tried[0]), int(rows.num_trying)) == (0, 0)
         assert not table.is_held[0] and not rows.is_any_unsure
+
+
+def test_a_step_tells_how_many_rows_had_their_first_draft_right_their_second_and_so_on() -> None:
+    scheduler = running()
+    heard = listen(scheduler)
+    step(scheduler)
+    for right in (0, 2):
+        guess(scheduler, "a", 3)
+        plan = plan_of(scheduler)
+        scheduler.update(result(plan, *[1] * right, 9), 0.0)
+    stepped = [event for event in heard if isinstance(event, Stepped)]
+    found = [(event.num_drafts, event.num_guessed, event.accepted_at) for event in stepped]
+    assert found == [(0, 0, ()), (1, 3, ()), (1, 3, (1, 1))]
