@@ -9,9 +9,11 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
 from quire.base.plan import Candidates, StepResult
 from quire.base.step_outputs import StepOutputs
+from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import NUM_STOP_IDS
+from quire.scheduler.sequence import NUM_STOP_IDS, Sequence, State
+from quire.scheduler.tainted import Tainted
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
 
@@ -124,3 +126,39 @@ def test_what_a_prompt_found_is_told_with_its_first_result() -> None:
         found = [update.prefix for update, _ in step(scheduler, 5).finished]
     [report] = found
     assert report is not None and report.num_tokens == 16
+
+
+def test_logprobs_are_for_samples_and_not_for_beams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search chooses from them; what it tells is told at its end."""
+    scheduler = scheduler_of()
+    scheduler.add(make_request("plain", [1, 2, 3], max_tokens=5, logprobs=1), 0.0)
+    scheduler.add(make_request("search", [4, 5, 6], max_tokens=5, use_beam_search=True, n=2), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None
+    rows = [scheduler.lifecycle.sequences[name].row for name in ("plain", "search")]
+    found = Candidates(np.array([7, 8, 9, 10, 11]), np.array([-0.5, -1.5, -2.0, -3.0, -4.0]), 1)
+    told = dict[str, list[Candidates]]()
+
+    def tell(_: OutputsBuilder, sequence: Sequence, candidates: list[Candidates]) -> None:
+        told[sequence.request.request_id] = candidates
+
+    monkeypatch.setattr(OutputsBuilder, "set_candidates", tell)
+    num = len(plan.sample_rows)
+    scheduler.update(
+        StepResult(
+            plan.step_id, np.full((num, 1), 7, np.int32), np.ones(num, np.int32),
+            candidates=dict.fromkeys(rows, found),
+        ),
+        0.0,
+    )  # fmt: skip
+    assert told == {"plain": [found]}
+
+
+def test_what_shares_a_failed_row_s_blocks_is_not_brought_back_from_host_memory() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", [1, 2, 3]), 0.0)
+    sequence = scheduler.lifecycle.sequences["r"]
+    sequence.state = State.SWAPPED
+    tainted = Tainted(blocks=[], host=[], failed={}, dependants={(0, 0): sequence})
+    scheduler._results._send_back(tainted, [], 0.0)
+    assert sequence.state is State.WAITING
