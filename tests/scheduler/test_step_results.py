@@ -1,5 +1,8 @@
 """When and how requests end, and what they are told with their tokens."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,12 +10,13 @@ import pytest
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
-from quire.base.plan import Candidates, StepResult
+from quire.base.plan import Candidates, RowDraft, StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import NUM_STOP_IDS, Sequence, State
+from quire.scheduler.step_results import _hand_out_pooled, _tell_tries
 from quire.scheduler.tainted import Tainted
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
@@ -162,3 +166,22 @@ def test_what_shares_a_failed_row_s_blocks_is_not_brought_back_from_host_memory(
     tainted = Tainted(blocks=[], host=[], failed={}, dependants={(0, 0): sequence})
     scheduler._results._send_back(tainted, [], 0.0)
     assert sequence.state is State.WAITING
+
+
+def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> None:
+    """Nor of sequences that have ended."""
+    states = {3: State.RUNNING, 4: State.RUNNING, 5: State.ENDED}
+    sequences = [
+        SimpleNamespace(state=state, update=SimpleNamespace()) for state in states.values()
+    ]
+    plan = SimpleNamespace(
+        sample_rows=np.array([*states]),
+        drafts=[RowDraft(row, np.array([1, 2], np.int32)) for row in states],
+    )
+    step: Any = SimpleNamespace(plan=plan, sequences=sequences, left_out={4})
+    outputs: Any = SimpleNamespace(update_of=lambda sequence: sequence.update)
+    result: Any = SimpleNamespace(pooled=dict.fromkeys(states, "numbers"))
+    _tell_tries(step, outputs)
+    _hand_out_pooled(step, result, outputs)
+    told = [vars(sequence.update) for sequence in sequences]
+    assert told == [{"num_guessed": 2, "pooled": "numbers"}, {}, {}]
