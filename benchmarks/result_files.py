@@ -36,7 +36,7 @@ Row = dict[str, Any]
 class Result:
     """One run of one benchmark."""
 
-    benchmark: str  # its module below `benchmarks`, such as "cpu.guesses"
+    benchmark: str  # the name of its module in `benchmarks`, such as "cpu.guesses"
     commit: str  # with "+" if the checkout had changes
     date: str  # ISO 8601
     machine: dict[str, Any]  # cpu, cores, and versions of what ran

@@ -12,7 +12,8 @@
 //   float16_of(words)                 the lower halves of words, widened
 //
 // and with QUIRE_BFLOAT16_DOTS: all_word, store_words, store_bfloat16, pairs, store_pairs,
-// dot(sum, a, b) = sum + a . b. QUIRE_OTHER_FORMATS: as in linear_tiles.inc.h. With QUIRE_AMX there are Tiles and their blocks as well (amx_blocks.h).
+// dot(sum, a, b) = sum + a . b. QUIRE_OTHER_FORMATS: as in linear_tiles.inc.h. With QUIRE_AMX there are
+// Tiles and their blocks as well (amx_blocks.h).
 #pragma once
 
 #include "attention_softmax.inc.h"

@@ -117,8 +117,8 @@ struct MultipliedTile {
 };
 
 // A panel for `rows` rows from `row` on.
-[[maybe_unused]] void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x, int64_t row,
-                      int64_t rows, const uint8_t* w) {
+[[maybe_unused]] void multiplied_panel(const Sums& acc, const PanelLayout& layout, const Operand& x,
+                                       int64_t row, int64_t rows, const uint8_t* w) {
     // Where one tile has all rows, memory is read in one stream.
     const int64_t fitting = kChunkBytes / layout.block_bytes;
     const int64_t chunk = rows <= Isa::kTileRows || fitting < 1 ? layout.groups : fitting;

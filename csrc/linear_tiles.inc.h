@@ -6,8 +6,8 @@
 // of K follow one another while that chunk of the panel is in the L2 cache; between chunks the sums
 // wait in memory, which changes no bit of them.
 //
-// QUIRE_OTHER_FORMATS: where a variant differs from a lesser one in bfloat16 alone, the lesser one's
-// kernels, which multiply all other formats. The same code is not compiled twice.
+// QUIRE_OTHER_FORMATS: the kernels of a lesser variant, for a variant that differs from it in bfloat16
+// alone. They multiply all other formats, so that the same code is not compiled twice.
 #pragma once
 
 #include <cstring>

@@ -14,7 +14,7 @@ import argparse
 import ast
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -100,11 +100,7 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-            yield from _within(node.module, node.names)
-
-
-def _within(module: str, names: Iterable[ast.alias]) -> Iterator[str]:
-    return (f"{module}.{alias.name}" for alias in names)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def rows_of(
     ratios: dict[str, dict[str, Any]],
     runs: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return one row for each figure of each engine, with that of every run beside the summary."""
+    """Return one row for each figure of each engine, with that of every run next to the summary."""
     rows = []
     for engine in dict.fromkeys([*summaries, *(run["engine"] for run in runs)]):
         own = [run for run in runs if run["engine"] == engine]

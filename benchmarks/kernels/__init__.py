@@ -1,1 +1,1 @@
-"""Operations and kernels of CPUs, each beside its limit."""
+"""Operations and kernels of CPUs, each next to its limit."""

@@ -131,8 +131,9 @@ CPU = Part("On a CPU", (
     ),
     Section(
         "Attention of one layer",
-        "Microseconds of a layer in bf16, the rate of reading keys and values beside plain reading,"
-        " and that of products beside what the instructions give. Below: blocks of 16 against one"
+        "Microseconds of a layer in bf16, the rate of reading keys and values next to that of plain"
+        " reading,"
+        " and that of products next to what the instructions give. Below: blocks of 16 against one"
         " block of a whole row, contexts cut for several threads or not, a shared prefix read once"
         " or for each row.",
         "python -m benchmarks.kernels.attention",
@@ -224,7 +225,7 @@ MODELS = Part("Models and formats", (
             "GFLOP/s": "{gflop_per_s}"}),),
     ),
     Section(
-        "Drafts beside other engines",
+        "Drafts compared with other engines",
         "Tokens/s of one row after its first token, and times the same engine without drafts (aims"
         " in `repeated`: 2 in bf16, 1.6 in int8). The limit: all drafts are right.",
         "make bench-guesses",

@@ -84,7 +84,7 @@ SCHEDULER = Part("Scheduler", (
     Section(
         "Policies",
         "Seconds of virtual time until the first token, of Llama-3.1-8B on an H200 by formula."
-        " Aims: a mean under two-level of at most 1.1 times that of srtf, and nobody waits more"
+        " Aims: a mean under two-level of at most 1.1 times that of srtf, and no request waits more"
         " than twice as long as under fifo (last column: the most).",
         "python -m benchmarks.scheduler.policies",
         (Table(ZEN5 + "policies.json", {

@@ -1,1 +1,1 @@
-"""Steps, policies and events of the scheduler, without a model or beside one."""
+"""Steps, policies and events of the scheduler, without a model or with one."""

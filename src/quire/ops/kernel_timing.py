@@ -33,8 +33,8 @@ def measure_kernels(
 ) -> dict[str, dict[str, Speed]]:
     """Time every instruction set with every format: {format: {variant: speed}}. Takes about 0.1 s.
 
-    variants: the core's names and numbers. formats: the core's number of what is
-    timed for each, and inputs of its groups.
+    variants: the core's names and numbers. formats: the core's number of what is timed for each,
+    and inputs of its groups.
     """
     weights = _some_weights()
     found = {}

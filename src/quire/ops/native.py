@@ -25,8 +25,8 @@ _HOW_TO_BUILD = (
 
 @functools.cache
 def core() -> Core | None:
-    """Return the compiled module; None, with a warning, if it is missing, of another version or for
-    CPUs that have more than this one."""
+    """Return the compiled module; None, with a warning, if it is missing, of another version or
+    built for CPUs with more instruction sets than this one has."""
     try:
         module = cast(Core, importlib.import_module("quire._core"))
     except ImportError as error:
