@@ -125,7 +125,7 @@ def put_in_place(mutant: Mutant) -> None:
     functions = [
         found
         for found in gc.get_objects()
-        if isinstance(found, FunctionType)
+        if type(found) is FunctionType  # isinstance() would follow a weak proxy, perhaps to nothing
         and found.__code__.co_qualname == mutant.function
         and Path(found.__code__.co_filename) == path
     ]

@@ -3,6 +3,7 @@ them stays as it is when others come."""
 
 import ast
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +75,16 @@ def test_a_sample_changes_little_when_the_code_does() -> None:
     ],
 )
 def test_a_mutant_takes_the_place_of_its_function(path: str, function: Any) -> None:
-    """Also of one that was there when the collection of tests froze all objects."""
+    """Also when the collection of tests froze all objects, and with a proxy of a dead object."""
     found = mutants_of(Path(path), (ROOT / path).read_text())
     mutant = next(each for each in found if each.function == function.__qualname__)
+    dead = weakref.proxy(lambda: None)
 
     def work(pipe: int) -> int:
         before = function.__code__.co_code
         gc.freeze()
         put_in_place(mutant)
+        assert type(dead) is weakref.CallableProxyType
         return KILLED if function.__code__.co_code != before else SURVIVED
 
     assert in_child(work, 60) == (KILLED, "")
