@@ -131,4 +131,14 @@ ROBUSTNESS = (
                 "mistakes": "{num_mutations}", "seen": "{num_seen}", "share": "{share:.1%}"}),),
         ),
     )),
+    Part("The code", (
+        Section(
+            "Code that one action runs",
+            "The Python files whose functions run for one step of the scheduler with its result,"
+            " one forward pass on a CPU, and one chat through HTTP; and the lines of these files.",
+            "python -m benchmarks.scheduler.trips",
+            (Table(ZEN4 + "trips.json", {
+                "action": "{trip}", "files": "{files}", "lines": "{lines:,}"}),),
+        ),
+    )),
 )  # fmt: skip
