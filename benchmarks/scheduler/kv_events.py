@@ -29,7 +29,7 @@ from quire.engine.event_encoding import EventMaker
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.kv_events import TellingDoors
 from quire.engine.record import Doors
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler, Topic
 from quire.tools.report import benchmark_parser, print_head
 
 AIM = 0.01
@@ -53,10 +53,11 @@ class Load:
         """Switch the watching itself on or off, which an engine does once."""
         memory = self.scheduler.memory
         memory.index_watch = None
+        self.scheduler._collectors = []
         for pool in memory.kv.pools:
             pool.changes = None
         if is_on:
-            memory.watch_index(self.keeps_tokens)
+            self.scheduler.subscribe(Topic.INDEX, self.keeps_tokens)
 
     def step(self, is_told: bool, num_arrivals: int, device_s: float) -> None:
         doors: Doors = self.telling if is_told else self.scheduler

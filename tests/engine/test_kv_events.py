@@ -26,7 +26,7 @@ from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
 from quire.scheduler.index_changes import IndexDelta
 from quire.scheduler.memory import Memory
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler, Topic
 from quire.serve.llm import LLM
 from quire.serve.vllm_compat import VLLM_SETTINGS
 from tests.scheduler.programs import run_machine
@@ -130,7 +130,7 @@ class Router:
 def watch(scheduler: Scheduler, keeps_tokens: bool = True) -> tuple[TellingDoors, Router]:
     kv = scheduler.memory.kv
     router = Router(EventMaker(kv.groups, kv.block_size, 3))
-    scheduler.memory.watch_index(keeps_tokens)
+    scheduler.subscribe(Topic.INDEX, keeps_tokens)
     return TellingDoors(scheduler, router), router  # type: ignore[arg-type]
 
 
@@ -296,7 +296,7 @@ def test_nothing_is_kept_where_nobody_listens() -> None:
     scheduler = scheduler_of(tier=True)
     kv = scheduler.memory.kv
     assert all(pool.changes is None for pool in (*kv.pools, *kv.host_pools))
-    assert scheduler.schedule(0.0).index_delta is None
+    assert scheduler.schedule(0.0).notes == []
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_tell() -> None:

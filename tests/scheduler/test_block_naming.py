@@ -39,11 +39,11 @@ def test_names_are_recorded_once_with_whose_they_are() -> None:
     scheduler = scheduler_of()
     scheduler.add(make_request("r", list(range(8))), 0.0)
     sequence, names = scheduler.lifecycle.sequences["r"], scheduler.memory.names
-    names.take_new()
+    names.new = new = []
     sequence.digests.clear()
     names.extend([sequence], [1])
     names.extend([sequence], [2])
     names.extend([sequence], [2])
     digests = sequence.digests
-    assert names.take_new() == [(0, digests, 0, 1), (0, digests, 1, 2)]
-    assert names.take_new() == [] and len(digests) == 2
+    assert new == [(0, digests, 0, 1), (0, digests, 1, 2)]
+    assert len(digests) == 2

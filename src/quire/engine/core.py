@@ -56,7 +56,8 @@ from quire.engine.record import Doors, WatchingDoors
 from quire.engine.step_budget import StepBudget
 from quire.engine.submitted import NOBODY, Sampling, Submitted
 from quire.scheduler.decisions import Decisions, RequestView, SchedulerView
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.held import HeldChanges
+from quire.scheduler.scheduler import Scheduler, Topic
 
 logger = logging.getLogger("quire")
 
@@ -159,7 +160,7 @@ class EngineCore:
         """Hold again what these files tell, and let them follow what is held from now on."""
         for message in files.load():
             self.control(message)
-        self.scheduler.memory.held.changes = {}
+        self.scheduler.subscribe(Topic.HELD)
         self._held_files = files
 
     def constrain(self, grammars: Grammars) -> None:
@@ -222,9 +223,10 @@ class EngineCore:
         if self._grammars is not None:
             self._grammars.hear(decisions.events)
         self._preparation.hear(decisions.events)
-        held = self.scheduler.memory.held
-        if self._held_files is not None and held.changes:
-            self._held_files.submit(held.take_changes(self._clock.now()))
+        if self._held_files is not None:
+            for note in decisions.notes:
+                if type(note) is HeldChanges:
+                    self._held_files.submit(note.found)
         return decisions
 
     def step(self) -> StepOutputs:

@@ -17,6 +17,8 @@ from quire.engine.event_encoding import EventMaker
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.record import Doors
 from quire.scheduler.decisions import Decisions
+from quire.scheduler.index_changes import IndexDelta
+from quire.scheduler.scheduler import Topic
 
 logger = logging.getLogger("quire")
 
@@ -51,8 +53,11 @@ class TellingDoors:
     def _tell(self, decisions: Decisions) -> Decisions:
         """Pass changes on. Once some were lost, whoever listens is to forget all that it knows:
         then it knows too little, never what is not so."""
-        delta = decisions.index_delta
-        if delta is not None and not self._is_closed:
+        if decisions.notes and not self._is_closed:
+            deltas = [note for note in decisions.notes if type(note) is IndexDelta]
+        else:
+            deltas = []
+        for delta in deltas:
             if self._has_lost:
                 delta = delta._replace(was_cleared=True)
             self._has_lost = not self._publisher.publish((time.time(), delta))
@@ -73,6 +78,6 @@ def publish_events(core: EngineCore, config: EngineConfig, core_id: int = 0) -> 
     kv = core.scheduler.memory.kv
     maker = EventMaker(kv.groups, kv.block_size, core_id)
     publisher = EventPublisher(events, maker.encode, core_id)
-    core.scheduler.memory.watch_index(events.token_ids)
+    core.scheduler.subscribe(Topic.INDEX, keeps_tokens=events.token_ids)
     core.watch(TellingDoors(core.doors, publisher))
     logger.info("KV events are published at %s", publisher.endpoint)

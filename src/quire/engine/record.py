@@ -112,6 +112,9 @@ class Recorder:
             "settings": dict(settings or {}),
         }
         self._is_on = False
+        self._names: list[NewNames] = []  # that the scheduler has given in this call
+        if self._redaction is not None:  # otherwise made of tokens again
+            scheduler.note_names(self._names)
         self._in_flight: deque[tuple[Int32, npt.NDArray[np.object_] | None]] = deque(
             (step.plan.sample_rows, step.sequences) for step in scheduler.planner.in_flight
         )
@@ -168,17 +171,18 @@ class Recorder:
     def _pass(self, door: Callable[[], Decisions], now: float, call: tuple[Any, ...]) -> Decisions:
         """Pass a call through its door, and write down what it decides."""
         if not self._is_ready(now):
+            self._names.clear()
             return door()
         self._put(call)
         try:
             decisions = door()
         except BaseException as error:
-            self._put_names(self._scheduler.memory.names.take_new())
+            self._put_names()
             self._put((RAISED, type(error).__name__))
             raise
         if decisions.refusal is not None:
             self._put((REFUSED,))
-        self._put_names(decisions.names)
+        self._put_names()
         if found := [event for event in decisions.events if type(event) is PrefixFound]:
             self._put((FOUND, found))
         if decisions.plan is not None:
@@ -187,9 +191,10 @@ class Recorder:
             self._put((ORDERS, decisions.orders))
         return decisions
 
-    def _put_names(self, names: list[NewNames]) -> None:
-        if names and self._redaction is not None:  # otherwise made of tokens again
-            self._put((DIGESTS, names))
+    def _put_names(self) -> None:
+        if self._names:
+            self._put((DIGESTS, self._names.copy()))
+            self._names.clear()
 
     def _is_ready(self, now: float) -> bool:
         """Tell whether this call is recorded; begins and ends segments."""

@@ -50,21 +50,18 @@ def digest_blocks(named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
 
 
 class BlockNaming:
-    """Gives names. fingerprint: identifies the contents of the cache; new: names that were given
-    since somebody took them last. digester: a replay has the names from its record."""
+    """Gives names. fingerprint: identifies the contents of the cache; new: where names are noted as
+    they are given, if a subscriber wants them. digester: a replay has the names from its record.
+    """
 
     def __init__(
         self, block_size: int, caches: bool, fingerprint: bytes, digester: Digester = digest_blocks
     ) -> None:
         self.block_size = block_size
         self.fingerprint = fingerprint
-        self.new: list[NewNames] = []
+        self.new: list[NewNames] | None = None
         self.digester = digester
         self._caches = caches
-
-    def take_new(self) -> list[NewNames]:
-        new, self.new = self.new, []
-        return new
 
     def is_indexed(self, sequence: Sequence) -> bool:
         """Tell whether its blocks enter the index. Without prefix caching the sequences of a group
@@ -82,11 +79,12 @@ class BlockNaming:
     def extend(self, named: Seq[Named], counts: Seq[int], size: int | None = None) -> None:
         """Name the first `count` blocks of each, as far as they have no names. size: tokens of a
         block, if not the cache's."""
-        self.new += [
-            (each.arrival, digests, len(digests), count)
-            for each, count in zip(named, counts, strict=True)
-            if count > len(digests := each.digests)
-        ]
+        if self.new is not None:
+            self.new += [
+                (each.arrival, digests, len(digests), count)
+                for each, count in zip(named, counts, strict=True)
+                if count > len(digests := each.digests)
+            ]
         self.digester(named, size or self.block_size, counts)
 
     def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:

@@ -1,6 +1,7 @@
 """What a door of the scheduler gives, and what others may see of its state."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,6 @@ from quire.base.kv_orders import Order
 from quire.base.messages import Request
 from quire.base.plan import Plan
 from quire.base.step_outputs import StepOutputs
-from quire.scheduler.block_naming import NewNames
-from quire.scheduler.index_changes import IndexDelta
 
 NO_OUTPUTS = StepOutputs()
 
@@ -24,9 +23,9 @@ class Decisions:
     plan: of `schedule`, None if nothing can be planned before a result comes in; sampling: the
     sequences of its sample_rows, in their order. outputs: what clients are told. left_out: of
     `update`: rows of each plan that is still in flight, oldest first, whose results will be void.
-    refusal: of `add`, why the request was not taken. orders: for stores. names: that blocks were
-    given. index_delta: what has changed in the prefix index, if somebody watches it. next_s: when
-    something becomes due by itself, on the clock of `now`; None is never.
+    refusal: of `add`, why the request was not taken. orders: for stores. notes: what subscribers
+    asked to hear of (`Scheduler.subscribe`). next_s: when something becomes due by itself, on the
+    clock of `now`; None is never.
     """
 
     plan: Plan | None = None
@@ -36,8 +35,7 @@ class Decisions:
     refusal: RequestError | None = None
     events: list[Event] = field(default_factory=list)
     orders: list[Order] = field(default_factory=list)
-    names: list[NewNames] = field(default_factory=list)
-    index_delta: IndexDelta | None = None
+    notes: list[Any] = field(default_factory=list)
     next_s: float | None = None
 
 

@@ -16,6 +16,7 @@ blocks a request takes changes by this, never a token. Tokens have a bound and a
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,13 @@ class Held:
     blocks: SequenceBlocks | None
     keep_s: float
     ends_s: float
+
+
+class HeldChanges(NamedTuple):
+    """What became of held requests, by request id and index: what each is now, with its tokens, or
+    None if it was let go."""
+
+    found: dict[tuple[str, int], tuple[HeldRequest, Int32] | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -394,14 +402,18 @@ class Holds:
         lengths = [len(held.tokens) for held in self.all()]
         return HeldView(len(lengths), sum(lengths))
 
-    def take_changes(self, now: float) -> dict[tuple[str, int], tuple[HeldRequest, Int32] | None]:
-        """Tell what has become of what has changed since the last call: None was let go."""
-        changes, self.changes = self.changes or {}, {}
+    def take_changes(self, now: float) -> HeldChanges | None:
+        """Return what has changed since the last call, if anything."""
+        if not self.changes:
+            return None
+        changes, self.changes = self.changes, {}
         found = {(name, i): self.by_id.get(name, {}).get(i) for name, i in changes}
-        return {
-            name: None if held is None else (told_of(held, 0, now), held.tokens)
-            for name, held in found.items()
-        }
+        return HeldChanges(
+            {
+                name: None if held is None else (told_of(held, 0, now), held.tokens)
+                for name, held in found.items()
+            }
+        )
 
     def tables(self) -> list[SequenceBlocks]:
         """List what is held in blocks."""

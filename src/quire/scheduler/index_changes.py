@@ -1,6 +1,6 @@
 """What has changed in the prefix index: which blocks are there now and which are not, as data.
 
-Nobody keeps this unless it was asked for (`Memory.watch_index`). Then the pools note the names that
+Nobody keeps this unless it was asked for (`Scheduler.subscribe`). Then pools note the names that
 they give and take away, in order. What a name stands for, tokens and the block before, is told by
 the sequences whose blocks are named, in the same call through a door. Both are handed out as they
 are (`IndexDelta`), which takes the core next to no time; who wants to know puts them together, in a
@@ -83,8 +83,8 @@ class IndexWatch:
         for _, _, pool in self._watched:
             pool.changes = []
 
-    def take(self) -> IndexDelta | None:
-        """Return what has changed since the last call."""
+    def take(self, now: float = 0.0) -> IndexDelta | None:
+        """Return what has changed since the last call. now: not looked at."""
         changes = [(g, is_host, pool.changes) for g, is_host, pool in self._watched if pool.changes]
         for _, _, pool in self._watched:
             if pool.changes:

@@ -26,7 +26,7 @@ from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
 from quire.scheduler.held import Holds
-from quire.scheduler.index_changes import IndexDelta, IndexWatch
+from quire.scheduler.index_changes import IndexWatch
 from quire.scheduler.miss_report import MissReports
 from quire.scheduler.offers import Offers
 from quire.scheduler.pinned import PinnedPrefixes
@@ -120,18 +120,15 @@ class Memory:
 
     def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot: nothing is remembered of prompts that were missed."""
-        self.names.digester, self.names.new = digester, []
+        self.names.digester, self.names.new = digester, None
         self.misses = MissReports(self.kv, self.names)
         self.index_watch = None
 
-    def watch_index(self, keeps_tokens: bool) -> None:
-        """Tell from now on what changes in the index. keeps_tokens: with the tokens of blocks."""
+    def watch_index(self, keeps_tokens: bool) -> IndexWatch:
+        """Gather from now on what changes in the index. keeps_tokens: with the tokens of blocks."""
         host = () if self.kv.tier is None else self.kv.host_pools
         self.index_watch = IndexWatch(self.kv.pools, host, self.block_size, keeps_tokens)
-
-    def take_index_delta(self) -> IndexDelta | None:
-        """Return what has changed in the index since the last call, if it is watched."""
-        return None if self.index_watch is None else self.index_watch.take()
+        return self.index_watch
 
     @property
     def keeps_nothing(self) -> bool:

@@ -17,6 +17,8 @@ The state has owners, each the only writer of what it owns; they see those above
 `depth` plans may be in flight; no other code knows how many.
 """
 
+import enum
+from collections.abc import Callable
 from typing import Any
 
 from quire.base.config import SchedulerConfig
@@ -49,7 +51,7 @@ from quire.base.validation import check_open, check_pin
 from quire.kv.digest import root_digest
 from quire.scheduler.admission import Admission
 from quire.scheduler.arrivals import Arrivals
-from quire.scheduler.block_naming import Digester
+from quire.scheduler.block_naming import Digester, NewNames
 from quire.scheduler.branching import Branching
 from quire.scheduler.decisions import (
     Decisions,
@@ -75,6 +77,15 @@ from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import NEVER, Sequence, State
 from quire.scheduler.step_results import StepResults
 from quire.scheduler.stores import Stores
+
+Collector = Callable[[float], Any | None]  # at a time: what has changed, if anything
+
+
+class Topic(enum.Enum):
+    """What subscribers may hear of beside what every call decides."""
+
+    HELD = "held"  # HeldChanges
+    INDEX = "index"  # IndexDelta
 
 
 class Scheduler:
@@ -117,6 +128,7 @@ class Scheduler:
         )
         self._results = StepResults(rows, memory, lifecycle, branching, self.pins, self.stores)
         self._is_ending = False  # what is cached is to be kept in stores
+        self._collectors: list[Collector] = []  # of what subscribers hear of
 
     @property
     def num_running(self) -> int:
@@ -157,13 +169,13 @@ class Scheduler:
         try:
             sequence = self._accept(request, now)
         except RequestError as error:
-            return self._decisions(refusal=error)
+            return self._decisions(now, refusal=error)
         if request.fork is not None:
             self._branch(sequence)
         self.arrivals.enter(sequence, now)
         if request.pin_s is not None:
             self.pins.begin(sequence, now)
-        return self._decisions()
+        return self._decisions(now)
 
     def control(self, message: Control, now: float) -> Decisions:
         """Carry out a control message. Unknown request ids have ended by themselves."""
@@ -197,13 +209,13 @@ class Scheduler:
                 self.lifecycle.drop(member, CANCELLED, now)
         elif isinstance(message, Abort):
             self._end(message, now)
-        return self._decisions()
+        return self._decisions(now)
 
     def schedule(self, now: float) -> Decisions:
         """Make the next plan, if there is something to plan before a result comes in."""
         in_flight = self.planner.in_flight
         if len(in_flight) >= self.depth:
-            return self._decisions()
+            return self._decisions(now)
         lifecycle = self.lifecycle
         for sequence, finish in self.arrivals.time_limits.take_late(lifecycle.sequences, now):
             for member in sequence.members:
@@ -217,8 +229,8 @@ class Scheduler:
         if plan is None and not in_flight:
             plan = self._offload()
         if plan is not None:
-            return self._decisions(plan=plan, sampling=in_flight[-1].sequences)
-        return self._decisions(None if in_flight else OutputsBuilder())
+            return self._decisions(now, plan=plan, sampling=in_flight[-1].sequences)
+        return self._decisions(now, None if in_flight else OutputsBuilder())
 
     def update(self, result: StepResult, now: float) -> Decisions:
         """Take the result of the oldest plan in flight: pending tokens become known."""
@@ -239,7 +251,9 @@ class Scheduler:
         settled = self.memory.settle(result.step_id)
         if self.stores is not None:
             self.stores.keep(settled, int(NEVER) if is_flush else None)
-        return self._decisions(outputs, left_out=tuple(frozenset(s.left_out) for s in in_flight))
+        return self._decisions(
+            now, outputs, left_out=tuple(frozenset(s.left_out) for s in in_flight)
+        )
 
     # ---- what others see ---------------------------------------------------------------------
 
@@ -291,11 +305,27 @@ class Scheduler:
         """Return whose each block is, who runs, and who waits why: for those who watch."""
         return live_state(self.rows, self.memory, self.lifecycle, self.admission)
 
+    def subscribe(self, topic: Topic, keeps_tokens: bool = False) -> None:
+        """Put what changes in a topic into the notes of all decisions from now on. keeps_tokens: of
+        the index: with the tokens of blocks."""
+        memory = self.memory
+        if topic is Topic.HELD:
+            memory.held.changes = {}
+            self._collectors.append(memory.held.take_changes)
+        else:
+            self._collectors.append(memory.watch_index(keeps_tokens).take)
+
+    def note_names(self, into: list[NewNames] | None) -> None:
+        """Append to this list every name that a block is given from now on, also by a door that
+        raises; None: to none."""
+        self.memory.names.new = into
+
     def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot, which lacks what tells no plan from another (snapshot.OMITTED).
         digester: what names blocks."""
         self.memory.continue_with(digester)
         self.lifecycle.events = []
+        self._collectors = []
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
@@ -305,7 +335,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------
 
-    def _decisions(self, outputs: OutputsBuilder | None = None, **decided: Any) -> Decisions:
+    def _decisions(
+        self, now: float, outputs: OutputsBuilder | None = None, **decided: Any
+    ) -> Decisions:
         """Gather what this call has decided. outputs: if clients are told of what was dropped."""
         self._tell_ended()
         lifecycle, stores = self.lifecycle, self.stores
@@ -318,11 +350,13 @@ class Scheduler:
         return Decisions(
             events=lifecycle.take_events(),
             orders=[] if stores is None else stores.take_orders(),
-            names=self.memory.names.take_new(),
-            index_delta=self.memory.take_index_delta(),
+            notes=[] if not self._collectors else self._notes(now),
             next_s=min(times, default=None),
             **decided,
         )
+
+    def _notes(self, now: float) -> list[Any]:
+        return [note for collect in self._collectors if (note := collect(now)) is not None]
 
     def _tell_ended(self) -> None:
         """Let pins and stores forget who has ended."""

@@ -78,7 +78,7 @@ STATE_VERSION = 12  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "Memory": ("misses", "index_watch"), "BlockPool": ("changes",), "Holds": ("changes",),
-        "BlockNaming": ("digester", "new"), "Lifecycle": ("events",),
+        "BlockNaming": ("digester", "new"), "Lifecycle": ("events",), "Scheduler": ("_collectors",),
     }
 )  # fmt: skip
 VOCABULARY = (
