@@ -105,7 +105,7 @@ def measured(core: EngineCore, asked: Request) -> tuple[float, float, int]:
 
 def limit_ms(core: EngineCore, token_ids: list[int], rounds: int) -> float:
     """Return what copying the tokens once, and taking a reference to each block, take alone."""
-    [held] = core.scheduler.memory.held.standing
+    [held] = core.scheduler.retained.standing
     assert held.blocks is not None
     pool, blocks = core.scheduler.memory.kv.pools[0], held.blocks.tables[0].live_blocks
     times = []

@@ -29,6 +29,7 @@ from quire.engine.event_encoding import EventMaker
 from quire.engine.event_publisher import EventPublisher
 from quire.engine.kv_events import TellingDoors
 from quire.engine.record import Doors
+from quire.scheduler.index_changes import IndexWatch
 from quire.scheduler.scheduler import Scheduler, Topic
 from quire.tools.report import benchmark_parser, print_head
 
@@ -52,7 +53,7 @@ class Load:
     def watch(self, is_on: bool) -> None:
         """Switch the watching itself on or off, which an engine does once."""
         memory = self.scheduler.memory
-        memory.index_watch = None
+        memory.listeners = [each for each in memory.listeners if not isinstance(each, IndexWatch)]
         self.scheduler._collectors = []
         for pool in memory.kv.pools:
             pool.changes = None

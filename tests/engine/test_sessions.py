@@ -190,7 +190,7 @@ def test_who_lacks_memory_takes_that_of_the_held(engine: Engine, reference: Engi
     for i, (tokens, output) in enumerate(zip(ids, outputs, strict=True)):
         got = [completion.token_ids for completion in output.outputs]
         assert got == judge.tokens(tokens, max_tokens=100, seed=i, n=2)
-    standing = engine.scheduler.memory.held.standing
+    standing = engine.scheduler.retained.standing
     assert len(standing) < 4, "nothing had to give way"
     for source in sources:
         tokens = engine.held(source.id).token_ids

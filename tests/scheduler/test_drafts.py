@@ -201,7 +201,7 @@ def test_nobody_gives_way_while_guesses_may_be_wrong() -> None:
 
 def test_what_the_device_cannot_guess_for() -> None:
     scheduler = running()
-    scheduler.rows.table.has_grammar[0] = True
+    scheduler.rows.table.is_masked[0] = True
     let_guess(scheduler, "a", 3)
     plan = plan_of(scheduler)
     assert not plan.is_guessing and tried(plan) == {}

@@ -46,7 +46,7 @@ class HeldBench(Bench):
         return request
 
     def held_of(self, name: str, index: int = 0) -> Held:
-        return self.scheduler.memory.held.by_id[name][index]
+        return self.scheduler.retained.by_id[name][index]
 
     def refs(self, held: Held) -> list[int]:
         assert held.blocks is not None
@@ -126,7 +126,7 @@ def test_what_has_not_sampled_yet_shares_nothing() -> None:
     bench.step()
     fork = make_request("fork", PROMPT, max_tokens=8)
     bench._send(msgspec.structs.replace(fork, fork=Fork("running", 0, len(PROMPT))))
-    assert not bench.scheduler.memory.held.branches
+    assert not bench.scheduler.retained.branches
     bench.finish()
     bench.assert_right(running, fork)
 
@@ -150,7 +150,7 @@ def test_an_aborted_fork_leaves_no_branch() -> None:
     request = bench.fork(held, 15)
     bench.core.control(Abort(request.request_id))
     bench.step()
-    assert not bench.scheduler.memory.held.branches
+    assert not bench.scheduler.retained.branches
     bench.let_go()
 
 
@@ -159,7 +159,7 @@ def test_the_one_that_nobody_went_on_from_gives_way_first() -> None:
     first, second = bench.keep("a"), bench.keep("b", [*PROMPT[1:], 0])
     bench.fork(first, 15, max_tokens=1)
     bench.finish()
-    assert bench.scheduler.memory.held.standing == [second, first]
+    assert bench.scheduler.retained.standing == [second, first]
     request = bench.add("large", list(range(20, 40)), max_tokens=3)  # 6 blocks, and 4 are free
     bench.finish()
     bench.assert_right(request)
@@ -177,7 +177,7 @@ def test_the_one_that_nobody_went_on_from_gives_way_first() -> None:
 def test_full_blocks_that_gave_way_are_found_by_name() -> None:
     bench = HeldBench()
     held = bench.keep()
-    bench.scheduler.memory.held.give_way()
+    bench.scheduler.memory.evict_one()
     assert held.blocks is None and bench.num_used == [0]
     request = bench.fork(held, 16)
     bench.step()
@@ -219,7 +219,7 @@ def test_time_ends_it() -> None:
     bench.clock.advance(3.0)
     assert bench.core.rest_s() == 0.0
     bench.step()
-    assert not bench.scheduler.memory.held.by_id and bench.num_used == [0]
+    assert not bench.scheduler.retained.by_id and bench.num_used == [0]
     assert bench.core.rest_s() is None
 
 
@@ -230,9 +230,9 @@ def test_taking_over() -> None:
     request = make_request("b", [*tokens, 7], max_tokens=3)
     fork = Fork("a", 0, len(tokens), takes_over=True)
     bench._send(msgspec.structs.replace(request, keep_s=9.0, fork=fork))
-    assert set(bench.scheduler.memory.held.by_id) == {"a"}
+    assert set(bench.scheduler.retained.by_id) == {"a"}
     bench.finish()
-    assert set(bench.scheduler.memory.held.by_id) == {"b"}
+    assert set(bench.scheduler.retained.by_id) == {"b"}
     bench.let_go()
 
 
@@ -259,7 +259,7 @@ def test_only_its_tenant_may_change_it() -> None:
         bench.core.control(Rewind("a", 0, 5, tenant))
         assert len(held.tokens) == left
         bench.core.control(Hold("a", 0.0, tenant))
-        assert ("a" in bench.scheduler.memory.held.by_id) == (tenant == "two")
+        assert ("a" in bench.scheduler.retained.by_id) == (tenant == "two")
     assert bench.num_used == [0]
 
 
@@ -352,7 +352,7 @@ def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
     bench.core.control(Abort("a", reason))
     bench.step()
     if reason == "abort":
-        assert not bench.scheduler.memory.held.by_id and bench.num_used == [0]
+        assert not bench.scheduler.retained.by_id and bench.num_used == [0]
         return
     held = bench.held_of("a")
     assert held.tokens.tolist() == PROMPT + bench.output["a"][0]
@@ -437,10 +437,10 @@ def test_a_fork_begins_with_nothing_of_what_fails_while_it_waits() -> None:
     bench.device.curses[bench.sequence("fails").request.seed] = Curse(len(tokens), raises=False)
     fork = make_request("fork", tokens, max_tokens=8)
     bench._send(msgspec.structs.replace(fork, fork=Fork("fails", 0, len(tokens))))
-    assert bench.scheduler.memory.held.branches
+    assert bench.scheduler.retained.branches
     while "fails" not in bench.reason:
         bench.step()
-    assert bench.reason["fails"] == "error" and not bench.scheduler.memory.held.branches
+    assert bench.reason["fails"] == "error" and not bench.scheduler.retained.branches
     bench.step()
     assert bench.plans[-1].num_tokens.tolist() == [len(tokens)], "all of it is computed"
     bench.finish()
@@ -465,11 +465,11 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
     monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 100)
     bench = HeldBench()
     bench.keep(tenant="one")
-    holds = bench.scheduler.memory.held
+    holds = bench.scheduler.retained
 
     def check(n: int, share: float = 1.0, tenant: str = "one") -> None:
         request = make_request("b", PROMPT, max_tokens=6, n=n, tenant=tenant)
-        holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share), {})
+        holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share))
 
     check(5)
     with pytest.raises(EngineBusy, match="16 tokens are held or will be, and 96 more"):

@@ -70,7 +70,7 @@ class HeldRules(SchedulerMachine):
 
     def sources(self) -> list[HeldRequest]:
         """All that could be forked, with their tokens."""
-        names = [*self.scheduler.memory.held.by_id, *self.scheduler.lifecycle.sequences]
+        names = [*self.scheduler.retained.by_id, *self.scheduler.lifecycle.sequences]
         asked = [self.core.held(name, index) for name in names for index in range(3)]
         return [one for found in asked for one in found]
 
@@ -86,7 +86,7 @@ class HeldRules(SchedulerMachine):
 
     @rule(pick=st.integers(0, 50), keep_s=st.sampled_from([0.0, 2.0, 50.0]))
     def hold(self, pick: int, keep_s: float) -> None:
-        names = [*self.scheduler.memory.held.by_id, *self.scheduler.lifecycle.sequences]
+        names = [*self.scheduler.retained.by_id, *self.scheduler.lifecycle.sequences]
         if names:
             name = names[pick % len(names)]
             self.core.control(Hold(name, keep_s))
@@ -97,7 +97,7 @@ class HeldRules(SchedulerMachine):
         super().closes()
         if "scheduler" not in vars(self):
             return
-        held = self.scheduler.memory.held
+        held = self.scheduler.retained
         for mine in held.by_id.values():
             for one in mine.values():
                 name = one.request.request_id
@@ -107,10 +107,10 @@ class HeldRules(SchedulerMachine):
                 assert (one in held.standing) == (one.blocks is not None)
 
     def let_go(self) -> None:
-        assert not self.scheduler.memory.held.branches, "of requests that have ended"
+        assert not self.scheduler.retained.branches, "of requests that have ended"
         for one in self.core.held():
             self.core.control(Hold(one.id, 0.0))
-        assert not self.scheduler.memory.held.tables()
+        assert not self.scheduler.retained.evictable(None)
 
 
 class HeldMachine(HeldRules):

@@ -43,7 +43,7 @@ def test_each_block_is_told_as_it_is(groups: tuple[CacheGroup, ...], mode: str) 
                 sequence.num_computed_tokens,
                 len(sequence.known_tokens),
             )
-        held = bench.scheduler.memory.held.all()
+        held = bench.scheduler.retained.all()
         assert state.num_held == len(held) == len(state.held)
         assert {row.id for row in state.held} == {each.request.request_id for each in held}
         assert [row.num_blocks for row in state.held] == [most_blocks(each.blocks) for each in held]

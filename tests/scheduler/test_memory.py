@@ -71,10 +71,10 @@ def test_a_need_is_met_now_beside_a_reserve_and_at_all_beside_pins() -> None:
     memory = Memory(KVManager((FULL, WINDOW), (10, 6), SIZE), 8)
     assert memory.fits([10, 6]) and memory.fits([8, 4], reserve=2)
     assert not memory.fits([9, 4], reserve=2) and not memory.fits([8, 5], reserve=2)
-    memory.pinned.reserved = [4, 1]
+    memory.reserve([4, 1])
     assert memory.fits_at_all([6, 5]) and not memory.fits_at_all([7, 5])
     assert memory.fits([10, 6]), "what pins will hold is not taken yet"
-    assert memory.fits_at_all([10, 6], pinned=[0, 0])
+    assert memory.fits_at_all([10, 6], reserved=[0, 0])
 
 
 def test_the_first_group_with_too_much_of_its_pool_is_named() -> None:

@@ -209,7 +209,7 @@ def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(offers_file, "MOST_KNOWN", 2)
-    offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True)  # type: ignore[arg-type]
+    offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True, SimpleNamespace(room=4))  # type: ignore[arg-type]
     names = [(0, b"a"), (0, b"b"), (0, b"c")]
     offers.take_kept(names[:2], is_lasting=True)
     assert [offers._is_known(*name) for name in names] == [True, True, False]
@@ -224,7 +224,8 @@ def test_after_a_reset_nothing_of_before_is_offered_or_known() -> None:
     lab.add([*PROMPT[1:], 41], num=1)
     lab.answer()
     assert lab.core.plan() is not None
-    offers = lab.scheduler.memory.offers
+    stores = lab.scheduler.stores
+    offers = None if stores is None else stores.offers
     assert offers is not None and offers._known and offers.num_waiting > 0
-    lab.scheduler.memory.reset(b"another epoch")
+    lab.scheduler.memory.reset(b"another epoch", 0.0)
     assert not offers._known and offers.num_waiting == 0

@@ -153,10 +153,10 @@ def test_full_blocks_of_a_pinned_prefix_are_shared() -> None:
     request = make_request("r", [*PREFIX, 40, 41, 42])
     bench.core.add(request)
     sequence = bench.scheduler.lifecycle.sequences["r"]
-    pinned = bench.scheduler.memory.pinned
-    assert pinned.shared_blocks(sequence) == [len(PREFIX) // BLOCK]
+    pinned = bench.scheduler.pinned
+    assert pinned.lasting_blocks(sequence) == [len(PREFIX) // BLOCK]
     bench.core.add(make_request("other", [43, *PREFIX]))
-    assert pinned.shared_blocks(bench.scheduler.lifecycle.sequences["other"]) == [0]
+    assert pinned.lasting_blocks(bench.scheduler.lifecycle.sequences["other"]) == [0]
 
 
 def test_a_pin_leaves_room_for_all_but_the_last_token_of_open_requests() -> None:

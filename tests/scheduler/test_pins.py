@@ -36,7 +36,7 @@ ENDING = [41, 42, 43, 44, 45]
 
 def num_unpinned(bench: "Bench") -> int:
     """Blocks that no pin holds, or will hold."""
-    return bench.kv.pools[0].num_blocks - bench.scheduler.memory.pinned.reserved[0]
+    return bench.kv.pools[0].num_blocks - bench.scheduler.pinned.reserved[0]
 
 
 class Bench:
@@ -125,7 +125,7 @@ class Bench:
 
     @property
     def pins(self) -> dict[str, Pin]:
-        return self.scheduler.memory.pinned.by_id
+        return self.scheduler.pinned.by_id
 
     def held(self, pin: Pin, group: int = 0) -> list[int]:
         assert pin.blocks is not None, "it is not computed"
@@ -180,10 +180,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(caching: bool) -> None:
     assert all(np.array_equal(*pair) for pair in zip(before, bench.written(pin), strict=True))
     assert [bench.kv.pools[0].num_refs(block) for block in blocks] == [1, 1, 1]
     assert bench.num_used == [3] and pin.num_hits == 1
-    assert (
-        bench.scheduler.memory.pinned.num_hits == 1
-        and bench.scheduler.memory.pinned.num_hit_tokens == 11
-    )
+    assert bench.scheduler.pinned.num_hits == 1 and bench.scheduler.pinned.num_hit_tokens == 11
 
 
 @pytest.mark.parametrize(("length", "computed"), [(11, 10), (8, 7), (9, 8), (1, 0)])
@@ -556,7 +553,7 @@ def test_two_pins_of_the_same_tokens() -> None:
     bench = Bench()
     one, two = bench.pin("one"), bench.pin("two")
     assert bench.held(one)[:2] == bench.held(two)[:2]  # of the index
-    assert bench.num_used == [4] and bench.scheduler.memory.pinned.num_blocks == 4
+    assert bench.num_used == [4] and bench.scheduler.pinned.num_blocks == 4
     bench.core.control(Unpin("one"))
     assert bench.num_used == [3]
     request = bench.add("fork", PREFIX + ENDING)

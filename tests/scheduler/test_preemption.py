@@ -66,11 +66,11 @@ def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
     """Blocks of wrong drafts can be cut off again, a state cannot go back."""
     memory = SimpleNamespace(
         kv=SimpleNamespace(has_states=has_states),
-        pinned=SimpleNamespace(reserved=[0]),
+        reserved=[0],
         rates=None,
     )
     rows = SimpleNamespace(is_trying=lambda member: is_trying)
-    member = SimpleNamespace(group=None, is_pin=False, blocks=None)
+    member = SimpleNamespace(group=None, samples=True, blocks=None)
     preemption = Preemption(rows, memory, None, "swap")  # type: ignore[arg-type]
     assert preemption._may_be_swapped([member]) is may_be  # type: ignore[list-item]
 

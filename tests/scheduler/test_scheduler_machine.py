@@ -330,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _unpin(self, name: str) -> None:
         self.core.control(Unpin(name))
         self.reason.setdefault(name, "abort")
-        assert name not in self.scheduler.memory.pinned.by_id
+        assert name not in self.scheduler.pinned.by_id
 
     @rule(pick=st.integers(0, 50), length=st.integers(0, 12), is_last=st.booleans())
     def append(self, pick: int, length: int, is_last: bool) -> None:

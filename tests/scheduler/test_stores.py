@@ -64,7 +64,9 @@ class Lab:
     def orders(self) -> list[Order]:
         """What stores were told, taken out of their hands."""
         assert self.scheduler.stores is not None
-        self.stores.submit(self.scheduler.stores.take_orders())
+        orders = self.scheduler.orders
+        self.stores.submit(orders.copy())
+        orders.clear()
         found, self.stores.pending = self.stores.pending, []
         return found
 
@@ -354,7 +356,7 @@ def test_only_so_many_blocks_are_on_their_way_to_a_store() -> None:
     stores.keep(names[3:], most=4)
     [another] = lab.orders()
     assert [item[:2] for item in another.items] == names[3:4]
-    stores.take(Kept(0, order.ticket, [True] * 3, 99, 0.1))
+    lab.scheduler.control(Kept(0, order.ticket, [True] * 3, 99, 0.1), 0.0)
     stores.keep(names[3:], most=3)
     assert [len(each.items) for each in lab.orders()] == [2]
     assert stores.num_kept == 3

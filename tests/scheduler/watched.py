@@ -63,7 +63,7 @@ def blocks_of(bench: Bench, g: int) -> list[tuple[int, int, int]]:
             holders[block].append(NOBODY)
             pinned.add(block)
     held: set[int] = set()
-    for each in bench.scheduler.memory.held.all():
+    for each in bench.scheduler.retained.all():
         for block in each.blocks.tables[g].live_blocks if each.blocks is not None else ():
             if block != NULL:
                 holders[block].append(NOBODY)

@@ -178,7 +178,7 @@ class Drafting:
         if self._ngrams is None or len(rows) == 0:
             return rows
         self._places[rows] = self._ngrams.places(table, rows)
-        return rows[(self._places[rows] >= 0) | table.has_grammar[rows]]
+        return rows[(self._places[rows] >= 0) | table.is_masked[rows]]
 
     def follow(self) -> None:
         """See Guesses."""

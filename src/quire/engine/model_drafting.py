@@ -259,7 +259,7 @@ class ModelDrafting:
         size, begun = self._traits.block_size, work.guesser.num_computed
         in_prompt = begun < work.sequence.num_prompt_tokens
         has_filled = in_prompt and work.end // size > begun // size
-        may_lag = self._traits.may_lag and not work.sequence.is_pin  # others fork its last block
+        may_lag = self._traits.may_lag and work.sequence.samples  # others fork its last block
         return work.num > 0 or has_filled or (work.end > begun and not may_lag)
 
     def _within_budget(self, due: list[_Work]) -> list[_Work]:

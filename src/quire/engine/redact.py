@@ -73,9 +73,8 @@ class Context:
             if group.search is not None
             for found in group.candidates.values()
         }
-        memory = scheduler.memory
-        held = {*memory.held.by_id, *memory.held.branches}
-        names = frozenset({*lifecycle.sequences, *memory.pinned.by_id, *held})
+        held = {*scheduler.retained.by_id, *scheduler.retained.branches}
+        names = frozenset({*lifecycle.sequences, *scheduler.pinned.by_id, *held})
         return cls(names, [s.request for s in sequences], stops)
 
 

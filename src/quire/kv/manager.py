@@ -5,6 +5,7 @@ is a number of leading blocks, equal for all groups, such that each group finds 
 index that the token right after the hit needs (base/cache_group.py).
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,15 +22,15 @@ class KVBlocks:
     """A prefix hit: leading tokens that need not be computed, and their blocks by group.
 
     LOAD stands for a block that host memory holds; host: by group, logical index -> host block.
-    is_pinned, is_held: the blocks are those of a pinned prefix, or of a held request, and the last
-    one may not be full.
+    source: the kind of tables that have the blocks, whose last one may not be full; empty if the
+    index has them. is_in_use: somebody holds all of them, and none is to be loaded.
     """
 
     num_tokens: int
     blocks: tuple[list[int], ...]
     host: tuple[dict[int, int], ...] = ()
-    is_pinned: bool = False
-    is_held: bool = False
+    source: str = ""
+    is_in_use: bool = False
 
     @property
     def num_loads(self) -> int:
@@ -266,7 +267,7 @@ class KVManager:
         """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
         copy of a last one that is not full."""
         pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
-        if hit.is_held:  # in use, all of them
+        if hit.is_in_use:
             return int(copied)
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
@@ -283,7 +284,7 @@ class KVManager:
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
         names from now on: loads come before the forward pass of the plan being made."""
-        if hit.is_held:  # nobody takes one of them meanwhile, and none is to load
+        if hit.is_in_use:  # nobody takes one of them meanwhile
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)
             sequence.num_indexed = hit.num_tokens // self.block_size
@@ -441,6 +442,19 @@ class KVManager:
             len({block_id for mine in tables for block_id in mine[g].live_blocks})
             for g in range(len(self.groups))
         ]
+
+    def num_only_in(
+        self, tables: Sequence[SequenceBlocks], but: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        """Count the blocks, by cache group, that would come free if these tables were freed. but:
+        blocks, by cache group, that are not counted."""
+        found = []
+        for g, pool in enumerate(self.pools):
+            held = Counter(b for sequence in tables for b in sequence.tables[g].live_blocks)
+            others = set(but[g]) if but else set()
+            free = (b for b, num in held.items() if num == pool.num_refs(b) and b not in others)
+            found.append(sum(1 for _ in free))
+        return found
 
     def swap_out(
         self, sequences: Sequence[SequenceBlocks]

@@ -15,7 +15,7 @@ from quire.kv.manager import KVBlocks
 from quire.scheduler.budget_shares import competing_head
 from quire.scheduler.in_flight import Blocks, SharedBlocks
 from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.memory import Memory
+from quire.scheduler.memory import Memory, Needs
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.rows import Rows
@@ -70,15 +70,11 @@ class Admission:
         its own."""
         if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
             return False
-        if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
+        if self._must_wait_for_prompt(sequence) or not self._could_have_group(sequence):
             return False
-        while True:
-            hit = self._memory.find_hit(sequence)
-            num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
-            if self._has_blocks(sequence, hit, num_new):
-                return True
-            if not self._memory.held.give_way(sequence):
-                return False
+        hit = self._memory.find_hit(sequence)
+        num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
+        return self._could_have_blocks(sequence, hit, num_new)
 
     def reserve(self, sequence: Sequence) -> int:
         """Count the blocks that must stay free if this waiting sequence is admitted."""
@@ -116,7 +112,7 @@ class Admission:
     ) -> int | None:
         """Admit a sequence that has computed nothing but what it finds in the index; the tokens
         that it gets, None if it must wait."""
-        if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
+        if self._must_wait_for_prompt(sequence) or not self._make_room_for_group(sequence):
             return None
         memory, lifecycle = self._memory, self._lifecycle
         while True:
@@ -130,22 +126,20 @@ class Admission:
                 return None  # its tokens see each other: it waits for a step that has room for all
             if self._has_blocks(sequence, hit, num_new):
                 break
-            if not memory.held.give_way(sequence):  # after that it may find less
+            if not self._could_have_blocks(sequence, hit, num_new):
+                return None
+            if not memory.evict_one(sequence):  # after that it may find less
                 return None
         appended = memory.start(sequence, num_new, hit)
         if appended is None:
             return None
-        memory.held.begin(sequence)
         builder.started.append(lifecycle.start(sequence, hit.num_tokens, now))
         builder.add_table(sequence, hit.num_tokens // memory.block_size)
         builder.add_blocks(sequence.row, appended)
         held = [table.blocks for table in sequence.blocks.tables]
         found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]
         self._grant(sequence, num_new, builder, found)
-        is_back = sequence.num_preemptions > 0 or sequence.report is not None  # or an open one
-        if not is_back:
-            memory.pinned.count_hit(sequence)
-            lifecycle.report_prefix(sequence, hit, now)
+        memory.begin(sequence, hit, now)
         if hit.num_loads:
             self._load(sequence, builder)
         return num_new
@@ -169,9 +163,9 @@ class Admission:
         members = [m for m in sequence.members if m.host_blocks is not None]
         if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
             return None
-        while not self._memory.fits_back(members, self.reserve(sequence)):
-            if not self._memory.held.give_way():
-                return None
+        needs = self._memory.needs_to_return(members, self.reserve(sequence))
+        if not self._memory.make_room(needs):
+            return None
         builder.add_moves(MoveKind.LOAD, self._memory.swap_in(members))
         for member in members:
             started = self._lifecycle.start(member, member.num_swapped_tokens, now)
@@ -236,6 +230,11 @@ class Admission:
         reserve = self.reserve(sequence)
         return self._memory.fits(self._memory.needs_to_start(sequence, hit, num_new), reserve)
 
+    def _could_have_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
+        """Tell whether it has these blocks if what others can do without is evicted."""
+        needs, reserve = self._memory.needs_to_start(sequence, hit, num_new), self.reserve(sequence)
+        return self._memory.could_fit(needs, reserve, sequence, hit.blocks)
+
     def _worst_growth(self, sequence: Sequence) -> int:
         """Count the blocks that all that run, and this sequence's request, lack up to their
         limits."""
@@ -248,21 +247,31 @@ class Admission:
                 lacking += num * growth(other.num_computed_tokens, other.limit)
         return lacking
 
-    def _fits_beside(self, sequence: Sequence) -> bool:
-        """Tell whether the whole group of a sequence that waits can come in now. Only its first
-        member asks this; it holds for all that follow."""
+    def _group_needs(self, sequence: Sequence) -> Needs | None:
+        """Return what the whole group of a waiting sequence needs to come in, for the first of its
+        members: those that follow need nothing. None if there are too few rows."""
         group = sequence.group
         if group is None or group.running:
-            return True
+            return ()
         waiting = group.unfinished
         if self._rows.num_free < len(waiting) + _num_to_come(group):
-            return False
+            return None
         longest = max(member.num_known_tokens for member in waiting)
-        needs = self._memory.needs_of_all(sequence, longest, len(waiting))
-        while not self._memory.fits(needs, self.reserve(sequence)):
-            if not self._memory.held.give_way(sequence):
-                return False
-        return True
+        return self._memory.needs_of_all(sequence, longest, len(waiting))
+
+    def _could_have_group(self, sequence: Sequence) -> bool:
+        """Tell whether the whole group of a sequence could come in now."""
+        needs = self._group_needs(sequence)
+        if not needs:
+            return needs is not None
+        return self._memory.could_fit(needs, self.reserve(sequence), sequence)
+
+    def _make_room_for_group(self, sequence: Sequence) -> bool:
+        """Make room for the whole group of a sequence; whether it can come in."""
+        needs = self._group_needs(sequence)
+        if not needs:
+            return needs is not None
+        return self._memory.make_room(needs, self.reserve(sequence), sequence)
 
     def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
         """Tell whether a member that comes back would compute what another one is just

@@ -4,8 +4,10 @@
 
 While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample;
 the last piece closes it. An open prompt without anything to compute is parked, in nobody's way; so
-is a request whose grammar is not compiled yet.
+is a request that is blocked by something else, such as a grammar that is not compiled yet.
 """
+
+from collections.abc import Sequence as Seq
 
 import numpy as np
 
@@ -13,11 +15,11 @@ from quire.base.errors import REQUEST_FAILED
 from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Append, GrammarReady, Request
 from quire.base.step_outputs import Failure, Finish
+from quire.scheduler.extension import Extension
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import Sequence, SequenceGroup, State
-from quire.scheduler.stores import Stores
+from quire.scheduler.sequence import READY, Sequence, SequenceGroup, State
 from quire.scheduler.time_limits import TimeLimits
 from quire.scheduler.two_level import PATIENCE
 
@@ -30,12 +32,12 @@ class Arrivals:
         rows: Rows,
         memory: Memory,
         lifecycle: Lifecycle,
-        stores: Stores | None,
+        extensions: Seq[Extension],
         max_model_len: int,
     ) -> None:
         self.time_limits = TimeLimits()
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
-        self._stores = stores
+        self._extensions = extensions
         self._max_model_len = max_model_len
         self._num_arrivals = 0
 
@@ -56,7 +58,7 @@ class Arrivals:
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
-            lacks_grammar=bool(request.grammar) or request.is_held_back,
+            blockers=frozenset((READY,) if request.grammar or request.is_held_back else ()),
             keep_s=request.keep_s,
         )
         if num > 1 or request.params.use_beam_search:
@@ -66,10 +68,10 @@ class Arrivals:
     def enter(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, or park it until it has what it needs first."""
         self._num_arrivals += sequence.request.params.num_samples
-        is_parked = not sequence.has_something_to_compute
-        if self._stores is not None and not is_parked:
-            is_parked = self._stores.begin(sequence)
-        self._lifecycle.enter(sequence, is_parked or sequence.lacks_grammar, now)
+        for extension in self._extensions:
+            extension.enter(sequence, now)
+        is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
+        self._lifecycle.enter(sequence, is_parked, now)
         self.time_limits.add(sequence)
 
     def append(self, message: Append, now: float) -> None:
@@ -95,24 +97,23 @@ class Arrivals:
         if sequence.state is State.PARKED and sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)
 
-    def take_grammar(self, message: GrammarReady, now: float) -> None:
-        """Let a request in whose grammar is ready, unless it lacks something else. If the grammar
-        cannot be had, the request ends with an error."""
+    def take_ready(self, message: GrammarReady, now: float) -> None:
+        """Let a request in that is ready now, unless it lacks something else. One that could not be
+        made ready ends with an error."""
         sequence = self._lifecycle.sequences.get(message.request_id)
-        if sequence is None or not sequence.lacks_grammar:
+        if sequence is None or READY not in sequence.blockers:
             return  # it has ended
         if message.error is not None:
             error = Failure.of_request(message.error)
             self._lifecycle.drop(sequence, Finish("error", error=error), now)
             return
-        sequence.lacks_grammar = False
+        sequence.blockers -= {READY}
         self._lifecycle.tell(GrammarTaken(now, message.request_id))
-        is_asked_for = self._stores is not None and self._stores.is_asked_for(sequence)
-        if sequence.has_something_to_compute and not is_asked_for:
+        if sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)
 
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
-        """Tell whether so many sequences of this request fit into what pins leave."""
+        """Tell whether so many sequences of this request fit into what is not reserved."""
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
 
     def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:

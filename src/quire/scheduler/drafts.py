@@ -115,7 +115,7 @@ class Drafts:
         if table.computed[row] != table.total[row]:
             return False
         if self._on_device:
-            if table.has_grammar[row] or self._memory.kv.has_states:
+            if table.is_masked[row] or self._memory.kv.has_states:
                 return False  # masks, and states behind right guesses, are the host's matter
         elif table.total[row] != table.known[row]:
             return False
@@ -123,7 +123,7 @@ class Drafts:
 
     def _may_ever_try(self, sequence: Sequence) -> bool:
         group = sequence.group
-        if sequence.is_pin or sequence.is_open or sequence.is_beam:
+        if not sequence.samples or sequence.is_open or sequence.is_beam:
             return False
         if sequence.request.params.logits_processors:  # they may remember what they were asked
             return False

@@ -13,22 +13,38 @@ on the device, in host memory and in stores, and what is not found is computed a
 blocks a request takes changes by this, never a token. Tokens have a bound and a time.
 """
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.messages import Fork, HeldRequest, Hold, PutBack, Request, Rewind, without_prompt
+from quire.base.messages import (
+    Fork,
+    HeldRequest,
+    Hold,
+    PutBack,
+    Request,
+    Rewind,
+    without_prompt,
+)
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
-from quire.kv.table import NULL, Appended
+from quire.kv.table import NULL
 from quire.scheduler.decisions import HeldView
+from quire.scheduler.extension import (
+    CacheListener,
+    Extension,
+    Handler,
+    HitSource,
+    StepExtension,
+)
+from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Sequence, State
 
+SOURCE = "held"  # as the report of a hit calls it
 MOST_HELD = 1024  # sequences
 MOST_HELD_TOKENS = 1 << 24  # of all of them: 64 MiB
 KEPT_REASONS = ("stop", "length", "repetition")  # with which a request has come to its end
@@ -68,36 +84,59 @@ class Branch:
     source_id: str
 
 
-class Holds:
+class Holds(HitSource, CacheListener, Extension, StepExtension):
     """All that is held, and the branches of forks that wait.
 
-    by_id: by request id and index. standing: those that have blocks, the first to give way first.
-    next_s: when the next one's time is over; None is never.
-    branches: by the fork's request id. spent: of forks that the plan being made has begun: it
-    copies from their blocks. copied: (group, block) that rows of this plan copy from, which shared
-    it until then; kept_copied: those of them that stay for as long, as who shared them gave way.
-    changes: the names of what was held, changed or let go since somebody asked; None if nobody
-    does.
+    sequences: those that have not ended. by_id: by request id and index. standing: those that have
+    blocks, the first to be evicted first. branches: by the fork's request id. spent: of forks that
+    the plan being made has begun: it copies from their blocks. changes: the names of what was held,
+    changed or let go since somebody asked; None if nobody does.
     """
 
     changes: dict[tuple[str, int], None] | None = None
 
-    def __init__(self, kv: KVManager) -> None:
+    def __init__(self, kv: KVManager, rows: Rows, sequences: Mapping[str, Sequence]) -> None:
         self.by_id: dict[str, dict[int, Held]] = {}
         self.standing: list[Held] = []
-        self.branches: dict[str, Branch] = {}
+        self.entries = self.branches = dict[str, Branch]()
         self.spent: list[SequenceBlocks] = []
-        self.copied: list[tuple[int, int]] = []
-        self.kept_copied: list[tuple[int, int]] = []
-        self.next_s: float | None = None
-        self._kv = kv
+        self._kv, self._rows, self._sequences = kv, rows, sequences
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """See Extension."""
+        return {Hold: self.hold, PutBack: self.put_back, Rewind: self.rewind}
+
+    def accept(self, request: Request) -> bool:
+        """See Extension."""
+        if request.request_id in self.by_id:
+            raise RequestError(f"a request {request.request_id!r} is held; choose another id.")
+        if request.keep_s:
+            self.check(request)
+        return False
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
+        that it shares them with copies before it writes."""
+        if sequence.keep_s:
+            sequence.watch(self)
+        if sequence.request.fork is None:
+            return
+        sequence.watch(self)
+        running = self.branch(sequence)
+        if running is not None:
+            self._rows.share(running.row)
+
+    def leave(self, sequence: Sequence, reason: str, now: float) -> None:
+        """See Extension. What is to be held takes over the blocks."""
+        if sequence.keep_s and reason in KEPT_REASONS:
+            self.keep(sequence, now)
 
     # ---- from the end of a request to the end of its time ------------------------------------
 
-    def check(self, request: Request, sequences: Mapping[str, Sequence]) -> None:
-        """Raise EngineBusy if there is no room to hold a request when it ends. sequences: those
-        that have not ended; what they are to leave counts as held."""
-        open_ = [(s.request, s.limit) for s in sequences.values() if s.keep_s]
+    def check(self, request: Request) -> None:
+        """Raise EngineBusy if there is no room to hold a request when it ends. Requests that are to
+        be held when they end count, too."""
+        open_ = [(s.request, s.limit) for s in self._sequences.values() if s.keep_s]
         open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
         kept = [(held.request, len(held.tokens)) for held in self.all()]
         kept += open_
@@ -185,12 +224,12 @@ class Holds:
         if self.changes is not None:
             self.changes[held.request.request_id, held.index] = None
 
-    def hold(self, message: Hold, sequences: Mapping[str, Sequence], now: float) -> None:
+    def hold(self, message: Hold, now: float) -> None:
         """Keep a request for longer, or shorter, from now on; 0 seconds: let it go. One that has
         not ended is told how long it will be kept."""
-        sequence = sequences.get(message.request_id)
+        sequence = self._sequences.get(message.request_id)
         if sequence is not None and message.tenant in (None, sequence.request.tenant):
-            self._keep_open(sequence, message.keep_s, sequences)
+            self._keep_open(sequence, message.keep_s)
         for held in list(self.by_id.get(message.request_id, {}).values()):
             if message.tenant not in (None, held.request.tenant):
                 continue
@@ -200,21 +239,20 @@ class Holds:
                 self._remove(message.request_id, held.index)
         self._find_next()
 
-    def _keep_open(
-        self, sequence: Sequence, keep_s: float, sequences: Mapping[str, Sequence]
-    ) -> None:
+    def _keep_open(self, sequence: Sequence, keep_s: float) -> None:
         """Note how long one that has not ended will be held; not, if it cannot be, or if there is
         no room for it."""
         if keep_s and not sequence.keep_s:
             try:
                 check_kept(sequence.request, keep_s)
-                self.check(sequence.request, sequences)
+                self.check(sequence.request)
             except RequestError:
                 return
         for member in sequence.members:
             member.keep_s = keep_s
+            member.watch(self)
 
-    def rewind(self, message: Rewind) -> None:
+    def rewind(self, message: Rewind, now: float) -> None:
         """Drop the last tokens of what is held; at least one stays."""
         held = self.by_id.get(message.request_id, {}).get(message.index)
         if held is None or message.tenant not in (None, held.request.tenant):
@@ -230,21 +268,19 @@ class Holds:
         if held.blocks is not None:
             self._cut(held.blocks, held.num_computed)
 
-    def drop_late(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Let go what has been held for its time."""
-        if self.next_s is None or self.next_s > now:
-            return
         for held in [held for held in self.all() if held.ends_s <= now]:
             self._remove(held.request.request_id, held.index)
 
     # ---- forks -------------------------------------------------------------------------------
 
-    def branch(self, sequence: Sequence, sequences: Mapping[str, Sequence]) -> Sequence | None:
-        """Make the branch of a fork that has arrived, if what it goes on from is there; returns the
-        sequence that it shares blocks with and that runs. sequences: those that have not ended."""
+    def branch(self, sequence: Sequence) -> Sequence | None:
+        """Make the branch of a fork that has arrived, if what it continues is there; returns the
+        sequence that it shares blocks with and that runs."""
         request, fork = sequence.request, sequence.request.fork
         assert fork is not None, "it is no fork"
-        found = self.find(fork, sequences)
+        found = self.find_source(fork)
         if found is None:
             return None
         if _are_named_alike(found.request, request):  # so they need not be hashed again
@@ -264,52 +300,42 @@ class Holds:
         self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
         return found
 
-    def find(self, fork: Fork, sequences: Mapping[str, Sequence]) -> Held | Sequence | None:
-        """Find what a fork goes on from: held, or not ended. An index of -1 is any."""
+    def find_source(self, fork: Fork) -> Held | Sequence | None:
+        """Find what a fork continues: held, or not ended. An index of -1 is any."""
         held = self.by_id.get(fork.request_id, {})
-        sequence = sequences.get(fork.request_id)
+        sequence = self._sequences.get(fork.request_id)
         members = [] if sequence is None or sequence.is_beam else sequence.members
         alive = (m for m in members if m.state is not State.ENDED)
         found: list[Held | Sequence] = [*held.values(), *alive]
         return next((each for each in found if fork.index in (-1, each.index)), None)
 
-    def hit(self, sequence: Sequence) -> KVBlocks | None:
-        """Return the blocks of the branch that a sequence may begin with; the last of them may be
-        partly full."""
+    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
+        """See HitSource: the branch of a fork, whose last block may be partly full."""
         branch, num_tokens = self._usable(sequence)
-        if branch is None:
-            return None
+        if branch is None or (best is not None and best.num_tokens > num_tokens):
+            return best
         num_blocks = -(-num_tokens // self._kv.block_size)
         blocks = tuple(table.blocks[:num_blocks] for table in branch.blocks.tables)
-        return KVBlocks(num_tokens, blocks, is_held=True)
+        return KVBlocks(num_tokens, blocks, source=SOURCE, is_in_use=True)
 
-    def num_usable_tokens(self, sequence: Sequence) -> int:
-        """Count the tokens of that hit."""
+    def num_tokens(self, sequence: Sequence) -> int:
+        """See HitSource."""
         return self._usable(sequence)[1]
 
-    def begin(self, sequence: Sequence) -> None:
-        """Note that a sequence has got a row: what it takes of its branch, it has."""
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """See HitSource: what a sequence takes of its branch, it has."""
         branch = self.branches.pop(sequence.request.request_id, None)
         if branch is not None:
             self.spent.append(branch.blocks)
 
-    def note_copies(self, appended: Seq[Appended]) -> None:
-        """Take note of what a row of the plan that is being made copies, by cache group."""
-        if self.standing or self.branches:
-            pairs = ((g, copy) for g, one in enumerate(appended) for copy in one.copies)
-            self.copied += [(g, source) for g, (source, _) in pairs]
-
-    def end_plan(self) -> None:
+    def end_plan(self, now: float) -> None:
         """Let go what the plan that was just made copies from: blocks that are freed in a plan may
         be written by it, and what it loads is written before it copies."""
         spent, self.spent = self.spent, []
         for blocks in spent:
             self._kv.free(blocks)
-        for g, block_id in self.kept_copied:
-            self._kv.release_block(g, block_id)
-        self.copied, self.kept_copied = [], []
 
-    def drop(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """Forget the branch of a sequence that has ended before it got a row."""
         branch = self.branches.pop(sequence.request.request_id, None)
         if branch is not None:
@@ -339,32 +365,31 @@ class Holds:
                 if all(table.blocks[num_blocks - 1] != NULL for table in branch.blocks.tables):
                     yield num_blocks * size
 
-    # ---- what gives way ----------------------------------------------------------------------
+    # ---- eviction ----------------------------------------------------------------------------
 
-    def give_way(self, spared: Sequence | None = None) -> bool:
-        """Free the blocks of what nobody has gone on from for the longest time; whether there was
-        something. spared: whose branch goes last."""
-        self._keep_copied()
+    def evict_one(self, spared: Sequence | None = None) -> bool:
+        """See HitSource. The tables go first that were forked least recently; then branches."""
         if self.standing:
             self._give_up(self.standing[0])
             return True
-        own = None if spared is None else spared.request.request_id
-        names = sorted(self.branches, key=lambda name: name == own)
+        names = self._branches_to_evict(spared)
         if names:
             self._kv.free(self.branches.pop(names[0]).blocks)
         return bool(names)
 
-    def _keep_copied(self) -> None:
-        """Hold what this plan copies until it is made."""
-        copied, self.copied = self.copied, []
-        for g, block_id in copied:
-            if self._kv.share_block(g, block_id):
-                self.kept_copied.append((g, block_id))
+    def evictable(self, spared: Sequence | None) -> list[SequenceBlocks]:
+        """See HitSource."""
+        held = [held.blocks for held in self.standing if held.blocks is not None]
+        return held + [self.branches[name].blocks for name in self._branches_to_evict(spared)]
 
-    def distrust(self, failed: Seq[Sequence]) -> None:
-        """Keep no blocks of what requests that have failed went on from, nor of what that went on
-        from, whose blocks it shares; and begin no fork with theirs: the error may have come with
-        any of their tokens."""
+    def _branches_to_evict(self, spared: Sequence | None) -> list[str]:
+        """List whose branches go, in this order."""
+        own = None if spared is None else spared.request.request_id
+        return sorted(self.branches, key=lambda name: name == own)
+
+    def fail(self, failed: Collection[Sequence], now: float) -> None:
+        """Drop the blocks of every ancestor of a failed request, and begin no fork with its blocks:
+        the error may be in any shared block."""
         ids = {sequence.request.request_id for sequence in failed}
         for name in [name for name, each in self.branches.items() if each.source_id in ids]:
             self._kv.free(self.branches.pop(name).blocks)
@@ -384,9 +409,9 @@ class Holds:
             request = held.request
         return found
 
-    def start_over(self) -> None:
+    def reset(self, now: float) -> None:
         """Use nothing any more that was computed before: the tokens are left."""
-        while self.give_way():
+        while self.evict_one():
             pass
         for held in self.all():
             held.digests = []
@@ -415,21 +440,14 @@ class Holds:
             }
         )
 
-    def tables(self) -> list[SequenceBlocks]:
-        """List what is held in blocks."""
-        held = [held.blocks for held in self.standing if held.blocks is not None]
-        return held + [branch.blocks for branch in self.branches.values()]
-
     def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
         """List what is held, without its tokens; tenant: whose, None is everybody's."""
         mine = [h for h in self.all() if tenant in (None, h.request.tenant)]
         return [told_of(held, self._num_blocks(held.blocks), now) for held in mine]
 
-    def ask(
-        self, fork: Fork, sequences: Mapping[str, Sequence], tenant: str | None, now: float
-    ) -> HeldRequest | None:
-        """Tell of what may be forked, with its tokens."""
-        found = self.find(fork, sequences)
+    def ask(self, fork: Fork, tenant: str | None, now: float) -> HeldRequest | None:
+        """Report what may be forked, with its tokens."""
+        found = self.find_source(fork)
         if found is None or tenant not in (None, found.request.tenant):
             return None
         if isinstance(found, Held):

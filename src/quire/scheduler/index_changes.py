@@ -11,12 +11,13 @@ names are taken away again, which is a change like any other.
 """
 
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quire.base.messages import Request
 from quire.kv.pool import BlockPool
+from quire.scheduler.extension import CacheListener
 from quire.scheduler.sequence import Int32, Sequence
 
 
@@ -42,7 +43,7 @@ class IndexDelta(NamedTuple):
     block_size: int
 
 
-class IndexWatch:
+class IndexWatch(CacheListener):
     """Gathers what changes in the indexes of pools between two calls of `take`. device, host: by
     cache group; of the host none if nothing is cached there."""
 
@@ -62,13 +63,19 @@ class IndexWatch:
         for _, _, pool in self._watched:
             pool.changes = []
 
-    def explain(self, sequences: Seq[Sequence], firsts: list[int], lasts: Seq[int]) -> None:
-        """Note what the names of these blocks stand for: they may be given now."""
-        tokens = self._tokens(sequences, firsts, lasts) if self._keeps_tokens else None
+    def named(
+        self, sequences: Seq[Sequence], firsts: Seq[int], counts: Seq[int], blocks: Seq[Any]
+    ) -> None:
+        """See CacheListener: note what the names of these blocks stand for."""
+        tokens = self._tokens(sequences, firsts, counts) if self._keeps_tokens else None
         digests, requests = [s.digests for s in sequences], [s.request for s in sequences]
-        self._named.append(Named(digests, firsts, lasts, requests, tokens))
+        self._named.append(Named(digests, list(firsts), counts, requests, tokens))
 
-    def _tokens(self, sequences: Seq[Sequence], firsts: list[int], lasts: Seq[int]) -> Int32:
+    def loaded(self, sequence: Sequence, num_blocks: int) -> None:
+        """See CacheListener."""
+        self.named([sequence], [0], [num_blocks], ())
+
+    def _tokens(self, sequences: Seq[Sequence], firsts: Seq[int], lasts: Seq[int]) -> Int32:
         """Copy the tokens of these blocks."""
         size = self._block_size
         parts = [
@@ -77,7 +84,7 @@ class IndexWatch:
         ]
         return parts[0].copy() if len(parts) == 1 else np.concatenate(parts)
 
-    def clear(self) -> None:
+    def reset(self, now: float) -> None:
         """Note that all names were forgotten."""
         self._was_cleared = True
         for _, _, pool in self._watched:

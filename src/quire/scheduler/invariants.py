@@ -1,24 +1,29 @@
 """What must hold of a scheduler's owners between two calls; for tests."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from quire.base.cache_group import STATE
-from quire.kv.manager import KVManager
+from quire.kv.manager import KVManager, SequenceBlocks
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import State
-from quire.scheduler.stores import Stores
 
 
-def check_memory(memory: Memory, rows: Rows, lifecycle: Lifecycle, stores: Stores | None) -> None:
-    """Assert that every block is held by exactly those whose tables name it."""
+def check_memory(
+    memory: Memory,
+    rows: Rows,
+    lifecycle: Lifecycle,
+    others: list[SequenceBlocks],
+    on_order: Sequence[Callable[[int], list[int]]],
+) -> None:
+    """Assert that every block is held by exactly those whose tables name it. others: tables that
+    features hold; on_order: host blocks of a group that orders name."""
     alive = [m for s in lifecycle.sequences.values() for m in s.members]
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
-    on_order = [] if stores is None else [stores.held_blocks]
-    held = [sequence.blocks for sequence in rows.sequences()]
-    held += memory.pinned.tables() + memory.held.tables()
-    assert not memory.held.spent, "what a plan has begun with is still held"
+    held = [sequence.blocks for sequence in rows.sequences()] + others
     kv: KVManager = memory.kv
     kv.check_invariants(held, away, *on_order)
     for sequence in rows.sequences():
@@ -66,7 +71,7 @@ def check_lives(rows: Rows, lifecycle: Lifecycle) -> None:
         is_queued = member.state in (State.WAITING, State.SWAPPED)
         is_swapped = member.host_blocks is not None
         assert not is_queued or is_swapped == (member.state is State.SWAPPED), "swapped out"
-        assert not member.lacks_grammar or member.state is State.PARKED, "runs without its grammar"
+        assert not member.blockers or member.state is State.PARKED, "runs without what it lacks"
         num_queued += is_queued
     assert num_queued == len(lifecycle.queue), "a sequence was lost, or one that ended waits"
     assert running <= set(alive), "one that has ended runs"

@@ -15,9 +15,8 @@ only writer of the queue and of the events.
 
 from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
 from quire.base.plan import RowStart
+from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import Finish
-from quire.kv.manager import KVBlocks
-from quire.scheduler.held import KEPT_REASONS
 from quire.scheduler.memory import Memory
 from quire.scheduler.policy import MakePolicy
 from quire.scheduler.progress import SchedulerProgress
@@ -117,6 +116,7 @@ class Lifecycle:
             due_at=leader.due_at,
             keep_s=leader.keep_s,
             is_renamed=leader.is_renamed,
+            watchers=leader.watchers,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
         self._rows.hand_to(child)
@@ -157,9 +157,9 @@ class Lifecycle:
         self._tell_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Let a sequence into the queue: what it lacked has come. Without its grammar it waits
-        on."""
-        if sequence.lacks_grammar:
+        """Let a sequence into the queue: what it lacked has come. One that is blocked by
+        something else waits on."""
+        if sequence.blockers:
             return
         sequence.state = State.WAITING if sequence.host_blocks is None else State.SWAPPED
         if sequence.num_preemptions:
@@ -176,9 +176,8 @@ class Lifecycle:
     def end(self, sequence: Sequence, reason: str, now: float) -> None:
         """End a sequence: `reason` is that of a `Finish`. The request ends with the last of its
         sequences."""
-        self._memory.misses.leave(sequence)
-        if sequence.keep_s and reason in KEPT_REASONS:
-            self._memory.held.keep(sequence, now)
+        for watcher in sequence.watchers:
+            watcher.leave(sequence, reason, now)
         if sequence.state is State.RUNNING:
             self._take_rows([sequence], is_swapped=False)
         elif sequence.state is not State.PARKED:
@@ -220,15 +219,13 @@ class Lifecycle:
         ended, self.ended = self.ended, []
         return ended
 
-    def report_prefix(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """Tell of a request that was just admitted what its prompt found in the cache."""
-        misses = self._memory.misses
-        sequence.report = misses.report(sequence, hit, now)
-        misses.enter(sequence)
-        says_something = sequence.report.num_tokens > 0 or sequence.report.miss
+    def report_prefix(self, sequence: Sequence, report: PrefixReport, now: float) -> None:
+        """Tell what the prompt of a request that was just admitted found in the cache."""
+        sequence.report = report
+        says_something = report.num_tokens > 0 or report.miss
         if says_something and not sequence.is_beam:  # of a search all is told at the end
             self.admitted.append(sequence)
-        self.events.append(PrefixFound(now, sequence.request.request_id, sequence.report))
+        self.events.append(PrefixFound(now, sequence.request.request_id, report))
 
     def tell(self, event: Event, is_first: bool = False) -> None:
         """Note what has happened. is_first: before all else that this door's call has told."""

@@ -25,31 +25,36 @@ from quire.base.live import (
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.kv.table import NULL
 from quire.scheduler.admission import Admission
-from quire.scheduler.held import Held
+from quire.scheduler.held import Held, Holds
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
+from quire.scheduler.pinned import PinnedPrefixes
 from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import Int64, Sequence, State
+from quire.scheduler.scheduler_core import SchedulerCore
+from quire.scheduler.sequence import READY, Int64, Sequence, State
 
 MOST_TOLD = 100  # of a kind, one by one
 
 
-def live_state(rows: Rows, memory: Memory, lifecycle: Lifecycle, admission: Admission) -> LiveState:
+def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> LiveState:
     """Return what is now."""
+    rows, memory, lifecycle, admission = core.rows, core.memory, core.lifecycle, core.admission
     running = rows.sequences()
     oldest_last = sorted(running, key=lambda sequence: -sequence.arrival)
     queue, parked = lifecycle.queue.waiting(), _parked(lifecycle)
     told = list(itertools.islice((*queue, *parked), MOST_TOLD))
-    held = memory.held.all()
+    held = retained.all()
+    kept = [(blocks, HELD) for blocks in retained.evictable(None)]
+    kept += [(blocks, PINNED) for blocks in pinned.tables()]
     return LiveState(
-        groups=[_block_map(memory, g, oldest_last) for g in range(len(memory.kv.groups))],
+        groups=[_block_map(memory, g, oldest_last, kept) for g in range(len(memory.kv.groups))],
         running=[_running(sequence) for sequence in running],
         waiting=[
             _waiting(sequence, _reason(sequence, i == 0, rows, memory, lifecycle, admission))
             for i, sequence in enumerate(told)
         ],
         num_waiting=len(queue) + len(parked),
-        pinned=_pinned(memory),
+        pinned=_pinned(pinned),
         held=[_held(each) for each in held[:MOST_TOLD]],
         num_held=len(held),
         host=HostMemory(*memory.kv.host_occupancy()),
@@ -70,7 +75,12 @@ def _parked(lifecycle: Lifecycle) -> list[Sequence]:
     return [member for member in members if member.state is State.PARKED]
 
 
-def _block_map(memory: Memory, g: int, oldest_last: list[Sequence]) -> BlockMap:
+def _block_map(
+    memory: Memory,
+    g: int,
+    oldest_last: list[Sequence],
+    kept: list[tuple[SequenceBlocks, int]],
+) -> BlockMap:
     refs, indexed = memory.kv.occupancy(g)
     sharers = np.array(refs, np.int32)
     states = np.zeros_like(sharers)
@@ -79,10 +89,8 @@ def _block_map(memory: Memory, g: int, oldest_last: list[Sequence]) -> BlockMap:
     owners = np.full_like(sharers, NOBODY)
     for sequence in oldest_last:
         owners[_there(sequence.blocks.tables[g].live_blocks)] = number_of(sequence)
-    for blocks in memory.held.tables():
-        states[_there(blocks.tables[g].live_blocks)] = HELD
-    for blocks in memory.pinned.tables():
-        states[_there(blocks.tables[g].live_blocks)] = PINNED
+    for blocks, state in kept:
+        states[_there(blocks.tables[g].live_blocks)] = state
     return BlockMap(memory.kv.groups[g].kind, owners, sharers, states)
 
 
@@ -90,7 +98,7 @@ def _there(blocks: list[int]) -> Int64:
     return np.array([block for block in blocks if block != NULL], np.int64)
 
 
-def _pinned(memory: Memory) -> list[PinnedRow]:
+def _pinned(pinned: PinnedPrefixes) -> list[PinnedRow]:
     return [
         PinnedRow(
             pin.request.request_id,
@@ -99,7 +107,7 @@ def _pinned(memory: Memory) -> list[PinnedRow]:
             pin.num_hits,
             pin.request.tenant,
         )
-        for pin in memory.pinned.ready
+        for pin in pinned.ready
         if pin.blocks is not None
     ]
 
@@ -159,7 +167,7 @@ def _reason(
 ) -> str:
     """Say why it waits, a key of REASONS; of one in the queue as if nothing of it were cached."""
     if sequence.state is State.PARKED:
-        if sequence.lacks_grammar:
+        if READY in sequence.blockers:
             return "grammar" if sequence.request.grammar else "loading"
         return "prompt" if sequence.is_open else "store"
     if sequence.num_pending_lost:
@@ -179,7 +187,7 @@ def _fits(sequence: Sequence, memory: Memory, admission: Admission) -> bool:
     reserve = admission.reserve(sequence)
     if sequence.host_blocks is not None:
         away = [m for m in sequence.members if m.host_blocks is not None]
-        return memory.fits_back(away, reserve)
+        return memory.fits(memory.needs_to_return(away, reserve))
     nothing = KVBlocks(0, tuple([] for _ in memory.kv.groups))
     num_new = min(admission.token_budget, sequence.num_known_tokens)
     return memory.fits(memory.needs_to_start(sequence, nothing, num_new), reserve)

@@ -3,8 +3,11 @@
 A need is a number of blocks for each cache group. It fits now if so many are free besides a reserve
 for those that run to grow into; it fits at all if the pools have so many besides what is pinned.
 
-    free now    needs + reserve <= free blocks      who is admitted, or comes back from the host
-    at all      needs + pinned  <= all blocks       who is accepted, and what may be pinned
+    free now    needs + reserve  <= free blocks      who is admitted, or comes back from the host
+    at all      needs + reserved <= all blocks       who is accepted
+
+What a prompt may begin with comes from a list of hit sources (extension.py), which may also hold
+blocks that they give up when others need them: `fits` asks, `make_room` evicts.
 
 This is the only place of the scheduler that sees pools. Another manager can stand in its place: a
 class of this one that changes what a sequence needs (`needs_to_start`), what is kept from others
@@ -19,18 +22,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.base.cache_group import STATE, STEP
-from quire.base.kv_transfer import HandedOver
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
-from quire.scheduler.held import Holds
-from quire.scheduler.index_changes import IndexWatch
-from quire.scheduler.miss_report import MissReports
-from quire.scheduler.offers import Offers
-from quire.scheduler.pinned import PinnedPrefixes
-from quire.scheduler.prefix_lookup import PrefixLookup
+from quire.scheduler.extension import CacheListener, HitSource
 from quire.scheduler.sequence import Sequence
 
 STEP_UP = 1.0  # blocks per running row
@@ -40,6 +37,7 @@ PROMPT_TAIL = 8  # tokens with which a template may begin an answer, and not lat
 EPSILON = 1e-6  # a third of 300 is 100, also in binary fractions
 
 Needs = Seq[int]  # blocks, by cache group
+Tables = Seq[Seq[int]]  # block numbers, by cache group
 
 
 class Excess(NamedTuple):
@@ -81,8 +79,14 @@ class Headroom:
 
 
 class Memory:
-    """The KV manager with all that decides who gets its blocks. chunk: most tokens that one step
-    computes of a sequence; fingerprint: identifies the contents of the cache."""
+    """The KV manager with all that decides who gets its blocks.
+
+    chunk: most tokens that one step computes of a sequence; fingerprint: identifies the contents of
+    the cache. sources: in the order in which they are asked; listeners: of names and copies.
+    reserved: blocks, by cache group, that only certain tables may take. copied: (group, block) that
+    rows of the plan being made copy from; kept_copied: those of them with a reference of their own
+    until the plan is made, because who held them was evicted.
+    """
 
     def __init__(
         self,
@@ -99,12 +103,11 @@ class Memory:
         self.rates = MeasuredRates()
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
         self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
-        self.pinned = PinnedPrefixes(kv, self.names)
-        self.misses = MissReports(kv, self.names)
-        self.held = Holds(kv)
-        self.index_watch: IndexWatch | None = None
-        self.offers: Offers | None = None
-        self._lookup = PrefixLookup(kv, self.names, self.pinned, self.held)
+        self.sources: list[HitSource] = []
+        self.listeners: list[CacheListener] = []
+        self.reserved = [0] * len(kv.groups)
+        self.copied: list[tuple[int, int]] = []
+        self.kept_copied: list[tuple[int, int]] = []
         self._chunk = chunk
 
     @property
@@ -112,23 +115,13 @@ class Memory:
         """The kinds of the cache groups."""
         return [group.kind for group in self.kv.groups]
 
-    def offer_to_stores(self, keeps_all: bool) -> None:
-        """Let stores have blocks as soon as they are computed: those of all requests, or of those
-        that ask for it."""
-        assert self.kv.tier is not None, "stores need host blocks"
-        self.offers = Offers(self.kv, self.kv.tier, keeps_all)
+    def reserve(self, blocks: Needs) -> None:
+        """Keep so many blocks, by cache group, from all but the tables that they are meant for."""
+        self.reserved = list(blocks)
 
     def continue_with(self, digester: Digester) -> None:
-        """Go on from a snapshot: nothing is remembered of prompts that were missed."""
+        """Continue from a snapshot, which has no digester and no subscribers."""
         self.names.digester, self.names.new = digester, None
-        self.misses = MissReports(self.kv, self.names)
-        self.index_watch = None
-
-    def watch_index(self, keeps_tokens: bool) -> IndexWatch:
-        """Gather from now on what changes in the index. keeps_tokens: with the tokens of blocks."""
-        host = () if self.kv.tier is None else self.kv.host_pools
-        self.index_watch = IndexWatch(self.kv.pools, host, self.block_size, keeps_tokens)
-        return self.index_watch
 
     @property
     def keeps_nothing(self) -> bool:
@@ -146,10 +139,22 @@ class Memory:
         states fewer, since sequences that grow do not take more and more of them."""
         return self.kv.fits(self._with_reserve(needs, reserve))
 
-    def fits_at_all(self, needs: Needs, pinned: Needs | None = None) -> bool:
-        """Tell whether the pools are large enough. pinned: what is kept from this need, if not what
-        is pinned now."""
-        kept = self.pinned.reserved if pinned is None else pinned
+    def could_fit(
+        self, needs: Needs, reserve: int = 0, spared: Sequence | None = None, hit: Tables = ()
+    ) -> bool:
+        """Tell whether this need can be met if sources give up what they can. spared: for whom room
+        is made; hit: blocks, by cache group, that it begins with, which would be no gain."""
+        if self.fits(needs, reserve):
+            return True
+        tables = [each for source in self.sources for each in source.evictable(spared)]
+        if not tables:
+            return False
+        gain = self.kv.num_only_in(tables, hit)
+        return self.fits([need - more for need, more in zip(needs, gain, strict=True)], reserve)
+
+    def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
+        """Tell whether the pools are large enough beside what is reserved, or would be."""
+        kept = self.reserved if reserved is None else reserved
         pools = zip(needs, kept, self.kv.pools, strict=True)
         return all(need + held <= pool.num_blocks for need, held, pool in pools)
 
@@ -166,15 +171,17 @@ class Memory:
         return self.kv.needs_with_hit(sequence.num_known_tokens, hit, num_new)
 
     def needs_of_all(self, sequence: Sequence, num_tokens: int, num: int) -> Needs:
-        """Return what `num` sequences of a request need, besides the pinned prefix that they share,
-        when each has so many tokens."""
+        """Return what `num` sequences of a request need, besides what they share of reserved
+        blocks, when each has so many tokens."""
         shared = sequence.num_prompt_tokens // self.block_size
-        needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
-        pinned = self.pinned.shared_blocks(sequence)
-        return [need - mine for need, mine in zip(needs, pinned, strict=True)]
+        needs: Needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
+        for source in self.sources:
+            if source.entries and (lasting := source.lasting_blocks(sequence)):
+                needs = [need - mine for need, mine in zip(needs, lasting, strict=True)]
+        return needs
 
     def needs_of_prefix(self, num_tokens: int) -> list[int]:
-        """Return what a pinned prefix may hold: of states, the one behind it."""
+        """Return what a prompt of so many tokens may hold that stays: of states, the last one."""
         needs = self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
         return [1 if k == STATE else need for k, need in zip(self._kinds, needs, strict=True)]
 
@@ -182,14 +189,34 @@ class Memory:
         """Return what these hold together, and one block more for each."""
         return [num + len(blocks) for num in self.kv.num_distinct(blocks)]
 
-    def fits_back(self, members: Seq[Sequence], reserve: int) -> bool:
-        """Tell whether members that were swapped out can come back now, with a block more each. The
-        reserve does not keep out who would have all that is not pinned."""
+    def needs_to_return(self, members: Seq[Sequence], reserve: int) -> Needs:
+        """Return what members that were swapped out need to come back now, with a block more each
+        and a reserve, which does not keep out who would have all that is not reserved."""
         needs = self.needs_to_stand([member.swapped for member in members])
-        held = zip(self.kv.pools, self.pinned.reserved, strict=True)
+        held = zip(self.kv.pools, self.reserved, strict=True)
         room = [pool.num_blocks - kept for pool, kept in held]
         wanted = self._with_reserve(needs, reserve)
-        return self.fits([min(n, most) for n, most in zip(wanted, room, strict=True)])
+        return [min(n, most) for n, most in zip(wanted, room, strict=True)]
+
+    def make_room(self, needs: Needs, reserve: int = 0, spared: Sequence | None = None) -> bool:
+        """Evict what sources hold until this need can be met; whether it can. Nothing is evicted if
+        all of it would not be enough."""
+        if not self.could_fit(needs, reserve, spared):
+            return False
+        while not self.fits(needs, reserve):
+            if not self.evict_one(spared):
+                return False
+        return True
+
+    def evict_one(self, spared: Sequence | None = None) -> bool:
+        """Free what the first source that holds something can best do without; whether there was
+        something. Blocks that the plan being made copies from stay until it is made: blocks that
+        are freed may be written by it."""
+        copied, self.copied = self.copied, []
+        for g, block_id in copied:
+            if self.kv.share_block(g, block_id):
+                self.kept_copied.append((g, block_id))
+        return any(source.evict_one(spared) for source in self.sources)
 
     def _with_reserve(self, needs: Needs, reserve: int) -> Needs:
         if reserve == 0 or not self.kv.has_states:
@@ -210,20 +237,32 @@ class Memory:
 
     def find_hit(self, sequence: Sequence) -> KVBlocks:
         """Find the cached blocks that this sequence may begin with."""
-        return self._lookup.find(sequence, self.rates)
+        best: KVBlocks | None = None
+        for source in self.sources:
+            if source.entries:
+                best = source.find(sequence, best)
+        return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
 
     def num_found_tokens(self, sequence: Sequence) -> int:
         """Count the tokens of such a hit, whatever it costs to load."""
-        return self._lookup.num_found_tokens(sequence)
+        found = (source.num_tokens(sequence) for source in self.sources if source.entries)
+        return max(found, default=0)
 
     def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
         """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
         by cache group, or None if they are not there."""
         if self.kv.has_states:
             self.kv.keep_states(sequence.blocks, *self._states_to_keep(sequence, hit))
-        if self.index_watch is not None and hit.num_loads:
-            self.index_watch.explain([sequence], [0], [hit.num_tokens // self.block_size])
+        if hit.num_loads:
+            for listener in self.listeners:
+                listener.loaded(sequence, hit.num_tokens // self.block_size)
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
+
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """Tell the sources that a sequence has got its row with this hit."""
+        for source in self.sources:
+            if source.entries:
+                source.begin(sequence, hit, now)
 
     def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> tuple[set[int], int]:
         """Choose the logical blocks behind which a sequence leaves its state: one at the prompt's
@@ -241,15 +280,15 @@ class Memory:
         return kept, prompt_end
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
-        """Give a running sequence room for its next tokens, as `start` does. Held requests give
-        way."""
+        """Give a running sequence room for its next tokens, as `start` does. What sources hold is
+        evicted for it."""
         blocks, num_unsure = sequence.blocks, sequence.num_tried_tokens
         blocks.advance(sequence.num_computed_tokens)
         grow = self.kv.allocate_slots
         while (appended := grow(blocks, num_new, num_unsure=num_unsure)) is None:
-            if not self.held.give_way():
+            if not self.evict_one():
                 return None
-        self.held.note_copies(appended)
+        self._note_copies(appended)
         return appended
 
     def grow_by_guesses(
@@ -260,9 +299,9 @@ class Memory:
         are to be left of each group."""
         num_computed, grow = sequence.num_computed_tokens, self.kv.append_guesses
         while (appended := grow(sequence.blocks, num_computed, num, reserve)) is None:
-            if not self.held.give_way():
+            if not self.evict_one():
                 return None
-        self.held.note_copies(appended)
+        self._note_copies(appended)
         return appended
 
     def take_back(self, sequence: Sequence) -> bool:
@@ -290,14 +329,6 @@ class Memory:
         """Let the child hold what its parent holds. They share it until one of them writes."""
         child.blocks = self.kv.fork(parent.blocks)
 
-    def handed_over(self, sequence: Sequence) -> HandedOver | None:
-        """Tell what of a prompt goes to the stores for another engine; None if nobody asked."""
-        transfer, num = sequence.request.kv_transfer, sequence.num_prompt_tokens // self.block_size
-        if transfer is None or not transfer.keeps or self.offers is None:
-            return None
-        num = min(num, len(sequence.digests))
-        return HandedOver(num, sequence.digests[num - 1] if num else b"", transfer.address)
-
     def free(self, sequence: Sequence) -> None:
         """Free what a sequence holds on the device."""
         self.kv.free(sequence.blocks)
@@ -306,14 +337,12 @@ class Memory:
         """Enter the first `count` blocks of each in the index; the new ones, by cache group, of
         each."""
         self.names.extend(sequences, counts)
-        if self.index_watch is not None:
-            firsts = [sequence.blocks.num_indexed for sequence in sequences]
-            self.index_watch.explain(sequences, firsts, counts)
+        firsts = [s.blocks.num_indexed for s in sequences] if self.listeners else ()
         index = self.kv.index_blocks
         pairs = zip(sequences, counts, strict=True)
         named = [index(s.blocks, s.digests, num) for s, num in pairs]
-        if self.offers is not None:
-            self.offers.note(sequences, counts, named)
+        for listener in self.listeners:
+            listener.named(sequences, firsts, counts, named)
         return named
 
     # ---- host memory -------------------------------------------------------------------------
@@ -366,25 +395,30 @@ class Memory:
         if self.kv.tier is None:
             return []
         copies = self.kv.tier.take_evicted()
-        if self.offers is not None:
-            self.offers.add_copies(copies)
+        for listener in self.listeners:
+            listener.copy_out(copies)
         return copies
 
-    @property
-    def has_offers(self) -> bool:
-        """Whether a plan is needed that copies out what stores wait for."""
-        if self.offers is None or self.kv.tier is None:
-            return False
-        return self.offers.num_waiting > 0 or self.kv.tier.has_held
-
-    def end_plan(self, step_id: int) -> None:
+    def end_plan(self, step_id: int, now: float) -> None:
         """Note that a plan is made: what it copies belongs to it."""
         self.kv.end_plan()
-        self.held.end_plan()
+        self.end_turn(now)
         if self.kv.tier is not None:
             self.kv.tier.end_plan(step_id)
-        if self.offers is not None:
-            self.offers.end_plan()
+
+    def end_turn(self, now: float) -> None:
+        """Note that a plan is made, or that nobody could compute anything."""
+        for g, block_id in self.kept_copied:
+            self.kv.release_block(g, block_id)
+        self.copied, self.kept_copied = [], []
+        for listener in self.listeners:
+            listener.end_plan(now)
+
+    def _note_copies(self, appended: Seq[Appended]) -> None:
+        """Take note of what a row of the plan that is being made copies, by cache group."""
+        for g, one in enumerate(appended):
+            for source, _ in one.copies:
+                self.copied.append((g, source))
 
     # ---- what is not to be used --------------------------------------------------------------
 
@@ -398,14 +432,9 @@ class Memory:
         """Take away all that the index has of a sequence's tokens."""
         self.kv.forget(sequence.digests)
 
-    def reset(self, fingerprint: bytes) -> None:
-        """Forget all names; those to come begin with this fingerprint. What is held keeps its
-        tokens."""
-        self.held.start_over()
+    def reset(self, fingerprint: bytes, now: float) -> None:
+        """Forget all names; those to come begin with this fingerprint."""
+        for listener in self.listeners:
+            listener.reset(now)
         self.kv.reset_prefix_cache()
-        if self.index_watch is not None:
-            self.index_watch.clear()
-        self.misses.reset()
-        if self.offers is not None:
-            self.offers.start_over()
         self.names.fingerprint = fingerprint

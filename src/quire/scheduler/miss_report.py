@@ -12,6 +12,7 @@ Nothing is decided by this, and it is no part of a snapshot: a replay has what w
 """
 
 from collections import deque
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,9 +30,11 @@ from quire.base.prefix import (
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.block_naming import BlockNaming
+from quire.scheduler.extension import CacheListener, Extension, HitSource
 from quire.scheduler.sequence import Int32, Sequence
 
 Fields = dict[str, Any]  # of a report
+Tell = Callable[[Sequence, PrefixReport, float], None]
 MOST_COMPARED = 8  # of the last prompts, to find the nearest
 MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
 
@@ -76,28 +79,47 @@ class Generation:
     lost_s: dict[bytes, float] = field(default_factory=dict)
 
 
-class MissReports:
-    """Remembers prompts, and tells of new ones what was found of them and why not more.
+class MissReports(HitSource, CacheListener, Extension):
+    """Remembers prompts, and reports of new ones what was found of them and why not more.
 
-    most_blocks: digests that are remembered, in two generations; when the younger one is full,
-    the older one is dropped as a whole."""
+    tell: takes the report of a sequence, at a time. most_blocks: digests that are remembered, in
+    two generations; when the younger one is full, the older one is dropped as a whole. It finds
+    nothing itself: it comes last among the sources, and sees what the others found.
+    """
 
-    def __init__(self, kv: KVManager, names: BlockNaming, most_blocks: int = MOST_BLOCKS) -> None:
+    entries: Sized = (True,)  # it hears of every admission
+
+    def __init__(
+        self, kv: KVManager, names: BlockNaming, tell: Tell, most_blocks: int = MOST_BLOCKS
+    ) -> None:
         self._kv, self._names = kv, names
         self._most_young = most_blocks // 2
-        self.reset()
+        self.start(tell)
 
-    def reset(self) -> None:
+    def start(self, tell: Tell) -> None:
+        """Begin with nothing remembered, also after a snapshot."""
+        self._tell = tell
+        self.reset(0.0)
+
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """See HitSource: report what a new request's prompt found."""
+        if sequence.num_preemptions or sequence.report is not None:
+            return
+        self._tell(sequence, self.report(sequence, hit, now), now)
+        self.enter_prompt(sequence)
+
+    def reset(self, now: float) -> None:
         """Forget everything."""
         self._last = deque[Remembered](maxlen=MOST_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
         self._young, self._old = Generation(), Generation()
 
-    def enter(self, sequence: Sequence) -> None:
+    def enter_prompt(self, sequence: Sequence) -> None:
         """Remember the prompt of a request that was admitted."""
         size, tokens = self._kv.block_size, sequence.saved_tokens
         if not sequence.digests:
             return
+        sequence.watch(self)
         found = Remembered(
             request_id=sequence.request.request_id,
             tenant=sequence.request.tenant,
@@ -113,7 +135,7 @@ class MissReports:
         self._young.by_digest[found.root] = self._young.by_first[found.first] = found
         self._add_digests(found, len(sequence.digests))
 
-    def leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence, reason: str, now: float) -> None:
         """Note how far a sequence was computed that ends, and still holds what it has."""
         found = self._open.pop(sequence.arrival, None)
         if found is None:
@@ -133,7 +155,7 @@ class MissReports:
     def _known(self, digest: bytes) -> Remembered | None:
         return self._young.by_digest.get(digest) or self._old.by_digest.get(digest)
 
-    def take_evicted(self, now: float) -> None:
+    def end_plan(self, now: float) -> None:
         """Note what the pools have evicted since the last call."""
         kv = self._kv
         for pool in (*kv.pools, *kv.host_pools):
@@ -146,10 +168,9 @@ class MissReports:
     def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
         """Report where a new request's prompt was found, and why not more of it."""
         size, num_tokens = self._kv.block_size, hit.num_tokens
-        if hit.is_pinned:
-            return PrefixReport(pinned=num_tokens, **self._miss(sequence, hit, now))
-        if hit.is_held:
-            return PrefixReport(held=num_tokens, **self._miss(sequence, hit, now))
+        if hit.source:
+            found: Fields = {hit.source: num_tokens}
+            return PrefixReport(**found, **self._miss(sequence, hit, now))
         away = max((len(found) for found in hit.host), default=0) * size
         store = min(away, sequence.num_fetched_blocks * size)
         return PrefixReport(

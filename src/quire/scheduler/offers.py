@@ -12,37 +12,45 @@ goes the usual way, or is lost: nobody relies on it.
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Any, Protocol
 
 from quire.kv.host_tier import Copies, HostTier, Name
 from quire.kv.manager import KVManager
+from quire.scheduler.extension import CacheListener
 from quire.scheduler.sequence import Sequence
 
 MOST_WAITING = 1 << 14  # names; beyond that the oldest is forgotten
 MOST_KNOWN = 1 << 14
 
 
-class Offers:
+class Budget(Protocol):
+    """How many blocks the plan that is made now may copy."""
+
+    @property
+    def room(self) -> int: ...
+
+
+class Offers(CacheListener):
     """keeps_all: blocks of all requests."""
 
-    def __init__(self, kv: KVManager, tier: HostTier, keeps_all: bool) -> None:
+    def __init__(self, kv: KVManager, tier: HostTier, keeps_all: bool, budget: Budget) -> None:
         self._kv, self._tier, self._keeps_all = kv, tier, keeps_all
         self._waiting: OrderedDict[Name, None] = OrderedDict()
         # That stores have got; False: one of them only until host memory loses it.
         self._known: OrderedDict[Name, bool] = OrderedDict()
         self._named: list[set[int]] = [set() for _ in kv.groups]  # by the plan that is being made
-        self._num_allowed = 0
+        self._budget = budget
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def note(
-        self, sequences: Seq[Sequence], counts: Seq[int], named: Iterable[list[list[int]]]
+    def named(
+        self, sequences: Seq[Sequence], firsts: Seq[int], counts: Seq[int], blocks: Seq[Any]
     ) -> None:
-        """Take note of the blocks that the plan being made names. counts: of each sequence's
-        leading blocks that have names; named: those that got theirs now, by cache group."""
-        for blocks in named:
-            for mine, found in zip(self._named, blocks, strict=True):
+        """See CacheListener: take note of the blocks that the plan being made names."""
+        for by_group in blocks:
+            for mine, found in zip(self._named, by_group, strict=True):
                 mine.update(found)
         for sequence, count in zip(sequences, counts, strict=True):
             transfer = sequence.request.kv_transfer
@@ -62,13 +70,9 @@ class Offers:
         known = self._known.get((group, digest))
         return known is True or (known is False and self._tier.lookup(group, digest) is not None)
 
-    def allow(self, num: int) -> None:
-        """Let the next plan copy so many blocks."""
-        self._num_allowed = num
-
-    def add_copies(self, copies: list[Copies]) -> None:
-        """Add what the plan that is being made copies out for stores."""
-        if not self._waiting or self._num_allowed <= 0:
+    def copy_out(self, copies: list[Copies]) -> None:
+        """See CacheListener: add what the plan that is being made copies out for stores."""
+        if not self._waiting or (num_allowed := self._budget.room) <= 0:
             return
         for g, digest in list(self._waiting):
             block = self._kv.device_block(g, digest)
@@ -78,12 +82,12 @@ class Offers:
             if block is not None or is_on_host:
                 if not self._tier.copy_out(g, block, digest, copies[g]):
                     return  # host memory is full
-                self._num_allowed -= 1
+                num_allowed -= 1
             del self._waiting[g, digest]
-            if self._num_allowed <= 0:
+            if num_allowed <= 0:
                 return
 
-    def end_plan(self) -> None:
+    def end_plan(self, now: float) -> None:
         """Note that a plan is made: what it names can be copied by those to come."""
         for named in self._named:
             named.clear()
@@ -106,7 +110,7 @@ class Offers:
         """Give up what waits: nothing will make room for it."""
         self._waiting.clear()
 
-    def start_over(self) -> None:
+    def reset(self, now: float) -> None:
         """Forget all names."""
         self._waiting.clear()
         self._known.clear()

@@ -3,7 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.kv_transfer import HandedOver
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.step_outputs import BeamOutput, Finish, RowName, SequenceUpdate, StepOutputs
@@ -12,12 +11,14 @@ from quire.scheduler.sequence import Int32, Int64, Sequence
 
 
 class OutputsBuilder:
-    """Gathers tokens in columns, and an update for each sequence that has more to tell."""
+    """Gathers tokens in columns, and an update for each sequence that has more to tell. ended:
+    sequences whose clients are told that they have ended."""
 
     def __init__(self) -> None:
         self._rows = self._token_ids = np.empty(0, np.int32)
         self._arrivals: Int64 = np.empty(0, np.int64)
         self._names: list[RowName] = []
+        self.ended: list[tuple[Sequence, SequenceUpdate]] = []
         self._updates: dict[int, SequenceUpdate] = {}  # by arrival
         self._candidates: dict[int, tuple[Sequence, list[Candidates]]] = {}  # by arrival
 
@@ -46,12 +47,11 @@ class OutputsBuilder:
         """Add the log-probabilities of the tokens that the sequence gets, as far as it does."""
         self._candidates[sequence.arrival] = sequence, candidates
 
-    def finish(
-        self, sequence: Sequence, finish: Finish, handed_over: HandedOver | None = None
-    ) -> None:
-        """Tell that a sequence has ended. handed_over: what of its prompt goes to stores."""
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        """Tell that a sequence has ended."""
         update = self.update_of(sequence)
-        update.finish, update.handed_over = finish, handed_over
+        update.finish = finish
+        self.ended.append((sequence, update))
 
     def finish_search(self, leader: Sequence, hypotheses: list[Hypothesis]) -> None:
         """End a request with all results of its beam search."""

@@ -9,14 +9,19 @@ referenced, so nothing evicts them. Prefixes are told by the digest of all their
 same root as blocks' digests, so that salts keep tenants apart here, too.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quire.base.messages import PinnedPrefix, Request
-from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
-from quire.scheduler.block_naming import BlockNaming
+from quire.kv.manager import KVBlocks, SequenceBlocks
+from quire.kv.table import NULL
+from quire.scheduler.extension import HitSource
+from quire.scheduler.memory import Memory
 from quire.scheduler.sequence import Sequence
+
+SOURCE = "pinned"  # as the report of a hit calls it
 
 
 @dataclass(eq=False, slots=True)
@@ -40,18 +45,22 @@ class Pin:
         return len(self.request.prompt_token_ids)
 
 
-class PinnedPrefixes:
+class PinnedPrefixes(HitSource):
     """All pinned prefixes by request id. reserved: blocks, by cache group, that they hold or will
-    hold. num_changes: a hit that was found before the last of these may differ now."""
+    hold. num_changes: a hit that was found before the last of these may differ now.
 
-    def __init__(self, kv: KVManager, names: BlockNaming) -> None:
+    Where the index has a longer hit, the full blocks of a pin are taken in the place of the index's
+    own. The index may name other blocks of the same tokens, and to a request that fits only because
+    it shares with the pin those are of no use.
+    """
+
+    def __init__(self, memory: Memory) -> None:
         self.by_id: dict[str, Pin] = {}
-        self.ready: list[Pin] = []  # longest first
-        self.reserved = [0] * len(kv.groups)
+        self.entries = self.ready = list[Pin]()  # longest first
+        self.reserved = [0] * len(memory.kv.groups)
         self.num_hits = self.num_hit_tokens = 0
         self.num_changes = 0
-        self._kv = kv
-        self._names = names
+        self._memory, self._kv, self._names = memory, memory.kv, memory.names
 
     @property
     def computing(self) -> list[Pin]:
@@ -59,11 +68,6 @@ class PinnedPrefixes:
         if len(self.by_id) == len(self.ready):
             return []
         return [pin for pin in self.by_id.values() if pin.sequence is not None]
-
-    @property
-    def computing_rows(self) -> list[int]:
-        """The rows in which their tokens are computed."""
-        return [pin.sequence.row for pin in self.computing if pin.sequence is not None]
 
     # ---- changes -----------------------------------------------------------------------------
 
@@ -103,11 +107,12 @@ class PinnedPrefixes:
         most = [pin.most_blocks for pin in self.by_id.values()]
         nothing = [0] * len(self.reserved)
         self.reserved = [sum(each) for each in zip(nothing, *most, strict=True)]
+        self._memory.reserve(self.reserved)
         self.num_changes += 1
 
     # ---- hits --------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence) -> Pin | None:
+    def find_pin(self, sequence: Sequence) -> Pin | None:
         """Find the longest pinned prefix that a sequence may fork, and that is of use to it."""
         if not self.ready:
             return None
@@ -132,37 +137,41 @@ class PinnedPrefixes:
         )
         return num_tokens if is_there else 0
 
-    def num_usable_tokens(self, sequence: Sequence) -> int:
-        """Count the tokens of the best one for a sequence; what is known is asked once a change."""
-        if sequence.pinned_at != self.num_changes:  # which is seldom
-            pin = self.find(sequence)
-            sequence.pinned_tokens = 0 if pin is None else self.num_usable(pin, sequence)
-            sequence.pinned_at = self.num_changes
-        return sequence.pinned_tokens
+    def num_tokens(self, sequence: Sequence) -> int:
+        """See HitSource. Looked up once per change of the pins, which is seldom."""
+        at, num_tokens = sequence.found_elsewhere.get(SOURCE, (-1, 0))
+        if at != self.num_changes:
+            pin = self.find_pin(sequence)
+            num_tokens = 0 if pin is None else self.num_usable(pin, sequence)
+            sequence.found_elsewhere[SOURCE] = self.num_changes, num_tokens
+        return num_tokens
 
-    def hit(self, sequence: Sequence) -> KVBlocks | None:
-        """Return the blocks of that prefix; the last of them may be partly full."""
-        pin = self.find(sequence)
+    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
+        """See HitSource. The last block of a prefix may be partly full."""
+        pin = self.find_pin(sequence)
         if pin is None or pin.blocks is None:
-            return None
+            return best
         num_tokens = self.num_usable(pin, sequence)
+        if best is not None and best.num_tokens >= num_tokens + (not best.is_in_use):
+            num_full = num_tokens // self._kv.block_size
+            return best if best.is_in_use else _upon(pin.blocks, best, num_full)
         num_blocks = -(-num_tokens // self._kv.block_size)
         blocks = tuple(table.blocks[:num_blocks] for table in pin.blocks.tables)
-        return KVBlocks(num_tokens, blocks, is_pinned=True)
+        return KVBlocks(num_tokens, blocks, source=SOURCE)
 
-    def count_hit(self, sequence: Sequence) -> None:
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """Count a new sequence that is admitted, which may begin with a prefix."""
-        pin = self.find(sequence)
-        if pin is not None:
+        pin = self.find_pin(sequence)
+        if pin is not None and sequence.num_preemptions == 0 and sequence.report is None:
             pin.num_hits += 1
             pin.num_own_hits += sequence.request.tenant == pin.request.tenant
             self.num_hits += 1
             self.num_hit_tokens += self.num_usable(pin, sequence)
 
-    def shared_blocks(self, sequence: Sequence) -> list[int]:
+    def lasting_blocks(self, sequence: Sequence) -> list[int]:
         """Count the full blocks, by cache group, that a sequence would share with a pinned prefix
         for as long as it is there: not those that it leaves behind."""
-        pin, kv = self.find(sequence), self._kv
+        pin, kv = self.find_pin(sequence), self._kv
         num_blocks = 0 if pin is None else self.num_usable(pin, sequence) // kv.block_size
         return [num_blocks if group.keeps_all else 0 for group in kv.groups]
 
@@ -196,3 +205,17 @@ class PinnedPrefixes:
             for prefix_id, pin in self.by_id.items()
             if tenant in (None, pin.request.tenant) and pin.ends_s > now
         ]
+
+
+def _upon(pinned: SequenceBlocks, hit: KVBlocks, num_full: int) -> KVBlocks:
+    """Return a hit that goes beyond a pinned prefix, with the prefix's num_full full blocks in the
+    place of its own."""
+    blocks, host = [], []
+    for g, mine in enumerate(hit.blocks):
+        theirs = pinned.tables[g].blocks[:num_full]
+        pairs = zip(theirs, mine, strict=False)
+        shared = [own if NULL in (own, block) else block for block, own in pairs]
+        blocks.append(shared + mine[num_full:])
+        away = hit.host[g] if hit.host else {}
+        host.append({i: b for i, b in away.items() if i >= num_full or theirs[i] == NULL})
+    return dataclasses.replace(hit, blocks=tuple(blocks), host=tuple(host))

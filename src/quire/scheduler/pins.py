@@ -8,31 +8,46 @@ request to pin brings (`pin_share`), so that none takes it all.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.messages import Request
+from quire.base.messages import Request, ResetPrefixCache, Unpin
+from quire.base.step_outputs import Finish
+from quire.base.validation import check_pin
 from quire.scheduler.arrivals import Arrivals
+from quire.scheduler.extension import CacheListener, Extension, Handler, StepEnd, StepExtension
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import EPSILON, Memory
-from quire.scheduler.pinned import Pin
+from quire.scheduler.pinned import Pin, PinnedPrefixes
 from quire.scheduler.sequence import Sequence, State
 
 MOST_PINNED = 0.5  # of each pool
 MOST_PINS = 256  # each request that comes is compared with all of them
 
 
-class Pins:
+class Pins(Extension, StepExtension, CacheListener):
     """The life of every pin, from the request for it to its end."""
 
-    def __init__(self, memory: Memory, lifecycle: Lifecycle, arrivals: Arrivals) -> None:
+    def __init__(
+        self, memory: Memory, lifecycle: Lifecycle, arrivals: Arrivals, pinned: PinnedPrefixes
+    ) -> None:
         self._memory, self._lifecycle, self._arrivals = memory, lifecycle, arrivals
-        self._pinned = memory.pinned
+        self._pinned = pinned
 
-    def has(self, request_id: str) -> bool:
-        """Tell whether a prefix is pinned, or will be, by a request of this id."""
-        return request_id in self._pinned.by_id
+    def handlers(self) -> Mapping[type, Handler]:
+        """See Extension."""
+        return {Unpin: self._unpin, ResetPrefixCache: self._start_over}
+
+    def accept(self, request: Request) -> bool:
+        """See Extension."""
+        if request.request_id in self._pinned.by_id:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        if request.pin_s is None:
+            return False
+        check_pin(request)
+        self.check(request)
+        return True
 
     def check(self, request: Request) -> None:
         """Raise RequestError if this prefix cannot be pinned; EngineBusy if only now."""
@@ -79,25 +94,39 @@ class Pins:
                 " the operator for a larger pin_share."
             )
 
-    def begin(self, sequence: Sequence, now: float) -> None:
-        """Reserve what a request to pin will hold, which was queued."""
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Reserve what a request to pin will hold. What is computed again has it already."""
         request = sequence.request
+        if request.pin_s is None:
+            return
+        sequence.watch(self)
+        self.follows_steps = True
+        if request.request_id in self._pinned.by_id:
+            return
         pin = Pin(request, sequence, self._most_blocks(request), now)
         self._pinned.name(pin, sequence)
         self._pinned.add(pin)
 
-    def settle(self, in_flight: Iterable[InFlightStep], now: float) -> list[Sequence]:
-        """Take over the blocks of sequences whose last token is computed, which then have ended.
-        They hold a row until the caller ends them. in_flight: plans without their results."""
+    def end_step(self, end: StepEnd, now: float) -> None:
+        """Take over the blocks of sequences whose last token is computed, and end them."""
+        for sequence in self._settle(end.in_flight, now):
+            end.outputs.finish(sequence, Finish("pinned"))
+            self._lifecycle.end(sequence, "pinned", now)
+        self.follows_steps = bool(self._pinned.computing)
+
+    def _settle(self, in_flight: Iterable[InFlightStep], now: float) -> list[Sequence]:
+        """Take over the blocks of sequences whose last token is computed. in_flight: plans without
+        their results."""
         done = [pin for pin in self._pinned.computing if _is_computed(pin, in_flight)]
         sequences = [pin.sequence for pin in done if pin.sequence is not None]
         for pin in done:
             if pin.ends_s == math.inf:  # otherwise it was computed before
                 pin.ends_s = now + (pin.request.pin_s or math.inf)
         self._pinned.take_over(done)
+        self._find_next()
         return sequences
 
-    def drop(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """Give a pin up whose sequence has ended before it was computed."""
         pin = self._pinned.by_id.get(sequence.request.request_id)
         if pin is not None and pin.sequence is sequence:
@@ -112,35 +141,37 @@ class Pins:
         if pin.sequence is None:
             self._pinned.give_up(pin)
             self._pinned.remove(pin)
+            self._find_next()
         return pin.sequence
 
-    def drop_late(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Remove those whose time is over."""
         for pin in [pin for pin in self._pinned.ready if pin.ends_s <= now]:
             self.remove(pin.request.request_id, None)
 
-    @property
-    def next_s(self) -> float | None:
-        """When the next one's time is over; None is never."""
-        if not self._pinned.ready:
-            return None
-        next_s = min(pin.ends_s for pin in self._pinned.ready)
-        return None if next_s == math.inf else next_s
+    def _unpin(self, message: Unpin, now: float) -> None:
+        computing = self.remove(message.request_id, message.tenant)
+        if computing is not None:  # somebody waits for it
+            self._lifecycle.drop(computing, Finish("abort"), now)
 
-    def compute_again(self, failed: Iterable[Sequence], now: float) -> None:
-        """Compute what requests that have failed may have forked: the error may have come with any
-        of their tokens, also with those of a shorter prefix that theirs was forked from."""
+    def _find_next(self) -> None:
+        next_s = min((pin.ends_s for pin in self._pinned.ready), default=math.inf)
+        self.next_s = None if next_s == math.inf else next_s
+
+    def fail(self, failed: Collection[Sequence], now: float) -> None:
+        """Compute again what requests that have failed may have forked, also shorter prefixes that
+        theirs were forked from."""
         for sequence in failed:
-            for pin in () if sequence.is_pin else list(self._pinned.fitting(sequence)):
+            for pin in () if not sequence.samples else list(self._pinned.fitting(sequence)):
                 self._compute(pin, now)
 
-    def give_rows_back(self, now: float) -> None:
-        """Take what prefixes have that are being computed."""
+    def reset(self, now: float) -> None:
+        """Take the rows of prefixes that are being computed: they begin anew, with new names."""
         for pin in self._pinned.by_id.values():
             if pin.sequence is not None and pin.sequence.row >= 0:
                 self._lifecycle.preempt(pin.sequence, pin.request.request_id, now)
 
-    def start_over(self, now: float) -> None:
+    def _start_over(self, message: ResetPrefixCache, now: float) -> None:
         """Compute all of them again, under new names; no pin holds a row."""
         for pin in self._pinned.by_id.values():
             self._pinned.name(pin, pin.sequence or self._compute(pin, now))
@@ -148,6 +179,7 @@ class Pins:
     def _compute(self, pin: Pin, now: float) -> Sequence:
         """Give up what a pin holds, and compute it again."""
         self._pinned.give_up(pin)
+        self._find_next()
         self._pinned.num_changes += 1
         sequence = pin.sequence = self._arrivals.new_sequence(pin.request, now)
         self._arrivals.enter(sequence, now)
@@ -159,7 +191,7 @@ class Pins:
         away = [m.host_blocks for m in sequence.members if m.host_blocks is not None]
         if not memory.fits_at_all(memory.needs_to_stand(away), reserved):
             return False
-        if sequence.is_pin:
+        if not sequence.samples:
             return True
         num = sequence.request.params.num_samples
         return memory.fits_at_all(memory.needs_of_all(sequence, sequence.limit - 1, num), reserved)

@@ -71,21 +71,21 @@ class Planner:
             self._admission.admit(builder, budget, now)
         return self._close(builder, most, now)
 
-    def flush(self) -> Plan | None:
+    def flush(self, now: float) -> Plan | None:
         """Make a plan that only copies to host memory what the device's index has and nobody holds,
         as much as fits; None if there is nothing."""
         tier = self._memory.kv.tier
         while tier is not None and tier.evict_some():
             builder = PlanBuilder(self.next_step_id)
             builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
-            self._memory.end_plan(builder.step_id)
+            self._memory.end_plan(builder.step_id, now)
             if moves := builder.moves():  # otherwise host memory had all of it
                 plan = Plan(builder.step_id, moves=moves)
                 self._put_in_flight(plan, builder, np.empty(0, np.int32))
                 return plan
         return None
 
-    def offload(self) -> Plan | None:
+    def offload(self, now: float) -> Plan | None:
         """Make a plan that only copies to host memory what stores wait for; None if there is
         nothing that can be copied."""
         tier = self._memory.kv.tier
@@ -93,7 +93,7 @@ class Planner:
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if tier is None or not (builder.swaps or tier.has_held):
             return None
-        self._memory.end_plan(builder.step_id)
+        self._memory.end_plan(builder.step_id, now)
         plan = Plan(builder.step_id, moves=builder.moves())
         self._put_in_flight(plan, builder, np.empty(0, np.int32))
         return plan
@@ -184,16 +184,13 @@ class Planner:
         rows, num_tokens = builder.all_rows()
         if self._drafts.has_any and not builder.has_preempted:  # before it is asked who was evicted
             self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
-        self._memory.misses.take_evicted(now)
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
             self._swaps = builder.swaps  # who gave way was the only one with something to do
-            self._memory.held.end_plan()
+            self._memory.end_turn(now)
             return None
-        self._memory.end_plan(builder.step_id)
-        is_sampling = table.computed[rows] == table.total[rows]
-        if computing := self._memory.pinned.computing_rows:
-            is_sampling &= ~np.isin(rows, computing)
+        self._memory.end_plan(builder.step_id, now)
+        is_sampling = (table.computed[rows] == table.total[rows]) & table.samples[rows]
         samples = rows[is_sampling]
         forked, sources = self._branching.fork_leaders(samples, builder, now)
         samples = np.concatenate([samples, forked])
@@ -210,7 +207,7 @@ class Planner:
             sample_rows=samples,
             num_candidates=table.num_candidates[samples],
             sources=sources,
-            masked_rows=samples[table.has_grammar[samples]],
+            masked_rows=samples[table.is_masked[samples]],
             forked=(*changes.forks, *builder.forked),
             host_tokens=tuple(changes.host_tokens),
             started=tuple(builder.started),

@@ -60,17 +60,19 @@ class Preemption:
 
     def _may_be_swapped(self, members: list[Sequence]) -> bool:
         """Tell whether these may be swapped out: not before a group is forked, not while some of it
-        waits, and not if it would need more room to come back than pinned prefixes leave. Nor a
-        prefix that is to be pinned, for whose next token nobody waits, nor states of rows whose
-        guesses are in flight."""
-        first = members[0]
+        waits, and not if it would need more room to come back than what is reserved leaves. Nor a
+        prompt that never samples, nor states of rows whose guesses are in flight."""
+        first, blocks = members[0], [member.blocks for member in members]
         group, memory = first.group, self._memory
         if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
             return False
-        if first.is_pin or memory.kv.has_states and any(self._rows.is_trying(m) for m in members):
+        if (
+            not first.samples
+            or memory.kv.has_states
+            and any(self._rows.is_trying(m) for m in members)
+        ):
             return False  # the states will be behind guesses that nobody knows to be right
-        blocks = [member.blocks for member in members]
-        if any(memory.pinned.reserved) and not memory.fits_at_all(memory.needs_to_stand(blocks)):
+        if any(memory.reserved) and not memory.fits_at_all(memory.needs_to_stand(blocks)):
             return False
         return self.swapping_is_cheaper(members)
 

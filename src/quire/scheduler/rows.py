@@ -12,7 +12,7 @@ from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable
 
 FORKED_COLUMNS = (
     "computed", "total", "known", "limit", "capacity", "index_at", "min_known", "num_open",
-    "num_candidates", "stop_ids", "has_grammar",
+    "num_candidates", "stop_ids", "is_masked", "samples",
 )  # fmt: skip
 
 
@@ -132,7 +132,8 @@ class Rows:
         table.index_at[row] = 0 if is_indexed else NEVER
         table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
         table.num_candidates[row] = -1 if params.logprobs is None else params.logprobs
-        table.has_grammar[row] = bool(request.grammar)
+        table.is_masked[row] = bool(request.grammar)
+        table.samples[row] = sequence.samples
         table.stop_ids[row] = -1
         stop_ids = request.stop_token_ids[:NUM_STOP_IDS]
         table.stop_ids[row, : len(stop_ids)] = stop_ids

@@ -13,6 +13,7 @@ Columns are assigned in `rows.py` alone, `Sequence.state` in `lifecycle.py` alon
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,18 @@ from quire.scheduler.beams import BeamSearch, Hypothesis
 
 NEVER = np.int64(1) << 62
 NUM_STOP_IDS = 8
+READY = "ready"  # a blocker: its grammar or its model is not loaded yet
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+
+class Watcher(Protocol):
+    """Somebody who is told when a sequence ends (`extension.Extension`)."""
+
+    def leave(self, sequence: "Sequence", reason: str, now: float) -> None: ...
+
+    def forget(self, sequence: "Sequence") -> None: ...
 
 
 class State(Enum):
@@ -48,9 +58,10 @@ class RowTable:
     enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
     which no stop token counts; tried: guessed tokens of plans in flight, which `computed` and
     `total` count; is_held: it is in no plan until it is known which of them were right;
-    has_grammar: a grammar says which tokens it may choose; epoch: how
-    often the row changed hands, so that a result is not taken for another's. stop_ids: [rows,
-    NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid up to `known`.
+    is_masked: a mask says which tokens it may choose; samples: the prompt's last token brings an
+    output token; epoch: how often the row changed hands, so that a result is not taken for
+    another's. stop_ids: [rows, NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid
+    up to `known`.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -68,7 +79,8 @@ class RowTable:
         self.tenant = np.zeros(num_rows, np.int64)
         self.tried = np.zeros(num_rows, np.int64)
         self.is_held = np.zeros(num_rows, bool)
-        self.has_grammar = np.zeros(num_rows, bool)
+        self.is_masked = np.zeros(num_rows, bool)
+        self.samples = np.ones(num_rows, bool)
         self.epoch = np.zeros(num_rows, np.int64)
         self.num_candidates = np.full(num_rows, -1, np.int32)
         self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
@@ -99,7 +111,7 @@ class Sequence:
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
     is_open: bool = False  # more of the prompt is to come
-    lacks_grammar: bool = False  # not compiled yet, or held back
+    blockers: frozenset[str] = frozenset()  # what it waits for outside the queue
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     is_renamed: bool = False  # nobody else has the names of its blocks (renaming.py)
     tenant: int = 0  # its slot among the tenants' counters
@@ -109,8 +121,8 @@ class Sequence:
     num_offered: int = 0  # leading blocks that stores were offered (offers.py)
     found_tokens: int = 0  # prefix hit when the index had changed found_at times
     found_at: int = -1
-    pinned_tokens: int = 0  # of a pinned prefix, when pins had changed pinned_at times
-    pinned_at: int = -1
+    # Of another source (`HitSource`), by its kind: when that had changed so often, so many tokens.
+    found_elsewhere: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
     prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
@@ -119,6 +131,7 @@ class Sequence:
     num_swapped_tokens: int = 0  # how many were computed then
     group: "SequenceGroup | None" = field(default=None, repr=False)
     index: int = 0
+    watchers: "tuple[Watcher, ...]" = ()  # who is told of its end
 
     @property
     def params(self) -> SamplingParams:
@@ -132,9 +145,9 @@ class Sequence:
         return [self] if self.group is None else list(self.group.members)
 
     @property
-    def is_pin(self) -> bool:
-        """Whether it is computed to be kept (pins.py), and never samples."""
-        return self.request.pin_s is not None
+    def samples(self) -> bool:
+        """Whether it samples once its prompt is computed."""
+        return self.request.pin_s is None
 
     @property
     def is_beam(self) -> bool:
@@ -214,6 +227,11 @@ class Sequence:
     def num_tried_tokens(self) -> int:
         """Guesses of plans in flight: how much shorter it may turn out to be."""
         return int(self.table.tried[self.row]) if self.row >= 0 else 0
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell this one of the sequence's end, too."""
+        if watcher not in self.watchers:
+            self.watchers = (*self.watchers, watcher)
 
     def stops_at(self, token_id: int) -> bool:
         """Tell whether this token, having just become the last known one, ends the sequence."""

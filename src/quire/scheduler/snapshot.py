@@ -54,12 +54,13 @@ from quire.scheduler import (
     in_flight,
     lifecycle,
     memory,
+    miss_report,
     offers,
     pinned,
     pins,
     planning,
     preemption,
-    prefix_lookup,
+    prefix_index,
     progress,
     queue,
     rows,
@@ -74,11 +75,12 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 12  # of what is kept of the state
+STATE_VERSION = 13  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
-        "Memory": ("misses", "index_watch"), "BlockPool": ("changes",), "Holds": ("changes",),
-        "BlockNaming": ("digester", "new"), "Lifecycle": ("events",), "Scheduler": ("_collectors",),
+        "MissReports": ("_tell", "_last", "_open", "_young", "_old"), "Memory": ("listeners",),
+        "BlockPool": ("changes",), "Holds": ("changes",), "BlockNaming": ("digester", "new"),
+        "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
     }
 )  # fmt: skip
 VOCABULARY = (
@@ -87,8 +89,8 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, offers, pinned, pins,
-    planning, preemption, prefix_lookup, progress, queue, rows, scheduler, sequence, srtf,
+    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, miss_report, offers, pinned,
+    pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence, srtf,
     step_results, stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 

@@ -6,6 +6,7 @@ epoch.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +16,13 @@ from quire.base.events import Stepped
 from quire.base.plan import StepResult
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.branching import Branching
+from quire.scheduler.extension import Extension
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.outputs_builder import OutputsBuilder
-from quire.scheduler.pins import Pins
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Sequence, State
-from quire.scheduler.stores import Stores
 from quire.scheduler.tainted import Tainted, find_tainted
 
 
@@ -35,11 +35,10 @@ class StepResults:
         memory: Memory,
         lifecycle: Lifecycle,
         branching: Branching,
-        pins: Pins,
-        stores: Stores | None,
+        extensions: Seq[Extension],
     ) -> None:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
-        self._branching, self._pins, self._stores = branching, pins, stores
+        self._branching, self._extensions = branching, extensions
 
     def take(
         self, step: InFlightStep, later: Iterable[InFlightStep], result: StepResult, now: float
@@ -104,7 +103,7 @@ class StepResults:
             finish = Finish("stop", None if is_eos else token_id)
         else:
             finish = Finish("length")
-        outputs.finish(sequence, finish, self._memory.handed_over(sequence))
+        outputs.finish(sequence, finish)
         self._lifecycle.end(sequence, finish.reason, now)
 
     def _end_tries(
@@ -229,13 +228,10 @@ class StepResults:
             for member in sequence.members:
                 self._fail(member, finish, outputs, now)
         failed = [sequence for sequence, _ in tainted.failed.values()]
-        if self._stores is not None:
-            digests = (d for s in failed for member in s.members for d in member.digests)
-            self._stores.remove(list(dict.fromkeys(digests)))
         self._forget_swapped(tainted)
         self._send_back(tainted, failed, now)
-        self._pins.compute_again(failed, now)
-        self._memory.held.distrust(failed)
+        for extension in self._extensions:
+            extension.fail(failed, now)
 
     def _blames_rows(self, step: InFlightStep, result: StepResult) -> bool:
         """Tell whether the rows of a step that failed are guilty; otherwise they are suspects now.
@@ -310,7 +306,8 @@ def _take_prompt_candidates(
         start = int(step.plan.computed_bound[i])
         fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
         sequence.num_prompt_logprobs += len(fresh)
-        sequence.found_at = sequence.pinned_at = -1  # it may find more now
+        sequence.found_at = -1  # it may find more now
+        sequence.found_elsewhere = {}
         outputs.update_of(sequence).prompt_candidates = fresh
 
 

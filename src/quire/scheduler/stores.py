@@ -18,11 +18,11 @@ once, by a control message, and nothing is known of a store but by these. A row 
 blocks of its tokens removed (`Remove`): what comes of them from a fetch under way is not taken in.
 """
 
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from quire.base.kv_orders import (
-    Answer,
     BlockName,
     Fetch,
     Fetched,
@@ -34,15 +34,21 @@ from quire.base.kv_orders import (
     Order,
     Remove,
 )
-from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING
+from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver
+from quire.base.messages import KeepCached, ResetPrefixCache
+from quire.base.plan import Plan
 from quire.kv.host_tier import HostTier, Name
 from quire.scheduler.decisions import StoresView
+from quire.scheduler.extension import Extension, Handler, StepEnd, StepExtension
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import PROMPT_TAIL, Memory
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.offers import Offers
+from quire.scheduler.planning import Planner
+from quire.scheduler.sequence import NEVER, Sequence
 
 MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
 MOST_KEPT_BYTES = 128 << 20  # of what is kept as soon as it is computed; but one block always
+ASKED = "store"  # a blocker: stores are asked for blocks of its prompt
 WAIT_S = 1.5  # for a block that another engine is about to keep
 KEEP_OLD = 0.5  # of a measured rate, when another was measured
 
@@ -61,21 +67,32 @@ class PendingLookup:
     tickets: set[int] = field(default_factory=set)
 
 
-class Stores:
+class Stores(Extension, StepExtension):
     """num_stores: they are asked in the order of their numbers. kept: what they get
-    (base/kv_transfer.py)."""
+    (base/kv_transfer.py). orders: where orders go. offers: what they get as soon as it is computed;
+    None if they get nothing."""
+
+    follows_steps = True
 
     def __init__(
-        self, memory: Memory, lifecycle: Lifecycle, num_stores: int, kept: str = EVICTED
+        self,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        planner: Planner,
+        orders: list[Order],
+        num_stores: int,
+        kept: str = EVICTED,
     ) -> None:
         self.num_stores = num_stores
         self.kept = kept
-        self.orders: list[Order] = []  # since somebody took them last
+        self.orders = orders
+        self.offers: Offers | None = None
         self.waiting: dict[str, PendingLookup] = {}
         self.num_fetched = self.num_kept = 0
         self.num_fetched_bytes = self.num_kept_bytes = self.num_here = 0
         self.is_private = False  # the names of this cache mean nothing to other engines
-        self._memory, self._lifecycle = memory, lifecycle
+        self._memory, self._lifecycle, self._planner = memory, lifecycle, planner
+        self._is_ending = False  # what is cached is to be kept
         self._fetching: dict[int, tuple[Item, ...]] = {}
         self._coming: dict[BlockName, int] = {}  # with which ticket; of those that are wanted
         self._keeping: dict[int, tuple[Item, ...]] = {}
@@ -83,7 +100,69 @@ class Stores:
         self._bytes_per_s = [0.0] * num_stores  # of fetching; 0.0 is not known
         self._next_ticket = 0
         if self.keeps:
-            memory.offer_to_stores(kept == COMPUTED)
+            self.offers = Offers(memory.kv, self._tier, kept == COMPUTED, self)
+
+    # ---- as an extension -----------------------------------------------------------------------
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """See Extension."""
+        return {
+            LookedUp: lambda answer, now: self._take_looked_up(answer),
+            Fetched: lambda answer, now: self._take_fetched(answer),
+            Kept: lambda answer, now: self._take_kept(answer),
+            KeepCached: lambda message, now: self._end_keeping(),
+            ResetPrefixCache: lambda message, now: self.start_over(),
+        }
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """See Extension: a request that is looked up waits outside the queue."""
+        if sequence.has_something_to_compute and self.begin(sequence):
+            sequence.watch(self)
+            sequence.blockers |= {ASKED}
+
+    def fail(self, failed: Collection[Sequence], now: float) -> None:
+        """See Extension."""
+        digests = (d for s in failed for member in s.members for d in member.digests)
+        self.remove(list(dict.fromkeys(digests)))
+
+    def end_step(self, end: StepEnd, now: float) -> None:
+        """See StepExtension: keep what has come to host memory, and report what goes to stores of
+        the prompts that have ended."""
+        self.keep(end.settled, int(NEVER) if end.is_flush else None)
+        for sequence, update in end.outputs.ended:
+            finish = update.finish
+            if finish is not None and finish.reason in ("stop", "length"):
+                update.handed_over = self.handed_over(sequence)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan is needed that copies out what stores wait for."""
+        return self.offers is not None and (self.offers.num_waiting > 0 or self._tier.has_held)
+
+    def idle_plan(self, now: float) -> Plan | None:
+        """See StepExtension. What cannot be copied though nothing is under way is given up. At the
+        end all that is cached is copied, unless no other engine could use it."""
+        if self._is_ending and self.keeps and not self.is_private:
+            plan = self._planner.flush(now)
+            if plan is not None:
+                return plan
+        if self.offers is None or not self.has_work:
+            return None
+        plan = self._planner.offload(now)
+        if plan is None and self.num_keeping == 0:
+            self.offers.drop_waiting()
+        return plan
+
+    def _end_keeping(self) -> None:
+        self._is_ending = True
+
+    def handed_over(self, sequence: Sequence) -> HandedOver | None:
+        """Return what of a prompt goes to the stores for another engine; None if nobody asked."""
+        transfer = sequence.request.kv_transfer
+        if transfer is None or not transfer.keeps or self.offers is None:
+            return None
+        num = min(sequence.num_prompt_tokens // self._memory.block_size, len(sequence.digests))
+        return HandedOver(num, sequence.digests[num - 1] if num else b"", transfer.address)
 
     @property
     def keeps(self) -> bool:
@@ -117,10 +196,6 @@ class Stores:
         tier = self._memory.kv.tier
         assert tier is not None, "stores need host blocks"
         return tier
-
-    def take_orders(self) -> list[Order]:
-        found, self.orders = self.orders, []
-        return found
 
     def held_blocks(self, cache_group: int) -> list[int]:
         """Host blocks that orders on their way name."""
@@ -187,20 +262,7 @@ class Stores:
         told = 0 if transfer is None else transfer.num_blocks
         return min(num_tokens // size, told or num_tokens // size)
 
-    def is_asked_for(self, sequence: Sequence) -> bool:
-        """Tell whether something may still come for a request."""
-        return sequence.request.request_id in self.waiting
-
-    def take(self, answer: Answer) -> None:
-        """Take in what a store has answered. Nothing waits for the answer to a `Remove`."""
-        if isinstance(answer, LookedUp):
-            self._take_looked_up(answer)
-        elif isinstance(answer, Fetched):
-            self._take_fetched(answer)
-        elif isinstance(answer, Kept):
-            self._take_kept(answer)
-
-    def drop(self, sequence: Sequence) -> None:
+    def forget(self, sequence: Sequence) -> None:
         """Forget a request that has ended; what is on its way for it still comes."""
         self.waiting.pop(sequence.request.request_id, None)
 
@@ -302,6 +364,7 @@ class Stores:
         if wait.asked or wait.tickets:
             return
         del self.waiting[wait.sequence.request.request_id]
+        wait.sequence.blockers -= {ASKED}
         self._lifecycle.unpark(wait.sequence)
 
     # ---- what is not to be used --------------------------------------------------------------
@@ -324,8 +387,8 @@ class Stores:
         on their way.
         """
         names = tuple((g, digest) for digest in digests for g in range(len(self._memory.kv.groups)))
-        if self._memory.offers is not None:
-            self._memory.offers.forget(names)
+        if self.offers is not None:
+            self.offers.forget(names)
         for name in names:
             self._coming.pop(name, None)
             for wait in self.waiting.values():
@@ -355,10 +418,10 @@ class Stores:
         self._num_keeping[answer.store] -= len(items)
         self.num_kept += sum(answer.ok[: len(items)])
         self.num_kept_bytes += answer.num_bytes
-        if self._memory.offers is not None:
+        if self.offers is not None:
             pairs = zip(items, answer.ok, strict=False)
             kept = [(g, digest) for (g, digest, _), ok in pairs if ok]
-            self._memory.offers.take_kept(kept, answer.is_lasting)
+            self.offers.take_kept(kept, answer.is_lasting)
         for g, _, block in items:
             self._tier.release(g, block)
 

@@ -14,6 +14,11 @@ class TimeLimits:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, str]] = []  # when, arrival, request id
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a request may have a limit."""
+        return bool(self._heap)
+
     def add(self, sequence: Sequence) -> None:
         """Watch a new request, if it has a limit."""
         request = sequence.request

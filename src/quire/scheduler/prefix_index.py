@@ -1,0 +1,52 @@
+"""Hits in the prefix index: blocks with the right names on the device, and in host memory where
+loading them takes less time than computing their tokens.
+"""
+
+from collections.abc import Sized
+
+from quire.base.messages import MeasuredRates
+from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.extension import HitSource
+from quire.scheduler.memory import Memory
+from quire.scheduler.sequence import Sequence
+
+
+class PrefixIndex(HitSource):
+    """The names that the blocks of all sequences have got."""
+
+    entries: Sized = (True,)  # a look-up finds out itself whether there is something
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
+        """See HitSource."""
+        if best is not None and best.num_tokens == sequence.num_known_tokens - 1:
+            return best  # nothing is longer
+        kv, (digests, num_tokens) = self._memory.kv, self._memory.names.readable(sequence)
+        hit = kv.get_computed_blocks(digests, num_tokens)
+        if hit.num_loads:
+            near = kv.get_computed_blocks(digests, num_tokens, on_host=False)
+            if not loading_is_cheaper(kv, hit, near, self._memory.rates):
+                hit = near
+        return hit if best is None or hit.num_tokens > best.num_tokens else best
+
+    def num_tokens(self, sequence: Sequence) -> int:
+        """See HitSource. Looked up once per change of the index."""
+        kv = self._memory.kv
+        if sequence.found_at != kv.num_index_changes:
+            num_blocks = kv.num_computed_blocks(*self._memory.names.readable(sequence))
+            sequence.found_tokens = num_blocks * kv.block_size
+            sequence.found_at = kv.num_index_changes
+        return sequence.found_tokens
+
+
+def loading_is_cheaper(kv: KVManager, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
+    """Tell whether to load what host memory has beyond the hit on the device. Where a rate is not
+    known, it is loaded."""
+    sizes = kv.block_bytes
+    if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and sizes):
+        return True
+    num_bytes = sum(len(away) * size for away, size in zip(hit.host, sizes, strict=True))
+    num_tokens = hit.num_tokens - near.num_tokens
+    return num_bytes / rates.copy_bytes_per_s < num_tokens / rates.prefill_tokens_per_s

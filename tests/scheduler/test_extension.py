@@ -1,0 +1,145 @@
+"""Plug-ins of the scheduler: a hit source and an extension that the core knows nothing of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.cache_group import CacheGroup
+from quire.base.config import SchedulerConfig
+from quire.base.errors import RequestError
+from quire.base.messages import Cancel, Request
+from quire.base.plan import StepResult
+from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
+from quire.scheduler.extension import Extension, Handler, HitSource, StepEnd, StepExtension
+from quire.scheduler.memory import Memory
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
+from tests.scheduler.device import make_request
+
+FULL = CacheGroup("full", (0,), 1, 8)
+SIZE, NUM_BLOCKS = 4, 12
+
+
+class LastPrompt(HitSource, Extension):
+    """Keeps the blocks of the prompt that ended last, for the next request that begins with it."""
+
+    def __init__(self, kv: KVManager) -> None:
+        self.entries: list[tuple[bytes, SequenceBlocks]] = []
+        self._kv = kv
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        sequence.watch(self)
+
+    def leave(self, sequence: Sequence, reason: str, now: float) -> None:
+        self.evict_one(None)
+        num = sequence.num_prompt_tokens // SIZE * SIZE
+        blocks = self._kv.fork(sequence.blocks)
+        self._kv.truncate(blocks, num)
+        self.entries.append((sequence.known_tokens[:num].tobytes(), blocks))
+
+    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
+        [(tokens, blocks)] = self.entries
+        num = len(tokens) // 4
+        is_longer = best is None or num > best.num_tokens
+        if not is_longer or sequence.known_tokens[:-1].tobytes()[: len(tokens)] != tokens:
+            return best
+        return KVBlocks(num, tuple(t.blocks[: num // SIZE] for t in blocks.tables), is_in_use=True)
+
+    def evictable(self, spared: Sequence | None) -> list[SequenceBlocks]:
+        return [blocks for _, blocks in self.entries]
+
+    def evict_one(self, spared: Sequence | None) -> bool:
+        if not self.entries:
+            return False
+        self._kv.free(self.entries.pop()[1])
+        return True
+
+
+def scheduler_of(caching: bool = False) -> Scheduler:
+    kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, enable_prefix_caching=caching)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    return Scheduler(Memory(kv, 64, watermark=0.0), config, 64)
+
+
+def run(scheduler: Scheduler, request: Request) -> int:
+    """Serve one request to its end; the number of tokens that its first step computed."""
+    assert scheduler.add(request, 0.0).refusal is None
+    num_computed = 0
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0).plan
+        assert plan is not None
+        num_computed = num_computed or plan.num_scheduled_tokens
+        num = len(plan.sample_rows)
+        tokens = np.full((num, 1), 7, np.int32)
+        scheduler.update(StepResult(plan.step_id, tokens, np.ones(num, np.int32)), 0.0)
+    return num_computed
+
+
+def test_a_new_source_shares_blocks_and_gives_them_up_only_if_that_is_enough() -> None:
+    scheduler = scheduler_of()
+    kv, source = scheduler.memory.kv, LastPrompt(scheduler.memory.kv)
+    scheduler.attach(source)
+    prompt = list(range(10))
+    assert run(scheduler, make_request("a", prompt, max_tokens=1)) == 10
+    assert kv.pools[0].num_used == 2, "the full blocks of the prompt stay"
+    assert run(scheduler, make_request("b", [*prompt, 40], max_tokens=1)) == 3
+    memory, free = scheduler.memory, kv.num_free_blocks
+    assert free == NUM_BLOCKS - 2
+    assert not memory.fits([free + 1]) and memory.could_fit([free + 2])
+    assert not memory.make_room([free + 3]) and len(source.entries) == 1, "in vain"
+    assert memory.make_room([free + 2]) and not source.entries
+    assert kv.pools[0].num_used == 0
+
+
+def test_a_question_evicts_nothing() -> None:
+    scheduler = scheduler_of()
+    source = LastPrompt(scheduler.memory.kv)
+    scheduler.attach(source)
+    run(scheduler, make_request("a", list(range(30)), max_tokens=1))  # 7 blocks
+    scheduler.add(make_request("large", list(range(50, 80)), max_tokens=1), 0.0)  # 8 blocks
+    [large] = scheduler.lifecycle.queue.waiting()
+    assert scheduler.admission.fits_now(large) and len(source.entries) == 1
+    assert scheduler.schedule(0.0).plan is not None and not source.entries
+
+
+class Quota(Extension, StepExtension):
+    """Lets each tenant have so many tokens; `Cancel` with its name gives it as many again."""
+
+    follows_steps = True
+
+    def __init__(self, most: int) -> None:
+        self.most, self.used = most, dict[str, int]()
+        self.told: list[str] = []
+
+    def handlers(self) -> Mapping[type, Handler]:
+        return {Cancel: lambda message, now: self.used.pop(message.request_id, None)}
+
+    def accept(self, request: Request) -> bool:
+        if self.used.get(request.tenant, 0) >= self.most:
+            raise RequestError(f"{request.tenant} has had its {self.most} tokens.")
+        return False
+
+    def end_step(self, end: StepEnd, now: float) -> None:
+        for sequence, _ in end.outputs.ended:
+            tenant = sequence.request.tenant
+            self.used[tenant] = self.used.get(tenant, 0) + sequence.num_output_tokens
+
+
+def test_a_new_extension_refuses_requests_and_takes_control_messages() -> None:
+    scheduler = scheduler_of(caching=True)
+    scheduler.attach(Quota(3))
+    run(scheduler, make_request("a", [1, 2, 3], max_tokens=3, tenant="t"))
+    refused = scheduler.add(make_request("b", [1, 2, 3], max_tokens=3, tenant="t"), 0.0)
+    assert isinstance(refused.refusal, RequestError) and not scheduler.has_work
+    assert run(scheduler, make_request("c", [1, 2, 3], max_tokens=3, tenant="other")) == 3
+    scheduler.control(Cancel("t"), 0.0)
+    assert scheduler.add(make_request("d", [1, 2, 3], tenant="t"), 0.0).refusal is None
+
+
+@pytest.mark.parametrize("kind", [HitSource, Extension, StepExtension])
+def test_an_interface_has_at_most_six_methods(kind: Any) -> None:
+    methods = [name for name, value in vars(kind).items() if callable(value) or
+               isinstance(value, property)]  # fmt: skip
+    assert 3 <= len([name for name in methods if not name.startswith("_")]) <= 6

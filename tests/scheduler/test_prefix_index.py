@@ -1,0 +1,46 @@
+"""Which of several hits a sequence begins with: sources are asked in their order."""
+
+from typing import Any
+
+import pytest
+
+from quire.kv.manager import KVBlocks
+from quire.scheduler.held import Branch
+from tests.scheduler.device import make_request
+from tests.scheduler.test_step_results import scheduler_of
+
+
+@pytest.mark.parametrize(
+    ("held", "named", "found"), [(None, 8, 8), (4, 8, 8), (8, 8, 8), (12, 8, 12), (19, 0, 19)]
+)
+def test_the_longer_of_what_is_held_and_what_is_named(
+    held: int | None, named: int, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 tokens; the last one is always computed."""
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(20))), 0.0)
+    sequence, memory = scheduler.lifecycle.sequences["r"], scheduler.memory
+    retained = scheduler.retained
+    branch = Branch(memory.new_sequence(), held or 0, "other")
+    if held is not None:
+        retained.branches["r"] = branch
+    monkeypatch.setattr(retained, "_usable", lambda _: (branch, held))
+    by_name = KVBlocks(named, ([],))
+    monkeypatch.setattr(memory.kv, "get_computed_blocks", lambda *_: by_name)
+    hit = memory.find_hit(sequence)
+    assert hit.num_tokens == found
+    assert (hit is by_name) == (held is None or held < named)
+    assert hit.source == ("" if hit is by_name else "held")
+
+
+def test_nobody_is_asked_who_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("asked")
+
+    scheduler = scheduler_of()
+    for source in (scheduler.retained, scheduler.pinned):
+        for name in ("find", "num_tokens", "begin"):
+            monkeypatch.setattr(source, name, fail)
+    scheduler.add(make_request("r", list(range(20))), 0.0)
+    assert scheduler.schedule(0.0).plan is not None
+    assert scheduler.memory.num_found_tokens(scheduler.lifecycle.sequences["r"]) == 16
