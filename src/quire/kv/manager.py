@@ -147,11 +147,6 @@ class KVManager:
         kinds = ((pool, StateTable if group.kind == STATE else BlockTable) for pool, group in pairs)
         return SequenceBlocks(tuple(kind(pool, self.block_size) for pool, kind in kinds))
 
-    def blocks_for(self, num_tokens: int, group: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` tokens holds in a group at any
-        time."""
-        return self.groups[group].most_blocks(num_tokens, self.block_size)
-
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
     ) -> list[int]:

@@ -19,7 +19,7 @@ from quire.scheduler.extension import Extension
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import READY, Sequence, SequenceGroup, State
+from quire.scheduler.sequence import Blocker, Sequence, SequenceGroup, State
 from quire.scheduler.time_limits import TimeLimits
 from quire.scheduler.two_level import PATIENCE
 
@@ -58,7 +58,7 @@ class Arrivals:
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
-            blockers=frozenset((READY,) if request.grammar or request.is_held_back else ()),
+            blockers=frozenset((Blocker.READY,) if request.grammar or request.is_held_back else ()),
             keep_s=request.keep_s,
         )
         if num > 1 or request.params.use_beam_search:
@@ -101,13 +101,13 @@ class Arrivals:
         """Let a request in that is ready now, unless it lacks something else. One that could not be
         made ready ends with an error."""
         sequence = self._lifecycle.sequences.get(message.request_id)
-        if sequence is None or READY not in sequence.blockers:
+        if sequence is None or Blocker.READY not in sequence.blockers:
             return  # it has ended
         if message.error is not None:
             error = Failure.of_request(message.error)
             self._lifecycle.drop(sequence, Finish("error", error=error), now)
             return
-        sequence.blockers -= {READY}
+        sequence.blockers -= {Blocker.READY}
         self._lifecycle.tell(GrammarTaken(now, message.request_id))
         if sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)

@@ -83,7 +83,7 @@ class CacheListener:
         """Note that the plan is made, or that nothing was to be planned."""
 
     def reset(self, now: float) -> None:
-        """Forget all names: the cache is about to be emptied."""
+        """Forget all names: the index has just been emptied."""
 
 
 class Extension:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.base.messages import Request
-from quire.kv.pool import BlockPool
+from quire.kv.manager import KVManager
 from quire.scheduler.extension import CacheListener
 from quire.scheduler.sequence import Int32, Sequence
 
@@ -44,19 +44,14 @@ class IndexDelta(NamedTuple):
 
 
 class IndexWatch(CacheListener):
-    """Gathers what changes in the indexes of pools between two calls of `take`. device, host: by
-    cache group; of the host none if nothing is cached there."""
+    """Gathers what changes in the indexes of pools between two calls of `take`. keeps_tokens: with
+    the tokens of blocks."""
 
-    def __init__(
-        self,
-        device: Seq[BlockPool],
-        host: Seq[BlockPool],
-        block_size: int,
-        keeps_tokens: bool,
-    ) -> None:
-        self._block_size = block_size
+    def __init__(self, kv: KVManager, keeps_tokens: bool) -> None:
+        self._block_size = kv.block_size
         self._keeps_tokens = keeps_tokens
-        self._watched = [(g, False, pool) for g, pool in enumerate(device)]
+        host = () if kv.tier is None else kv.host_pools
+        self._watched = [(g, False, pool) for g, pool in enumerate(kv.pools)]
         self._watched += [(g, True, pool) for g, pool in enumerate(host)]
         self._named: list[Named] = []
         self._was_cleared = False

@@ -31,7 +31,7 @@ from quire.scheduler.memory import Memory
 from quire.scheduler.pinned import PinnedPrefixes
 from quire.scheduler.rows import Rows
 from quire.scheduler.scheduler_core import SchedulerCore
-from quire.scheduler.sequence import READY, Int64, Sequence, State
+from quire.scheduler.sequence import Blocker, Int64, Sequence, State
 
 MOST_TOLD = 100  # of a kind, one by one
 
@@ -167,7 +167,7 @@ def _reason(
 ) -> str:
     """Say why it waits, a key of REASONS; of one in the queue as if nothing of it were cached."""
     if sequence.state is State.PARKED:
-        if READY in sequence.blockers:
+        if Blocker.READY in sequence.blockers:
             return "grammar" if sequence.request.grammar else "loading"
         return "prompt" if sequence.is_open else "store"
     if sequence.num_pending_lost:

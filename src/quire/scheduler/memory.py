@@ -434,7 +434,7 @@ class Memory:
 
     def reset(self, fingerprint: bytes, now: float) -> None:
         """Forget all names; those to come begin with this fingerprint."""
+        self.kv.reset_prefix_cache()
         for listener in self.listeners:
             listener.reset(now)
-        self.kv.reset_prefix_cache()
         self.names.fingerprint = fingerprint

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from quire.base.messages import PinnedPrefix, Request
 from quire.kv.manager import KVBlocks, SequenceBlocks
@@ -21,7 +22,11 @@ from quire.scheduler.extension import HitSource
 from quire.scheduler.memory import Memory
 from quire.scheduler.sequence import Sequence
 
-SOURCE = "pinned"  # as the report of a hit calls it
+
+class Source(StrEnum):
+    """As the report of a hit calls it."""
+
+    PINNED = "pinned"
 
 
 @dataclass(eq=False, slots=True)
@@ -139,11 +144,11 @@ class PinnedPrefixes(HitSource):
 
     def num_tokens(self, sequence: Sequence) -> int:
         """See HitSource. Looked up once per change of the pins, which is seldom."""
-        at, num_tokens = sequence.found_elsewhere.get(SOURCE, (-1, 0))
+        at, num_tokens = sequence.found_elsewhere.get(Source.PINNED, (-1, 0))
         if at != self.num_changes:
             pin = self.find_pin(sequence)
             num_tokens = 0 if pin is None else self.num_usable(pin, sequence)
-            sequence.found_elsewhere[SOURCE] = self.num_changes, num_tokens
+            sequence.found_elsewhere[Source.PINNED] = self.num_changes, num_tokens
         return num_tokens
 
     def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
@@ -157,7 +162,7 @@ class PinnedPrefixes(HitSource):
             return best if best.is_in_use else _upon(pin.blocks, best, num_full)
         num_blocks = -(-num_tokens // self._kv.block_size)
         blocks = tuple(table.blocks[:num_blocks] for table in pin.blocks.tables)
-        return KVBlocks(num_tokens, blocks, source=SOURCE)
+        return KVBlocks(num_tokens, blocks, source=Source.PINNED)
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """Count a new sequence that is admitted, which may begin with a prefix."""

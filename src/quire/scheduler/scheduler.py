@@ -127,9 +127,7 @@ class Scheduler(SchedulerCore):
             self.retained.changes = {}
             self._collectors.append(self.retained.take_changes)
             return
-        kv = self.memory.kv
-        host = () if kv.tier is None else kv.host_pools
-        watch = IndexWatch(kv.pools, host, kv.block_size, keeps_tokens)
+        watch = IndexWatch(self.memory.kv, keeps_tokens)
         self.memory.listeners.append(watch)
         self._collectors.append(watch.take)
 

@@ -12,7 +12,7 @@ Columns are assigned in `rows.py` alone, `Sequence.state` in `lifecycle.py` alon
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +27,6 @@ from quire.scheduler.beams import BeamSearch, Hypothesis
 
 NEVER = np.int64(1) << 62
 NUM_STOP_IDS = 8
-READY = "ready"  # a blocker: its grammar or its model is not loaded yet
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -39,6 +38,13 @@ class Watcher(Protocol):
     def leave(self, sequence: "Sequence", reason: str, now: float) -> None: ...
 
     def forget(self, sequence: "Sequence") -> None: ...
+
+
+class Blocker(StrEnum):
+    """What a sequence waits for outside the queue. Others have names of their own, as members of a
+    StrEnum, too: recordings keep such names as they are."""
+
+    READY = "ready"  # its grammar is not compiled, or its model not loaded, yet
 
 
 class State(Enum):
@@ -111,7 +117,7 @@ class Sequence:
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
     is_open: bool = False  # more of the prompt is to come
-    blockers: frozenset[str] = frozenset()  # what it waits for outside the queue
+    blockers: frozenset[StrEnum] = frozenset()  # what it waits for outside the queue
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     is_renamed: bool = False  # nobody else has the names of its blocks (renaming.py)
     tenant: int = 0  # its slot among the tenants' counters
@@ -122,7 +128,7 @@ class Sequence:
     found_tokens: int = 0  # prefix hit when the index had changed found_at times
     found_at: int = -1
     # Of another source (`HitSource`), by its kind: when that had changed so often, so many tokens.
-    found_elsewhere: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    found_elsewhere: dict[StrEnum, tuple[int, int]] = field(default_factory=dict, repr=False)
     prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out

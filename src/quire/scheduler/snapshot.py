@@ -89,8 +89,8 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, miss_report, offers, pinned,
-    pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence, srtf,
+    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, miss_report, offers,
+    pinned, pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence, srtf,
     step_results, stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 

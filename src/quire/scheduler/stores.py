@@ -21,6 +21,7 @@ blocks of its tokens removed (`Remove`): what comes of them from a fetch under w
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from quire.base.kv_orders import (
     BlockName,
@@ -48,9 +49,14 @@ from quire.scheduler.sequence import NEVER, Sequence
 
 MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
 MOST_KEPT_BYTES = 128 << 20  # of what is kept as soon as it is computed; but one block always
-ASKED = "store"  # a blocker: stores are asked for blocks of its prompt
 WAIT_S = 1.5  # for a block that another engine is about to keep
 KEEP_OLD = 0.5  # of a measured rate, when another was measured
+
+
+class StoreBlocker(StrEnum):
+    """What a sequence waits for outside the queue."""
+
+    ASKED = "asked"  # stores may have blocks of its prompt
 
 
 @dataclass(slots=True)
@@ -118,7 +124,7 @@ class Stores(Extension, StepExtension):
         """See Extension: a request that is looked up waits outside the queue."""
         if sequence.has_something_to_compute and self.begin(sequence):
             sequence.watch(self)
-            sequence.blockers |= {ASKED}
+            sequence.blockers |= {StoreBlocker.ASKED}
 
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """See Extension."""
@@ -364,7 +370,7 @@ class Stores(Extension, StepExtension):
         if wait.asked or wait.tickets:
             return
         del self.waiting[wait.sequence.request.request_id]
-        wait.sequence.blockers -= {ASKED}
+        wait.sequence.blockers -= {StoreBlocker.ASKED}
         self._lifecycle.unpark(wait.sequence)
 
     # ---- what is not to be used --------------------------------------------------------------
