@@ -233,7 +233,7 @@ class Engine:
         scheduler = make_scheduler(built, self.source)
         self.core = EngineCore(scheduler, make_executor(built), FakeClock(), limits)
         if self.faults is not None:
-            self.faults.suspects = scheduler.lifecycle.suspects
+            self.faults.suspects = scheduler.lifecycle.suspects.until
         return self
 
     def add(self, request: Request) -> None:

@@ -67,7 +67,7 @@ def test_a_guess_about_other_tokens_is_forgotten() -> None:
     scheduler = running()
     guess(scheduler, "a", 3, known=5)
     assert tried(plan_of(scheduler)) == {}
-    assert not scheduler.drafts.has_any
+    assert not scheduler.drafts.drafted
 
 
 def test_prompts_come_first() -> None:
@@ -166,7 +166,7 @@ def test_plans_follow_each_other_while_the_device_guesses() -> None:
     assert sequence.known_tokens[6:].tolist()[1:] == [9, 8, 7, 1, 1, 1, 5]
     assert (
         sequence.num_computed_tokens == sequence.num_known_tokens - 1
-        and not scheduler.drafts.has_any
+        and not scheduler.drafts.drafted
     )
 
 
@@ -231,7 +231,7 @@ def test_a_plan_that_preempts_tries_no_drafts() -> None:
     guess(scheduler, "a", 2)
     plan = plan_of(scheduler)
     assert scheduler.num_running == 1, "b gave its blocks away"
-    assert tried(plan) == {} and scheduler.drafts.has_any
+    assert tried(plan) == {} and scheduler.drafts.drafted
     scheduler.update(answer(plan), 0.0)
     guess(scheduler, "a", 2)
     assert tried(plan_of(scheduler)) == {0: 2}, "the next plan does"
@@ -263,7 +263,7 @@ def test_drafts_of_the_host_join_earlier_ones_and_those_of_a_device_replace_them
         drafts = Drafts(scheduler.rows, scheduler.memory, scheduler.lifecycle)
         for message in messages:
             drafts.take(message)
-        return {name for name, _ in drafts._guessed}
+        return {name for name, _ in drafts.drafted}
 
     host, device = (
         [Drafted([Draft(name, 0, 7, [1])], on_device=on_device) for name in "ab"]

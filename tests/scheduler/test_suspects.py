@@ -87,7 +87,7 @@ def test_a_step_that_fails_by_chance_costs_nobody(depth: int, step: int) -> None
             driver.take()
         elif not driver.scheduler.has_work:
             break
-    assert alone == set("abc") and not suspects
+    assert alone == set("abc") and not suspects.until
     assert are_as_expected(driver)
 
 

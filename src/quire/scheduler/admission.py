@@ -103,7 +103,7 @@ class Admission:
         self, head: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
         """Admit the head of the queue; the tokens that it gets, None if it must wait."""
-        if head in self._lifecycle.suspects:
+        if head in self._lifecycle.suspects.until:
             return None
         return self.bring_in(head, builder, budget, now)
 

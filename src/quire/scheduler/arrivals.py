@@ -58,6 +58,7 @@ class Arrivals:
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
+            reads_cache=request.params.reads_prefix_cache,
             blockers=frozenset((Blocker.READY,) if request.grammar or request.is_held_back else ()),
             keep_s=request.keep_s,
         )

@@ -29,22 +29,21 @@ Worth = Callable[[RowTable, Int64], Int64]
 
 
 class Drafts:
-    """Keeps what was guessed until it is tried, or out of date."""
+    """Keeps draft tokens until a plan verifies them, or they are out of date.
+
+    drafted: by request id and index.
+    """
 
     def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle) -> None:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
-        self._guessed: dict[tuple[str, int], Draft] = {}
+        self.drafted: dict[tuple[str, int], Draft] = {}
         self._on_device = False  # they are to be made there
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self._guessed)
 
     def take(self, message: Drafted) -> None:
         """Keep guesses, in the place of earlier ones of the same sequences."""
         found = {(draft.request_id, draft.index): draft for draft in message.drafts}
         is_alike = not (message.on_device or self._on_device)
-        self._guessed = self._guessed | found if is_alike else found
+        self.drafted = self.drafted | found if is_alike else found
         self._on_device = message.on_device
 
     def candidates(self, worth: Worth | None = None, num_pending: int | None = 0) -> list[Sequence]:
@@ -72,7 +71,7 @@ class Drafts:
         place = {row: i for i, row in enumerate(rows.tolist())}
         if self._memory.kv.has_states:
             budget = min(budget, most_guesses(self._rows.table.num_rows))
-        guessed, self._guessed = self._guessed, {}
+        guessed, self.drafted = self.drafted, {}
         builder.is_guessing = on_device = self._on_device
         if not on_device and self._rows.is_any_unsure:
             return  # where some rows go on is not known here
@@ -85,7 +84,7 @@ class Drafts:
             at = place.get(sequence.row)
             if at is None:
                 if not on_device:
-                    self._guessed[key] = draft
+                    self.drafted[key] = draft
                 continue
             if num_tokens[at] != 1 or not self._may_try(sequence):
                 continue
@@ -127,7 +126,7 @@ class Drafts:
             return False
         if sequence.request.params.logits_processors:  # they may remember what they were asked
             return False
-        if sequence in self._lifecycle.suspects:  # no guess is to be its fault
+        if sequence in self._lifecycle.suspects.until:  # no guess is to be its fault
             return False
         if self._memory.kv.has_states and self._rows.num_stages > 1:
             return False  # which states are right is known on the last stage alone

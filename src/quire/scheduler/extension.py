@@ -154,6 +154,14 @@ class StepExtension:
         return None
 
 
+def overriding(features: Seq[object], kind: type, method: str) -> list[Any]:
+    """Return the features that bring a method of their own, each with that method."""
+    default = getattr(kind, method)
+    found = [each for each in features if isinstance(each, kind)]
+    own = [each for each in found if getattr(type(each), method) is not default]
+    return [(each, getattr(each, method)) for each in own]
+
+
 def of_kind(features: Collection[object], kind: type[Kind]) -> list[Kind]:
     """Return the features that implement an interface."""
     return [feature for feature in features if isinstance(feature, kind)]

@@ -31,7 +31,7 @@ from quire.base.messages import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_kept
-from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
+from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.kv.table import NULL
 from quire.scheduler.decisions import HeldView
 from quire.scheduler.extension import (
@@ -41,6 +41,7 @@ from quire.scheduler.extension import (
     HitSource,
     StepExtension,
 )
+from quire.scheduler.memory import Memory
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Sequence, State
 
@@ -88,19 +89,18 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
     """All that is held, and the branches of forks that wait.
 
     sequences: those that have not ended. by_id: by request id and index. standing: those that have
-    blocks, the first to be evicted first. branches: by the fork's request id. spent: of forks that
-    the plan being made has begun: it copies from their blocks. changes: the names of what was held,
-    changed or let go since somebody asked; None if nobody does.
+    blocks, the first to be evicted first. branches: by the fork's request id. changes: the names of
+    what was held, changed or let go since somebody asked; None if nobody does.
     """
 
     changes: dict[tuple[str, int], None] | None = None
 
-    def __init__(self, kv: KVManager, rows: Rows, sequences: Mapping[str, Sequence]) -> None:
+    def __init__(self, memory: Memory, rows: Rows, sequences: Mapping[str, Sequence]) -> None:
         self.by_id: dict[str, dict[int, Held]] = {}
         self.standing: list[Held] = []
         self.entries = self.branches = dict[str, Branch]()
-        self.spent: list[SequenceBlocks] = []
-        self._kv, self._rows, self._sequences = kv, rows, sequences
+        self._memory, self._kv = memory, memory.kv
+        self._rows, self._sequences = rows, sequences
 
     def handlers(self) -> Mapping[type, Handler]:
         """See Extension."""
@@ -326,14 +326,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         """See HitSource: what a sequence takes of its branch, it has."""
         branch = self.branches.pop(sequence.request.request_id, None)
         if branch is not None:
-            self.spent.append(branch.blocks)
-
-    def end_plan(self, now: float) -> None:
-        """Let go what the plan that was just made copies from: blocks that are freed in a plan may
-        be written by it, and what it loads is written before it copies."""
-        spent, self.spent = self.spent, []
-        for blocks in spent:
-            self._kv.free(blocks)
+            self._memory.free_after_plan(branch.blocks)
 
     def forget(self, sequence: Sequence) -> None:
         """Forget the branch of a sequence that has ended before it got a row."""

@@ -116,6 +116,7 @@ class Lifecycle:
             due_at=leader.due_at,
             keep_s=leader.keep_s,
             is_renamed=leader.is_renamed,
+            reads_cache=leader.reads_cache,
             watchers=leader.watchers,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
@@ -186,7 +187,8 @@ class Lifecycle:
         self._memory.free_swapped(sequence)
         sequence.state, sequence.finish_reason = State.ENDED, reason
         self.long_stop_lists.discard(sequence)
-        self.suspects.drop(sequence)
+        if self.suspects.until:
+            self.suspects.drop(sequence)
         self.ended.append(sequence)
         self._memory.headroom.take_end()
         if all(member.state is State.ENDED for member in sequence.members):
@@ -219,11 +221,12 @@ class Lifecycle:
         ended, self.ended = self.ended, []
         return ended
 
-    def report_prefix(self, sequence: Sequence, report: PrefixReport, now: float) -> None:
+    def report_prefix(
+        self, sequence: Sequence, report: PrefixReport, is_hit: bool, now: float
+    ) -> None:
         """Tell what the prompt of a request that was just admitted found in the cache."""
         sequence.report = report
-        says_something = report.num_tokens > 0 or report.miss
-        if says_something and not sequence.is_beam:  # of a search all is told at the end
+        if (is_hit or report.miss) and not sequence.is_beam:  # of a search all is told at the end
             self.admitted.append(sequence)
         self.events.append(PrefixFound(now, sequence.request.request_id, report))
 

@@ -172,7 +172,7 @@ def _reason(
         return "prompt" if sequence.is_open else "store"
     if sequence.num_pending_lost:
         return "result"
-    if sequence in lifecycle.suspects:
+    if sequence in lifecycle.suspects.until:
         return "suspect"
     if not rows.num_free:
         return "rows"

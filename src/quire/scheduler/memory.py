@@ -27,7 +27,7 @@ from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
-from quire.scheduler.extension import CacheListener, HitSource
+from quire.scheduler.extension import CacheListener, HitSource, overriding
 from quire.scheduler.sequence import Sequence
 
 STEP_UP = 1.0  # blocks per running row
@@ -85,7 +85,8 @@ class Memory:
     the cache. sources: in the order in which they are asked; listeners: of names and copies.
     reserved: blocks, by cache group, that only certain tables may take. copied: (group, block) that
     rows of the plan being made copy from; kept_copied: those of them with a reference of their own
-    until the plan is made, because who held them was evicted.
+    until the plan is made, because who held them was evicted. spent: tables to free once the plan
+    is made, which copies from them.
     """
 
     def __init__(
@@ -105,15 +106,33 @@ class Memory:
         self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
         self.sources: list[HitSource] = []
         self.listeners: list[CacheListener] = []
+        self._connect()
         self.reserved = [0] * len(kv.groups)
         self.copied: list[tuple[int, int]] = []
         self.kept_copied: list[tuple[int, int]] = []
+        self.spent: list[SequenceBlocks] = []
         self._chunk = chunk
 
     @property
     def _kinds(self) -> list[str]:
         """The kinds of the cache groups."""
         return [group.kind for group in self.kv.groups]
+
+    def attach(self, feature: object) -> None:
+        """Connect a source or a listener; the order of attaching is the order of calls."""
+        if isinstance(feature, HitSource):
+            self.sources.append(feature)
+        if isinstance(feature, CacheListener):
+            self.listeners.append(feature)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Find the methods to call: those that are not a default, which would do nothing."""
+        sources, listeners = self.sources, self.listeners
+        self._begun = overriding(sources, HitSource, "begin")
+        self._named = overriding(listeners, CacheListener, "named")
+        self._copying = overriding(listeners, CacheListener, "copy_out")
+        self._planned = overriding(listeners, CacheListener, "end_plan")
 
     def reserve(self, blocks: Needs) -> None:
         """Keep so many blocks, by cache group, from all but the tables that they are meant for."""
@@ -122,6 +141,7 @@ class Memory:
     def continue_with(self, digester: Digester) -> None:
         """Continue from a snapshot, which has no digester and no subscribers."""
         self.names.digester, self.names.new = digester, None
+        self._connect()
 
     @property
     def keeps_nothing(self) -> bool:
@@ -260,9 +280,9 @@ class Memory:
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """Tell the sources that a sequence has got its row with this hit."""
-        for source in self.sources:
+        for source, begin in self._begun:
             if source.entries:
-                source.begin(sequence, hit, now)
+                begin(sequence, hit, now)
 
     def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> tuple[set[int], int]:
         """Choose the logical blocks behind which a sequence leaves its state: one at the prompt's
@@ -337,12 +357,12 @@ class Memory:
         """Enter the first `count` blocks of each in the index; the new ones, by cache group, of
         each."""
         self.names.extend(sequences, counts)
-        firsts = [s.blocks.num_indexed for s in sequences] if self.listeners else ()
+        firsts = [s.blocks.num_indexed for s in sequences] if self._named else ()
         index = self.kv.index_blocks
         pairs = zip(sequences, counts, strict=True)
         named = [index(s.blocks, s.digests, num) for s, num in pairs]
-        for listener in self.listeners:
-            listener.named(sequences, firsts, counts, named)
+        for _, note in self._named:
+            note(sequences, firsts, counts, named)
         return named
 
     # ---- host memory -------------------------------------------------------------------------
@@ -395,8 +415,8 @@ class Memory:
         if self.kv.tier is None:
             return []
         copies = self.kv.tier.take_evicted()
-        for listener in self.listeners:
-            listener.copy_out(copies)
+        for _, add in self._copying:
+            add(copies)
         return copies
 
     def end_plan(self, step_id: int, now: float) -> None:
@@ -408,11 +428,18 @@ class Memory:
 
     def end_turn(self, now: float) -> None:
         """Note that a plan is made, or that nobody could compute anything."""
+        for blocks in self.spent:
+            self.kv.free(blocks)
         for g, block_id in self.kept_copied:
             self.kv.release_block(g, block_id)
-        self.copied, self.kept_copied = [], []
-        for listener in self.listeners:
-            listener.end_plan(now)
+        self.copied, self.kept_copied, self.spent = [], [], []
+        for _, end in self._planned:
+            end(now)
+
+    def free_after_plan(self, blocks: SequenceBlocks) -> None:
+        """Free tables that the plan being made may copy from: a plan may write into blocks that are
+        freed while it is made, and writes what it loads before it copies."""
+        self.spent.append(blocks)
 
     def _note_copies(self, appended: Seq[Appended]) -> None:
         """Take note of what a row of the plan that is being made copies, by cache group."""

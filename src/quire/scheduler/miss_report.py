@@ -34,7 +34,7 @@ from quire.scheduler.extension import CacheListener, Extension, HitSource
 from quire.scheduler.sequence import Int32, Sequence
 
 Fields = dict[str, Any]  # of a report
-Tell = Callable[[Sequence, PrefixReport, float], None]
+Tell = Callable[[Sequence, PrefixReport, bool, float], None]
 MOST_COMPARED = 8  # of the last prompts, to find the nearest
 MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
 
@@ -82,9 +82,9 @@ class Generation:
 class MissReports(HitSource, CacheListener, Extension):
     """Remembers prompts, and reports of new ones what was found of them and why not more.
 
-    tell: takes the report of a sequence, at a time. most_blocks: digests that are remembered, in
-    two generations; when the younger one is full, the older one is dropped as a whole. It finds
-    nothing itself: it comes last among the sources, and sees what the others found.
+    tell: takes the report of a sequence, whether it has a hit, at a time. most_blocks: digests that
+    are remembered, in two generations; when the younger one is full, the older one is dropped as a
+    whole. It finds nothing itself: it comes last among the sources, and sees what the others found.
     """
 
     entries: Sized = (True,)  # it hears of every admission
@@ -105,7 +105,7 @@ class MissReports(HitSource, CacheListener, Extension):
         """See HitSource: report what a new request's prompt found."""
         if sequence.num_preemptions or sequence.report is not None:
             return
-        self._tell(sequence, self.report(sequence, hit, now), now)
+        self._tell(sequence, self.report(sequence, hit, now), hit.num_tokens > 0, now)
         self.enter_prompt(sequence)
 
     def reset(self, now: float) -> None:

@@ -28,6 +28,7 @@ from quire.scheduler.progress import SchedulerProgress
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Int64, State
 
+NO_ROWS: Int32 = np.empty(0, np.int32)
 PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens
 
 
@@ -57,7 +58,7 @@ class Planner:
     def plan(self, now: float) -> Plan | None:
         """Make the next plan; None if nobody can compute anything now."""
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
-        suspects = self._lifecycle.suspects
+        suspects = self._lifecycle.suspects.until
         if suspects and self._plan_suspect(builder, now):
             return self._close(builder, 0, now)
         rows = self._rows.running
@@ -182,7 +183,7 @@ class Planner:
         tokens that the step has time for."""
         table = self._rows.table
         rows, num_tokens = builder.all_rows()
-        if self._drafts.has_any and not builder.has_preempted:  # before it is asked who was evicted
+        if self._drafts.drafted and not builder.has_preempted:  # before it is asked who was evicted
             self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
@@ -192,8 +193,10 @@ class Planner:
         self._memory.end_plan(builder.step_id, now)
         is_sampling = (table.computed[rows] == table.total[rows]) & table.samples[rows]
         samples = rows[is_sampling]
-        forked, sources = self._branching.fork_leaders(samples, builder, now)
-        samples = np.concatenate([samples, forked])
+        forked = sources = NO_ROWS
+        if self._lifecycle.unforked:
+            forked, sources = self._branching.fork_leaders(samples, builder, now)
+            samples = np.concatenate([samples, forked])
         self._rows.expect_tokens(self._without_beams(samples))
         num_planned = int(num_tokens.sum())
         self._progress.num_planned_tokens += num_planned

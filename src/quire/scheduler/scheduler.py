@@ -57,7 +57,7 @@ class Scheduler(SchedulerCore):
     ) -> None:
         super().__init__(memory, config, max_model_len, make_policy, num_stages)
         lifecycle, planner, kv = self.lifecycle, self.planner, memory.kv
-        self.retained = Holds(kv, self.rows, lifecycle.sequences)
+        self.retained = Holds(memory, self.rows, lifecycle.sequences)
         self.pinned = PinnedPrefixes(memory)
         self.pins = Pins(memory, lifecycle, self.arrivals, self.pinned)
         self.misses = MissReports(kv, memory.names, lifecycle.report_prefix)
@@ -128,7 +128,7 @@ class Scheduler(SchedulerCore):
             self._collectors.append(self.retained.take_changes)
             return
         watch = IndexWatch(self.memory.kv, keeps_tokens)
-        self.memory.listeners.append(watch)
+        self.memory.attach(watch)
         self._collectors.append(watch.take)
 
     def note_names(self, into: list[NewNames] | None) -> None:
@@ -140,16 +140,16 @@ class Scheduler(SchedulerCore):
         """Continue from a snapshot, which lacks what tells no plan from another (snapshot.OMITTED).
         digester: what names blocks."""
         memory = self.memory
+        memory.listeners = of_kind(self.features, CacheListener)
         memory.continue_with(digester)
         self.lifecycle.events = []
         self._collectors = []
-        memory.listeners = of_kind(self.features, CacheListener)
         self.misses.start(self.lifecycle.report_prefix)
         self._handlers = self._own_handlers()
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
-        assert not self.retained.spent, "what a plan has begun with is still held"
+        assert not self.memory.spent, "what a plan has begun with is still held"
         tables = self.retained.evictable(None) + self.pinned.tables()
         stores = self.stores
         on_order = [] if stores is None else [stores.held_blocks]

@@ -42,11 +42,9 @@ from quire.scheduler.branching import Branching
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.drafts import Drafts
 from quire.scheduler.extension import (
-    CacheListener,
     Collector,
     Extension,
     Handler,
-    HitSource,
     StepEnd,
     StepExtension,
 )
@@ -110,10 +108,7 @@ class SchedulerCore:
         """Connect features, which are called in this order (extension.py)."""
         for feature in features:
             self.features.append(feature)
-            if isinstance(feature, HitSource):
-                self.memory.sources.append(feature)
-            if isinstance(feature, CacheListener):
-                self.memory.listeners.append(feature)
+            self.memory.attach(feature)
             if isinstance(feature, Extension):
                 self.extensions.append(feature)
             if isinstance(feature, StepExtension):
@@ -247,7 +242,7 @@ class SchedulerCore:
     def _next_s(self) -> float | None:
         """Return when something becomes due by itself."""
         limits = self.arrivals.time_limits
-        next_s = limits.next_s(self.lifecycle.sequences) if limits.has_any else None
+        next_s = limits.next_s(self.lifecycle.sequences) if limits.deadlines else None
         for extension in self.step_extensions:
             due_s = extension.next_s
             if due_s is not None and (next_s is None or due_s < next_s):
@@ -310,7 +305,7 @@ class SchedulerCore:
     def _drop_late(self, now: float) -> None:
         """End the requests whose time limit is over."""
         limits = self.arrivals.time_limits
-        if not limits.has_any:
+        if not limits.deadlines:
             return
         for sequence, finish in limits.take_late(self.lifecycle.sequences, now):
             for member in sequence.members:

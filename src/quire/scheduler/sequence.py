@@ -117,6 +117,7 @@ class Sequence:
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
     is_open: bool = False  # more of the prompt is to come
+    reads_cache: bool = True  # its request lets it begin with cached blocks
     blockers: frozenset[StrEnum] = frozenset()  # what it waits for outside the queue
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     is_renamed: bool = False  # nobody else has the names of its blocks (renaming.py)
@@ -174,11 +175,10 @@ class Sequence:
     def num_readable_tokens(self) -> int:
         """How many of its first tokens it may take from a cache, what it computed itself included.
         Of a prompt that is scored these are the scored ones: no step tells the scores of others."""
-        params = self.request.params
-        if not params.reads_prefix_cache and self.num_preemptions == 0:
+        if not self.reads_cache and self.num_preemptions == 0:
             return 0
         is_scored = self.num_prompt_logprobs >= self.num_prompt_tokens - 1
-        if params.prompt_logprobs is None or is_scored:
+        if self.request.params.prompt_logprobs is None or is_scored:
             return self.num_known_tokens
         return self.num_prompt_logprobs
 

@@ -78,9 +78,10 @@ from quire.scheduler import (
 STATE_VERSION = 13  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
-        "MissReports": ("_tell", "_last", "_open", "_young", "_old"), "Memory": ("listeners",),
-        "BlockPool": ("changes",), "Holds": ("changes",), "BlockNaming": ("digester", "new"),
+        "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
+        "Memory": ("listeners", "_begun", "_named", "_copying", "_planned"),
+        "MissReports": ("_tell", "_last", "_open", "_young", "_old"),
     }
 )  # fmt: skip
 VOCABULARY = (
@@ -90,8 +91,8 @@ VOCABULARY = (
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
     block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, miss_report, offers,
-    pinned, pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence, srtf,
-    step_results, stores, suspects, tenants, time_limits, two_level,
+    pinned, pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence,
+    srtf, step_results, stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -51,8 +51,8 @@ class StepResults:
         _name_rows(step, outputs)
         if result.row_errors or result.lost_swaps or result.error is not None:
             self._take_errors([step, *later], result, outputs, now)
-        elif suspects := self._lifecycle.suspects:
-            suspects.acquit(step)
+        elif self._lifecycle.suspects.until:
+            self._lifecycle.suspects.acquit(step)
         _take_prompt_candidates(step, result, outputs)
         _hand_out_pooled(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences

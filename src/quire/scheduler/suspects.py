@@ -17,12 +17,6 @@ class Suspects:
     def __init__(self) -> None:
         self.until: dict[Sequence, int] = {}
 
-    def __len__(self) -> int:
-        return len(self.until)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self.until
-
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence, which has ended."""
         self.until.pop(sequence, None)

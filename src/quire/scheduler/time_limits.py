@@ -9,15 +9,10 @@ from quire.scheduler.sequence import Sequence
 
 
 class TimeLimits:
-    """The times at which requests with a limit are late."""
+    """The times at which requests with a limit are late. deadlines: a heap."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str]] = []  # when, arrival, request id
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a request may have a limit."""
-        return bool(self._heap)
+        self.deadlines: list[tuple[float, int, str]] = []  # when, arrival, request id
 
     def add(self, sequence: Sequence) -> None:
         """Watch a new request, if it has a limit."""
@@ -25,21 +20,21 @@ class TimeLimits:
         if request.timeout_s > 0:
             began = request.received_s or sequence.arrival_s
             entry = began + request.timeout_s, sequence.arrival, request.request_id
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(self.deadlines, entry)
 
     def next_s(self, sequences: Mapping[str, Sequence]) -> float | None:
         """Return when the next of these may be late; None if none has a limit."""
-        while self._heap and self._alive(sequences, *self._heap[0][1:]) is None:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        while self.deadlines and self._alive(sequences, *self.deadlines[0][1:]) is None:
+            heapq.heappop(self.deadlines)
+        return self.deadlines[0][0] if self.deadlines else None
 
     def take_late(
         self, sequences: Mapping[str, Sequence], now: float
     ) -> list[tuple[Sequence, Finish]]:
         """Find the requests whose time is over, with an error that tells where the time went."""
         late = []
-        while self._heap and self._heap[0][0] <= now:
-            sequence = self._alive(sequences, *heapq.heappop(self._heap)[1:])
+        while self.deadlines and self.deadlines[0][0] <= now:
+            sequence = self._alive(sequences, *heapq.heappop(self.deadlines)[1:])
             if sequence is not None:
                 late.append((sequence, Finish("timeout", error=_failure(sequence, now))))
         return late
