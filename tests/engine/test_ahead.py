@@ -17,6 +17,7 @@ from quire.engine.guess_pace import StepTimes
 from quire.engine.recording import read_recording
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
+from tests.engine.stand_in import drafter_of
 
 NGRAM = {
     "method": "ngram",
@@ -98,7 +99,7 @@ def test_no_answer_changes(depth: int, settings: dict[str, Any]) -> None:
     with engine(1, {"method": "none"}, **settings) as llm:
         plain = answers(llm)
     with engine(depth, **settings) as llm:
-        assert isinstance(llm.engine.client.core._drafting, AheadDrafting)
+        assert isinstance(drafter_of(llm.engine.client.core), AheadDrafting)
         plans = Plans(llm)
         assert answers(llm) == plain
     assert plans.num_guessing >= 10 and plans.num_behind >= 10

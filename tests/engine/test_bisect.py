@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from quire.base.masks import MaskPromise
 from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.engine.bisect import bisect_step, combine, leave_out, restrict
 from quire.engine.executor import failed_step
+from quire.engine.loop.recovery import bisect_step, combine, leave_out, restrict
 from tests.engine.bench import POISON, VOCAB, Bench, prompt, with_poison
 from tests.serve.checkpoints import pool_bytes, reference_tokens, write_checkpoint
 from tests.updates import error_of

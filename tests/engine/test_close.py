@@ -16,6 +16,7 @@ from quire.base.kv_orders import (
     LookUp,
     Order,
 )
+from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.connectors.connections import Connections
 from tests.engine.bench import Bench, prompt
 from tests.scheduler.device import make_request
@@ -62,7 +63,7 @@ def opened(tmp_path: Path, answer_s: float, **settings: object) -> tuple[Bench, 
     clock = bench.core._clock
     assert isinstance(clock, FakeClock)
     worker = SlowWorker(clock, answer_s)
-    bench.core.connect(Connections([worker], worker.answers))
+    bench.core.attach(StoresAttachment(Connections([worker], worker.answers), clock))
     return bench, worker
 
 

@@ -12,6 +12,7 @@ from quire.engine import drafting
 from quire.engine.drafting import Drafting
 from quire.engine.guess_pace import StepTimes
 from quire.scheduler.sequence import Sequence
+from tests.engine.stand_in import drafter_of
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,7 @@ def test_who_has_ended_is_forgotten() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2)
     with engine(max_num_seqs=4) as llm:
         llm.generate([f"{i} {TEXT}" for i in range(60)], params, use_tqdm=False)
-        drafting = llm.engine.client.core._drafting
+        drafting = drafter_of(llm.engine.client.core)
         assert drafting is not None
         assert len(drafting._of) <= 4 + 4
 
@@ -107,7 +108,7 @@ def test_who_cannot_be_guessed_for_rests() -> None:
     asked = []
     with engine() as llm:
         core = llm.engine.client.core
-        drafting = core._drafting
+        drafting = drafter_of(core)
         assert drafting is not None
         guess = drafting.guess
 
@@ -141,7 +142,7 @@ def test_plans_follow_each_other_until_there_is_something_to_guess(
 
         def note(event: Event) -> None:
             if isinstance(event, Planned) and event.plan is not None:
-                earlier = [step.plan for step in core._submitted]
+                earlier = [step.plan for step in core.in_flight]
                 is_behind = any(plan.drafts for plan in earlier)
                 in_flight.append((len(earlier), is_behind or bool(event.plan.drafts and earlier)))
 

@@ -19,6 +19,7 @@ from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.chat_template import ChatOptions
+from tests.engine.stand_in import drafter_of
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
          "required": ["city"], "additionalProperties": False}  # fmt: skip
@@ -266,7 +267,7 @@ def test_forced_tokens_that_are_not_worth_their_time_are_hardly_looked_for(
     plain: Engine, forcing: Engine, monkeypatch: Any
 ) -> None:
     asked: list[bool] = []
-    drafting: Any = forcing.client.core._drafting
+    drafting: Any = drafter_of(forcing.client.core)
     look = drafting._grammars.forced
     monkeypatch.setattr(drafting._grammars, "forced", lambda s: asked.append(True) or look(s))
     monkeypatch.setattr(drafting_module, "lengths", lambda most, *_, **__: [0] * len(most))
@@ -293,7 +294,7 @@ def test_forced_tokens_can_be_left_out_or_asked_for() -> None:
     for settings, depth, drafts in ways:
         made = engine(**few, **settings)
         assert made.config.scheduler.pipeline_depth == depth
-        assert (made.client.core._drafting is not None) == drafts
+        assert (drafter_of(made.client.core) is not None) == drafts
         made.client.close()
 
 

@@ -4,6 +4,7 @@ The device chooses among what the masks allow by all that came before, so that a
 of another position or row, gives another answer.
 """
 
+import dataclasses
 import gc
 import json
 import sys
@@ -25,9 +26,9 @@ from quire.base.messages import Abort, GrammarReady
 from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.engine import grammar_compiler
+from quire.engine.attachments.recorder import Recorder
 from quire.engine.build import build_engine
 from quire.engine.matchers import Follower, Guided
-from quire.engine.record import Recorder
 from quire.engine.recording import read_recording
 from quire.engine.timeline import Timelines
 from quire.render.structured import grammar_of
@@ -291,8 +292,8 @@ def test_a_model_that_takes_no_grammar_says_why() -> None:
     bench.add("0", WORDS)
     bench.finish()
     assert error_of(bench.ends["0", 0]) == "this model has no tokenizer"
-    bench.core._grammars = None
-    with pytest.raises(RequestError, match="no grammars"):
+    bench.core.limits = dataclasses.replace(bench.core.limits, takes_grammars=False)
+    with pytest.raises(RequestError, match="structured output is disabled"):
         bench.add("1", WORDS)
     assert not bench.core.has_work
 
@@ -302,7 +303,7 @@ def test_a_replay_needs_no_library(tmp_path: Path, keeps_tokens: bool, monkeypat
     """From the start, and from a snapshot while a grammar is waited for."""
     bench = GuidedBench(2, is_threaded=True)
     recorder = Recorder(bench.scheduler, tmp_path, 1 << 20, keeps_tokens)
-    bench.core.watch(recorder)
+    bench.core.attach(recorder)
     bench.add("early", WORDS, max_tokens=12)
     bench.add("bad", lark("((("))
     for _ in range(4):

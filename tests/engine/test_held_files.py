@@ -11,7 +11,7 @@ import pytest
 
 from quire.base.clock import FakeClock
 from quire.base.messages import Fork, HeldRequest, PutBack
-from quire.engine.held_files import HeldFiles
+from quire.engine.attachments.held_files import HeldFiles
 from quire.engine.recording import read_recording
 from quire.tools.replay import replay_all
 from tests.engine.test_sessions import Engine, needs_core

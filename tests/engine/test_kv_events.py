@@ -19,11 +19,14 @@ from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.cache_group import CacheGroup
 from quire.base.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.base.errors import ConfigError
-from quire.base.messages import ResetPrefixCache
+from quire.base.messages import Control, Request, ResetPrefixCache
+from quire.base.plan import StepResult
+from quire.engine.attachments.kv_events import KVEvents, publish_events
 from quire.engine.event_encoding import EventMaker
-from quire.engine.kv_events import TellingDoors, publish_events
+from quire.engine.loop.attachment import Given
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
+from quire.scheduler.decisions import Decisions
 from quire.scheduler.index_changes import IndexDelta
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler, Topic
@@ -127,11 +130,34 @@ class Router:
                 assert self.held[medium, g] == mine, f"{medium}, group {g}"
 
 
-def watch(scheduler: Scheduler, keeps_tokens: bool = True) -> tuple[TellingDoors, Router]:
+class HeardDoors:
+    """The doors of a scheduler, with an attachment that hears what they decide."""
+
+    def __init__(self, scheduler: Scheduler, attachment: KVEvents) -> None:
+        self._scheduler, self.attachment = scheduler, attachment
+
+    def add(self, request: Request, now: float) -> Decisions:
+        return self._heard(request, self._scheduler.add(request, now))
+
+    def control(self, message: Control, now: float) -> Decisions:
+        return self._heard(message, self._scheduler.control(message, now))
+
+    def schedule(self, now: float) -> Decisions:
+        return self._heard(None, self._scheduler.schedule(now))
+
+    def update(self, result: StepResult, now: float) -> Decisions:
+        return self._heard(result, self._scheduler.update(result, now))
+
+    def _heard(self, given: Given, decisions: Decisions) -> Decisions:
+        self.attachment.hear(given, decisions)
+        return decisions
+
+
+def watch(scheduler: Scheduler, keeps_tokens: bool = True) -> tuple[HeardDoors, Router]:
     kv = scheduler.memory.kv
     router = Router(EventMaker(kv.groups, kv.block_size, 3))
     scheduler.subscribe(Topic.INDEX, keeps_tokens)
-    return TellingDoors(scheduler, router), router  # type: ignore[arg-type]
+    return HeardDoors(scheduler, KVEvents(router)), router  # type: ignore[arg-type]
 
 
 # ---- random programs ----------------------------------------------------------------------------
@@ -150,8 +176,8 @@ class WatchedMachine(SchedulerMachine):
     def knows_what_is_there(self) -> None:
         if self.router is None:
             return
-        if self.core.doors is self.scheduler:  # it was just made, and has seen no request
-            self.core.watch(self.watching)
+        if self.watching.attachment not in self.core.attachments.all:  # no request has come yet
+            self.core.attach(self.watching.attachment)
         self.router.check(self.kv)
         batches = self.router.batches[self.num_read :]
         self.num_read = len(self.router.batches)
@@ -209,7 +235,7 @@ def scheduler_of(num_blocks: int = 8, tier: bool = False) -> Scheduler:
     return Scheduler(Memory(kv, 64), config, 100)
 
 
-def finish(doors: TellingDoors, request_id: str, prompt: list[int], **changed: Any) -> None:
+def finish(doors: HeardDoors, request_id: str, prompt: list[int], **changed: Any) -> None:
     """Run a request of one token to its end."""
     request = msgspec.structs.replace(dry_request(request_id, prompt, 1), **changed)
     assert doors.add(request, 0.0).refusal is None
@@ -341,6 +367,6 @@ def test_what_an_engine_does_at_its_end_is_no_loss(caplog: pytest.LogCaptureFixt
     doors, router = watch(scheduler_of())
     finish(doors, "a", [*range(2 * BLOCK), 9])
     router.has_room = False
-    doors.close()
+    doors.attachment.close()
     finish(doors, "b", [*range(50, 50 + 2 * BLOCK), 9])
     assert len(router.batches) == 1 and "are lost" not in caplog.text

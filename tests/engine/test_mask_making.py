@@ -11,15 +11,15 @@ from llguidance import LLMatcher
 
 from quire.base.messages import Draft
 from quire.engine import grammar_compiler
+from quire.engine.attachments.recorder import Recorder
 from quire.engine.grammar_compiler import Compiler
 from quire.engine.mask_making import MaskMaker
 from quire.engine.matchers import Guided, Wanted
-from quire.engine.record import Recorder
 from quire.engine.recording import read_recording
 from quire.scheduler.sequence import Sequence
 from quire.tools.replay import replay_all
 from tests.engine.guided import END, GuidedBench, allowed_ids, lark, vocabulary
-from tests.engine.stand_in import StandIn
+from tests.engine.stand_in import StandIn, draft_with
 from tests.engine.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
 from tests.scheduler.device import VOCAB, Curse, make_request, next_token
 from tests.updates import error_of, reason_of
@@ -175,7 +175,7 @@ class Wild(StandIn):
 def test_answers_with_guesses_are_a_matchers_own(is_threaded: bool, right: float) -> None:
     bench = GuidedBench(1, is_threaded)
     wild = Wild(right)
-    bench.core.draft(wild)  # type: ignore[arg-type]
+    draft_with(bench.core, wild)
     for i, grammar in enumerate([JSON, WORDS, "", JSON, BUDGET, WORDS, ENDS, BUDGET]):
         bench.add(str(i), grammar, 5 + i, max_tokens=25)
     bench.add("three", NUMBERS, n=3, max_tokens=12)
@@ -189,7 +189,7 @@ def test_answers_with_guesses_are_a_matchers_own(is_threaded: bool, right: float
 @pytest.mark.parametrize("mode", [SWAP, RECOMPUTE])
 def test_those_that_give_way_or_fail_cost_nobody_an_answer(mode: dict[str, Any]) -> None:
     bench = GuidedBench(num_blocks=14, **mode)
-    bench.core.draft(Wild(0.8))  # type: ignore[arg-type]
+    draft_with(bench.core, Wild(0.8))
     for i, grammar in enumerate([WORDS, NUMBERS, WORDS, "", NUMBERS]):
         bench.add(str(i), grammar, 9, max_tokens=20)
     bench.add("two", WORDS, 9, n=2, max_tokens=15)
@@ -207,7 +207,7 @@ def test_a_limit_behind_a_guess_ends_no_request_before_its_time(monkeypatch: Any
     for guesses in (None, Wild(1.0)):
         bench = GuidedBench()
         if guesses is not None:
-            bench.core.draft(guesses)  # type: ignore[arg-type]
+            draft_with(bench.core, guesses)
         bench.add("long", lark("/[a-d]{60}/"), max_tokens=30)
         bench.finish()
         assert reason_of(bench.ends["long", 0]) == "error"
@@ -218,8 +218,8 @@ def test_a_limit_behind_a_guess_ends_no_request_before_its_time(monkeypatch: Any
 
 def test_a_replay_needs_neither_grammars_nor_who_guessed(tmp_path: Path, monkeypatch: Any) -> None:
     bench, wild = GuidedBench(), Wild(0.9)
-    bench.core.draft(wild)  # type: ignore[arg-type]
-    bench.core.watch(Recorder(bench.scheduler, tmp_path, 1 << 20, True))
+    draft_with(bench.core, wild)
+    bench.core.attach(Recorder(bench.scheduler, tmp_path, 1 << 20, True))
     for i, grammar in enumerate([JSON, WORDS, "", NUMBERS]):
         bench.add(str(i), grammar, 5 + i, max_tokens=15)
     bench.finish()

@@ -8,10 +8,12 @@ import pytest
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import EngineBusy, RequestError
+from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.build import build_core
 from quire.engine.core import EngineCore
 from quire.engine.remote import RemoteClient
 from quire.models.source import resolve_model
+from tests.engine.stand_in import attached
 from tests.engine.test_remote import SETTINGS, Served, request, token_ids
 from tests.serve.checkpoints import checkpoint
 
@@ -59,7 +61,9 @@ def test_rows_that_are_free_do_not_help_where_somebody_is_left_waiting(core: Eng
 
 
 def test_without_a_limit_everybody_may_wait(core: EngineCore) -> None:
-    core.max_num_queued = None
+    limit = attached(core, QueueLimit)
+    assert limit is not None
+    core.detach(limit)
     for i in range(100):
         core.add(request(f"{i}"))
     assert core.scheduler.num_waiting == 100

@@ -19,10 +19,10 @@ from hypothesis.stateful import rule
 
 from quire.base.errors import ConfigError, EngineError
 from quire.base.plan import Plan
-from quire.engine import record
+from quire.engine.attachments import recorder as record
+from quire.engine.attachments.recorder import Recorder
 from quire.engine.calls import END, UPDATE, PlanGuess, calls_of, end_of, plan_fields
 from quire.engine.frames import State, read_frames
-from quire.engine.record import Recorder
 from quire.engine.recording import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.tools.replay import Outcome, replay_all
 from tests.engine.bench import POISON, prompt, with_poison
@@ -157,7 +157,7 @@ class Recorded:
             directory = self.folder / str(number)
             self.recorder = Recorder(self.scheduler, directory, 1_000_000_000, keeps_tokens)
             self.directory = directory
-            self.core.watch(self.recorder)
+            self.core.attach(self.recorder)
 
     @rule()
     def begin_segment(self) -> None:

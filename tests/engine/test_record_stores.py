@@ -9,13 +9,14 @@ import pytest
 from hypothesis.stateful import invariant
 
 from quire import LLM
+from quire.engine.attachments.recorder import Recorder
 from quire.engine.calls import CONTROL, calls_of
-from quire.engine.record import Recorder
 from quire.engine.recording import read_recording, segment_paths
 from quire.ops.native import core
 from quire.scheduler.stores import Stores
 from quire.tools.replay import Outcome, replay_all
 from quire.tools.replay_model import replay_with_model
+from tests.engine.stand_in import attached
 from tests.engine.test_record import Recorded, bodies
 from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import MixedStoresMachine, StoresMachine
@@ -28,7 +29,8 @@ if core() is None:
 
 
 def recorder_of(llm: LLM) -> Recorder:
-    [recorder] = [each for each in llm.engine.client.core._watching if isinstance(each, Recorder)]
+    recorder = attached(llm.engine.client.core, Recorder)
+    assert recorder is not None
     return recorder
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.cli.recordings import STATUS
-from quire.engine import record
+from quire.engine.attachments import recorder as record
 from quire.engine.frames import (
     END,
     HEAD,

@@ -16,8 +16,8 @@ from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, MeasuredRates
 from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
+from quire.engine.attachments.recorder import Recorder
 from quire.engine.core import EngineCore
-from quire.engine.record import Recorder
 from quire.engine.recording import read_recording
 from quire.engine.step_budget import StepBudget
 from quire.ops.formats import variants
@@ -294,7 +294,7 @@ def test_a_replay_has_the_same_budgets(tmp_path: Path) -> None:
     cpu = Cpu(FakeClock(), SLOW, disturbed=dict.fromkeys(range(20, 30), 3.0))
     core = engine(cpu, 256)
     recorder = Recorder(core.scheduler, tmp_path, 10_000_000)
-    core.watch(recorder)
+    core.attach(recorder)
     decode(core, 3)
     compute(core, cpu, [1500, 400])
     core.control(Abort("decoding 0"))

@@ -21,7 +21,7 @@ from quire.engine.beating import BeatingExecutor
 from quire.engine.core import EngineCore
 from quire.engine.executor import failed_step
 from quire.engine.heartbeat import Heartbeat, HeartbeatReader
-from quire.engine.pacing import LEAD_S, SHARE, Pacing
+from quire.engine.loop.in_flight import LEAD_S, SHARE, Pacing
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.serve.checkpoints import checkpoint

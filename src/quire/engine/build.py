@@ -22,23 +22,26 @@ from quire.base.speculation import (
 from quire.base.step_progress import StepProgress
 from quire.base.validation import RequestLimits
 from quire.engine.ahead import AheadDrafting
+from quire.engine.attachments.drafting import DraftingAttachment
+from quire.engine.attachments.grammars import GrammarAttachment
+from quire.engine.attachments.held_files import HeldFiles, keep_held
+from quire.engine.attachments.kv_events import publish_events
+from quire.engine.attachments.loading import Loading
+from quire.engine.attachments.queue_limit import QueueLimit
+from quire.engine.attachments.recorder import Recorder, make_directory
 from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.drafting import Drafting
 from quire.engine.executor import Executor, InProcessExecutor
 from quire.engine.grammars import Grammars
-from quire.engine.held_files import HeldFiles
 from quire.engine.identity import fingerprint_of
-from quire.engine.kv_events import publish_events
 from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured, read_entries
 from quire.engine.preflight import check_before_loading
-from quire.engine.preparation import Preparation
 from quire.engine.ranks.launch import Ranks
 from quire.engine.ranks.times import RankTimes
-from quire.engine.record import Recorder, make_directory
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
@@ -164,7 +167,7 @@ def _keep_held(built: BuiltCore, server: str, clock: Clock) -> None:
         fingerprint = built.core.scheduler.memory.names.fingerprint
         files = HeldFiles.open(Path(folders[0]), fingerprint, server, clock)
         if files is not None:
-            built.core.keep_held(files)
+            keep_held(built.core, files)
 
 
 def _build_core(
@@ -198,23 +201,26 @@ def _build_core(
             takes_functions=ranks is None,
             pools=built.spec.pooling is not None,
             tells_texts=built.spec.pooling is not None and built.spec.pooling.tells_texts,
+            takes_grammars=True,
         ),
         None if is_asked_for else _step_budget(built),
     )
-    connect_stores(core, config.cache, side.host_blocks, built.backend_name)
+    if (limit := config.scheduler.max_num_queued_reqs) is not None:
+        core.attach(QueueLimit(core.scheduler, limit))
+    connect_stores(core, config.cache, side.host_blocks, built.backend_name, clock)
     if isinstance(built, WarmModel):
-        core.prepare(Preparation(built.needs_whole, built.load, core.bell.ring))
+        core.attach(Loading(built.needs_whole, built.load, core.bell.ring))
     grammars = _make_grammars(core, built, source)
-    core.constrain(grammars)
+    core.attach(GrammarAttachment(grammars))
     speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
     if speculation is not None:
-        core.draft(_make_drafting(core, built, speculation, grammars, side.draft))
-    core.max_num_queued = config.scheduler.max_num_queued_reqs
+        drafter = _make_drafting(core, built, speculation, grammars, side.draft)
+        core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
     if config.record is not None:
         settings = public_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
         settings |= STORE_SETTINGS  # a replay asks no store
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
-        core.watch(
+        core.attach(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
     return BuiltCore(

@@ -94,6 +94,7 @@ class LiveFrames:
 
     def __init__(self, core: EngineCore, clock: Clock) -> None:
         self._core, self._clock = core, clock
+        self._block_size = core.view().block_size
         self._tally = LiveTally()
         self._last: LiveFrame | None = None
         self._number = 0
@@ -129,4 +130,4 @@ class LiveFrames:
             self._core.unsubscribe(self)
             self._is_listening = False
         else:
-            self._tally.take(event, self._core.scheduler.memory.block_size)
+            self._tally.take(event, self._block_size)

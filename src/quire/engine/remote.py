@@ -173,6 +173,7 @@ def limits_of(ready: Ready) -> RequestLimits:
         takes_functions=False,
         pools=ready.pooling is not None,
         tells_texts=ready.pooling is not None and ready.pooling.tells_texts,
+        takes_grammars=True,
     )
 
 

@@ -17,13 +17,13 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import EngineConfig, public_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
+from quire.engine.attachments.kv_events import publish_events
 from quire.engine.beating import BeatingExecutor
 from quire.engine.build import BuiltCore, build_core, ended_if_raised, start_ranks
 from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.exposition import Exposition
 from quire.engine.heartbeat import Heartbeat, expected_step_s
-from quire.engine.kv_events import publish_events
 from quire.engine.metrics import EngineMetrics
 from quire.engine.prefix_file import pin_configured
 from quire.engine.status import StatusLine

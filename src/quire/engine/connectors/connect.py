@@ -4,9 +4,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from quire.base.cache_config import SERVE, CacheConfig
+from quire.base.clock import Clock
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
 from quire.base.secrets import SecretUrl
+from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.connectors.connections import Connections, Worker
 from quire.engine.connectors.direct import DirectSource
 from quire.engine.connectors.host_index import HostIndex
@@ -20,9 +22,13 @@ if TYPE_CHECKING:  # a core with ranks elsewhere imports no torch
 
 
 def connect_stores(
-    core: EngineCore, cache: CacheConfig, memory: "HostBlocks | None", backend_name: str
+    core: EngineCore,
+    cache: CacheConfig,
+    memory: "HostBlocks | None",
+    backend_name: str,
+    clock: Clock,
 ) -> None:
-    """Open the stores and let the core use them. memory: from which they take blocks. Raises
+    """Open the stores and attach them. memory: from which they take blocks. Raises
     ConfigError for one that cannot be opened, and for an attention backend whose blocks cannot be
     read."""
     settings = cache.stores
@@ -54,4 +60,4 @@ def connect_stores(
             workers.append(
                 StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring, scrub=scrub)
             )
-    core.connect(Connections(workers, answers), settings)
+    core.attach(StoresAttachment(Connections(workers, answers), clock, settings))

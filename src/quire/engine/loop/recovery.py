@@ -20,6 +20,7 @@ besides its rows is carried out alone, and if that fails as well, without its sw
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,35 @@ from quire.base.plan import BlockWrites, Int32, Move, Plan, StepResult
 if TYPE_CHECKING:
     from quire.engine.executor import Executor
 
+logger = logging.getLogger("quire")
+
 Part = tuple[Plan, StepResult]
 Place = tuple[str, int, int]  # the kind of a move, cache group, block
 FILLING = ("load", "copy")
+
+
+def repeat_step(
+    executor: "Executor",
+    plan: Plan,
+    later: list[Plan],
+    masks: MaskPromise | None,
+    error: str,
+    is_repeatable: bool,
+    has_stages: bool,
+) -> StepResult:
+    """Do what can be done about a plan that failed; return its result.
+
+    later: the plans that were in flight after it, which the executor has answered. masks: of the
+    plan. is_repeatable, has_stages: as `Scheduler.may_repeat_steps` and `has_stages` say.
+    """
+    if has_stages:
+        logger.warning("step %d failed; what is in flight begins anew: %s", plan.step_id, error)
+        return give_all_up(plan, later, error)
+    if is_repeatable:
+        logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
+        return bisect_step(executor, plan, masks)
+    logger.warning("step %d failed; its rows begin anew, one by one: %s", plan.step_id, error)
+    return give_rows_up(executor, plan, error)
 
 
 def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = None) -> StepResult:
@@ -235,6 +262,15 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
             np.concatenate([first.block_id, then.block_id]),
         ),
     )
+
+
+def reduce_plan(plan: Plan, left_out: Set[int], left: Plan | None) -> Plan:
+    """Return a plan without the rows that are left out, which first does what `left` was to do. If
+    that leaves it no rows of its own, it loses its copies too."""
+    reduced = leave_out(plan, left_out)
+    if len(plan.rows) and not len(reduced.rows):
+        reduced = without_copies(reduced)
+    return reduced if left is None else with_leftover(reduced, left)
 
 
 def without_copies(plan: Plan) -> Plan:

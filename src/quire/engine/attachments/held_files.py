@@ -27,9 +27,14 @@ import numpy as np
 from quire.base.clock import Clock
 from quire.base.messages import HeldRequest, PutBack
 from quire.base.tenants import is_key
+from quire.engine.attachments.order import Order
 from quire.engine.connectors.log_throttle import ThrottledLog
+from quire.engine.core import EngineCore
+from quire.engine.loop.attachment import Attachment, Given, Loop
 from quire.engine.threaded import DeviceThread
-from quire.scheduler.held import MOST_HELD, MOST_HELD_TOKENS
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.held import MOST_HELD, MOST_HELD_TOKENS, HeldChanges
+from quire.scheduler.scheduler import Topic
 from quire.scheduler.sequence import Int32
 
 logger = logging.getLogger("quire")
@@ -62,9 +67,12 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     media_ids: tuple[str, ...] = ()
 
 
-class HeldFiles:
+class HeldFiles(Attachment):
     """The files of one engine. folder: its own, and locked. server: tells the servers apart whose
     keys may be others."""
+
+    order = Order.HELD_FILES
+    is_vital = False
 
     def __init__(self, folder: Path, lock: int, server: str, clock: Clock) -> None:
         self._folder, self._lock, self._server = folder, lock, server
@@ -73,6 +81,7 @@ class HeldFiles:
         self._guard = threading.Lock()  # of what follows
         self._changes: dict[Name, tuple[Change, float]] = {}  # with the wall's time then
         self._is_asked = False  # the thread will look at them
+        self._is_closed = False
 
     @classmethod
     def open(
@@ -127,6 +136,11 @@ class HeldFiles:
         found.sort(key=lambda pair: pair[0].ends_unix_s - pair[0].keep_s)
         return (_message(kept, left_s) for kept, left_s in found)
 
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        for note in decisions.notes:
+            if type(note) is HeldChanges and not self._is_closed:
+                self.submit(note.found)
+
     def submit(self, changes: Mapping[Name, Change]) -> None:
         """Have these changes written. A running number is no name: it means something only to the
         process that counted."""
@@ -139,8 +153,10 @@ class HeldFiles:
         if not is_asked:
             self._thread.do(self._write_changes)
 
-    def close(self) -> None:
-        """Write what is to be written, and give the folder up."""
+    def close(self, loop: Loop | None = None) -> None:
+        """Write what is to be written, and give the folder up. What is let go from now on is not
+        forgotten: it ends with the engine."""
+        self._is_closed = True
         self._thread.close()
         os.close(self._lock)
 
@@ -191,6 +207,14 @@ class HeldFiles:
             if path.suffix == UNFINISHED:
                 _unlink(path)
         return [path for path in paths if path.suffix == SUFFIX]
+
+
+def keep_held(core: EngineCore, files: HeldFiles) -> None:
+    """Hold again what these files hold, and let them follow what is held from now on."""
+    for message in files.load():
+        core.control(message)
+    core.scheduler.subscribe(Topic.HELD)
+    core.attach(files)
 
 
 def _read(path: Path) -> Kept:

@@ -1,4 +1,4 @@
-"""The recorder: it stands before the scheduler's four doors and writes down what passes.
+"""The recorder: an attachment that stands at the scheduler's four doors and writes down each call.
 
     core ---> Recorder ---> Scheduler          on the core's thread: references go into a queue
                  | queue
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,9 +28,10 @@ import numpy.typing as npt
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
 from quire.base.kv_transfer import EVICTED
-from quire.base.messages import Control, Request
+from quire.base.messages import Control, KeepCached, Request
 from quire.base.plan import Int32, StepResult
 from quire.base.version import QUIRE_VERSION
+from quire.engine.attachments.order import Order
 from quire.engine.calls import (
     ADD,
     CONTROL,
@@ -47,6 +48,7 @@ from quire.engine.calls import (
     CallEncoder,
 )
 from quire.engine.frames import FORMAT
+from quire.engine.loop.attachment import DoorWatcher, Loop
 from quire.engine.recording import RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
 from quire.scheduler.block_naming import NewNames
@@ -65,31 +67,15 @@ BREATH_S = 1e-6
 END_S = 10.0
 
 
-class Doors(Protocol):
-    """The four ways into a scheduler; also a recorder's."""
-
-    def add(self, request: Request, now: float) -> Decisions: ...
-
-    def control(self, message: Control, now: float) -> Decisions: ...
-
-    def schedule(self, now: float) -> Decisions: ...
-
-    def update(self, result: StepResult, now: float) -> Decisions: ...
-
-
-class WatchingDoors(Doors, Protocol):
-    """Doors that pass on to others, and see what passes."""
-
-    def close(self) -> None: ...
-
-
-class Recorder:
-    """The doors of a scheduler, with a record of what passes.
+class Recorder(DoorWatcher):
+    """The doors of a scheduler, with a record of each call.
 
     directory: for the segments; max_bytes: of all of them. settings: from which this scheduler was
     just made, flat; with them a replay makes one of its own, also of a later version.
     Raises ConfigError if nothing can be written there.
     """
+
+    order = Order.RECORDER
 
     def __init__(
         self,
@@ -131,6 +117,8 @@ class Recorder:
         return self._pass(lambda: self._scheduler.add(request, now), now, (ADD, now, request))
 
     def control(self, message: Control, now: float) -> Decisions:
+        if type(message) is KeepCached:  # the engine ends: the plans to come are no request's
+            self.close()
         call = CONTROL, now, message
         return self._pass(lambda: self._scheduler.control(message, now), now, call)
 
@@ -160,7 +148,7 @@ class Recorder:
         """Begin a new segment, with a snapshot, before the next call."""
         self._writer.wants_segment = True
 
-    def close(self) -> None:
+    def close(self, loop: Loop | None = None) -> None:
         """Write what is left. The scheduler goes on without a record."""
         if self._is_on:
             self._put((END, "closed"))
