@@ -25,9 +25,9 @@ from benchmarks.virtual.dry_run import RandomExecutor, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.kv_events import KVEventsConfig
 from quire.base.messages import Request
+from quire.engine.attachments.event_encoding import EventMaker
+from quire.engine.attachments.event_publisher import EventPublisher
 from quire.engine.attachments.kv_events import KVEvents
-from quire.engine.event_encoding import EventMaker
-from quire.engine.event_publisher import EventPublisher
 from quire.engine.loop.attachment import Given
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler, Topic

@@ -35,11 +35,11 @@ from quire.base.plan import Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.grammars import GrammarAttachment
-from quire.engine.core import EngineCore
-from quire.engine.executor import Executor
-from quire.engine.grammars import Grammars
-from quire.engine.threaded import ThreadedExecutor
-from quire.engine.vocabulary import Vocabulary, make_vocabulary
+from quire.engine.executors.executor import Executor
+from quire.engine.executors.threaded import ThreadedExecutor
+from quire.engine.grammars.grammars import Grammars
+from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
+from quire.engine.loop.core import EngineCore
 from quire.render.lark import Lark
 from quire.render.tokenizer import Tokenizer
 from quire.tools.report import benchmark_parser, print_head

@@ -13,11 +13,11 @@ from quire.base.messages import Request
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.grammars import GrammarAttachment
-from quire.engine.core import EngineCore
-from quire.engine.executor import Executor
-from quire.engine.grammars import Grammars
-from quire.engine.threaded import ThreadedExecutor
-from quire.engine.vocabulary import Vocabulary, make_vocabulary, num_words
+from quire.engine.executors.executor import Executor
+from quire.engine.executors.threaded import ThreadedExecutor
+from quire.engine.grammars.grammars import Grammars
+from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary, num_words
+from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.render.tokenizer import Tokenizer
 from quire.scheduler.beams import BeamSearch

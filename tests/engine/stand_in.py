@@ -6,9 +6,9 @@ from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
 from quire.engine.attachments.drafting import DraftingAttachment
 from quire.engine.attachments.stores import StoresAttachment
-from quire.engine.core import EngineCore
-from quire.engine.drafting import Int64
+from quire.engine.drafting.drafting import Int64
 from quire.engine.loop.attachment import Attachment
+from quire.engine.loop.core import EngineCore
 from quire.scheduler.sequence import RowTable, Sequence
 
 AnAttachment = TypeVar("AnAttachment", bound=Attachment)

@@ -20,8 +20,8 @@ from quire.base.config import config_from_flat
 from quire.base.events import Admitted, Appended, Event, Preempted, Stepped
 from quire.base.kv_transfer import KVTransfer, transfer_of
 from quire.base.sampling_params import SamplingParams
-from quire.engine.build import Engine, build_engine
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
+from quire.engine.start.build import Engine, build_engine
 from quire.render.renderer import RenderedPrompt
 from tests.engine.connectors.shared_store import shared_store
 from tests.engine.stand_in import stores_of

@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.events import Preempted, Stepped
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.models.source import ModelSource, resolve_model
 from quire.ops.native import core
 from quire.runner.build import build_runner
@@ -226,7 +226,7 @@ def test_a_drafter_that_may_rest_catches_up(monkeypatch: pytest.MonkeyPatch) -> 
             lambda order: sizes.append(order.num_tokens.tolist()) or draft(order),
         )
         monkeypatch.setattr(
-            "quire.engine.model_drafting.lengths",
+            "quire.engine.drafting.model_drafting.lengths",
             lambda most, *_: most if counts.steps > 40 else [0] * len(most),
         )
         assert answers(llm, params, [[5, 9, 13]]) == plain

@@ -26,7 +26,7 @@ from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.stores import StoresAttachment
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.kv.sizing import LEAST_STATES

@@ -13,7 +13,7 @@ from quire.base.plan import Plan
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.stores import StoresAttachment
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory

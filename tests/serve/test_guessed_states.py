@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.ops.native import core
 from quire.runner.memory_plan import kept_inputs_bytes
 from tests.engine.stand_in import draft_with

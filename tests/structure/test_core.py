@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from tests.structure.test_house import PACKAGE, imports, sources, tree_of
 
 LOOP = PACKAGE / "engine" / "loop"
-CORE = PACKAGE / "engine" / "core.py"
-MAX_CORE_LINES, MAX_LOOP_LINES = 350, 1250
+CORE = LOOP / "core.py"
+MAX_CORE_LINES, MAX_LOOP_LINES = 350, 1400
 
 # Words of names that only a feature has. Drafts are in plans and results, and so they may be here.
 FEATURES = {
@@ -19,8 +19,8 @@ FEATURES = {
 }  # fmt: skip
 # What the files of the loop may import of this package.
 ALLOWED = ("quire.base.", "quire.scheduler.decisions", "quire.scheduler.scheduler")
-OF_ENGINE = ("quire.engine.loop.", "quire.engine.executor", "quire.engine.bell",
-             "quire.engine.step_budget")  # fmt: skip
+OF_ENGINE = ("quire.engine.loop.", "quire.engine.executors.executor", "quire.engine.loop.bell",
+             "quire.engine.loop.step_budget")  # fmt: skip
 
 DOORS = {"add", "control", "schedule", "update"}
 QUESTIONS = {"has", "requests", "view", "prefixes", "held", "live_state", "drafts.candidates"}
@@ -52,18 +52,18 @@ def names(path: Path) -> Iterator[str]:
 
 def test_the_loop_is_short() -> None:
     assert len(CORE.read_text("utf-8").splitlines()) <= MAX_CORE_LINES
-    lines = sum(len(path.read_text("utf-8").splitlines()) for path in {CORE, *sources(LOOP)})
+    lines = sum(len(path.read_text("utf-8").splitlines()) for path in sources(LOOP))
     assert lines <= MAX_LOOP_LINES, f"{lines} lines in engine/loop"
 
 
 def test_the_loop_names_no_feature() -> None:
-    for path in {CORE, *sources(LOOP)}:
+    for path in sources(LOOP):
         found = {name for name in names(path) if words(name) & FEATURES}
         assert not found, f"{path.name} names {found}"
 
 
 def test_the_loop_imports_no_feature() -> None:
-    for path in {CORE, *sources(LOOP)}:
+    for path in sources(LOOP):
         own = {name for name in imports(path) if name.startswith("quire")}
         found = {name for name in own if not name.startswith(ALLOWED + OF_ENGINE)}
         assert not found, f"{path.name} imports {found}"

@@ -11,10 +11,10 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan
-from quire.engine.live import LiveTally
-from quire.engine.metrics import EngineMetrics
-from quire.engine.recording import read_recording
-from quire.engine.timeline import in_words
+from quire.engine.observability.live import LiveTally
+from quire.engine.observability.metrics import EngineMetrics
+from quire.engine.observability.timeline import in_words
+from quire.engine.recording.files import read_recording
 from quire.serve.api.live_events import snapshot
 from quire.tools import playback
 from quire.tools.explain import timelines_of

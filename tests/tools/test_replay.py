@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.engine.calls import calls_of
-from quire.engine.recording import read_recording
+from quire.engine.recording.calls import calls_of
+from quire.engine.recording.files import read_recording
 from quire.kv.manager import KVManager
 from quire.scheduler import rows
 from quire.scheduler.block_naming import BlockNaming

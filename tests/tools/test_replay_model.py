@@ -9,7 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.engine.attachments.recorder import Recorder
-from quire.engine.recording import read_recording
+from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions
 from quire.tools.replay_model import replay_with_model
 

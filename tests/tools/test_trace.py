@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.recording import read_recording
+from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
 from quire.tools.trace import ROWS, STEPS, WAITING, write_trace

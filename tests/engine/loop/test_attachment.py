@@ -20,9 +20,9 @@ from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.order import Order
 from quire.engine.attachments.recorder import Recorder
-from quire.engine.build import build_core
-from quire.engine.core import EngineCore
 from quire.engine.loop.attachment import Attachment, DoorWatcher, Given, Pending
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import build_core
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_model
 from quire.scheduler.decisions import Decisions

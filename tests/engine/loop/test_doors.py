@@ -17,9 +17,9 @@ from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.held_files import HeldFiles
 from quire.engine.attachments.order import Order
 from quire.engine.attachments.stores import StoresAttachment
-from quire.engine.build import build_engine
-from quire.engine.live import LiveFrames
 from quire.engine.loop.attachment import DoorWatcher, Loop
+from quire.engine.observability.live import LiveFrames
+from quire.engine.start.build import build_engine
 from quire.ops.native import core as native_core
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler

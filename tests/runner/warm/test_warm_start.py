@@ -21,7 +21,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.engine.attachments.loading import Loading
-from quire.engine.build import BuiltCore, build_core
+from quire.engine.start.build import BuiltCore, build_core
 from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.models.source import resolve_model
 from quire.ops.native import core

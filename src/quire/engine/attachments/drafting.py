@@ -7,7 +7,7 @@ from quire.base.messages import Control, Draft, Drafted
 from quire.base.plan import StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.order import Order
-from quire.engine.drafting import Guesses
+from quire.engine.drafting.drafting import Guesses
 from quire.engine.loop.attachment import NOTHING_PENDING, Attachment, Given, Pending, Phase
 from quire.engine.loop.in_flight import StepInFlight
 from quire.scheduler import sequence

@@ -28,10 +28,10 @@ from quire.base.clock import Clock
 from quire.base.messages import HeldRequest, PutBack
 from quire.base.tenants import is_key
 from quire.engine.attachments.order import Order
-from quire.engine.connectors.log_throttle import ThrottledLog
-from quire.engine.core import EngineCore
+from quire.engine.executors.threaded import DeviceThread
 from quire.engine.loop.attachment import Attachment, Given, Loop
-from quire.engine.threaded import DeviceThread
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.log_throttle import ThrottledLog
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.held import MOST_HELD, MOST_HELD_TOKENS, HeldChanges
 from quire.scheduler.scheduler import Topic

@@ -11,12 +11,12 @@ from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.kv_events import NAME, parse_kv_events
 from quire.base.messages import KeepCached
+from quire.engine.attachments.event_encoding import EventMaker
+from quire.engine.attachments.event_publisher import EventPublisher
 from quire.engine.attachments.order import Order
-from quire.engine.connectors.log_throttle import ThrottledLog
-from quire.engine.core import EngineCore
-from quire.engine.event_encoding import EventMaker
-from quire.engine.event_publisher import EventPublisher
 from quire.engine.loop.attachment import Attachment, Given, Loop
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.log_throttle import ThrottledLog
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.index_changes import IndexDelta
 from quire.scheduler.scheduler import Topic

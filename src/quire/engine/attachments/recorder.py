@@ -32,7 +32,8 @@ from quire.base.messages import Control, KeepCached, Request
 from quire.base.plan import Int32, StepResult
 from quire.base.version import QUIRE_VERSION
 from quire.engine.attachments.order import Order
-from quire.engine.calls import (
+from quire.engine.loop.attachment import DoorWatcher, Loop
+from quire.engine.recording.calls import (
     ADD,
     CONTROL,
     DIGESTS,
@@ -47,10 +48,9 @@ from quire.engine.calls import (
     UPDATE,
     CallEncoder,
 )
-from quire.engine.frames import FORMAT
-from quire.engine.loop.attachment import DoorWatcher, Loop
-from quire.engine.recording import RecordingFiles
-from quire.engine.redact import BLANK, Context, Redaction
+from quire.engine.recording.files import RecordingFiles
+from quire.engine.recording.frames import FORMAT
+from quire.engine.recording.redact import BLANK, Context, Redaction
 from quire.scheduler.block_naming import NewNames
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler

@@ -20,9 +20,9 @@ from typing import TypeVar
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
-from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.connectors.store import Buffer, split_key
 from quire.engine.connectors.trim import Trimmer
+from quire.engine.observability.log_throttle import ThrottledLog
 
 logger = logging.getLogger("quire")
 

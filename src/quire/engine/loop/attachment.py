@@ -44,7 +44,7 @@ from quire.base.errors import RequestError
 from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
 from quire.base.plan import StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.engine.executor import Executor
+from quire.engine.executors.executor import Executor
 from quire.engine.loop.in_flight import StepInFlight
 from quire.scheduler.decisions import Decisions, RequestView
 

@@ -2,7 +2,7 @@
 
 from quire.base.messages import MeasuredRates
 from quire.base.plan import Plan, StepResult
-from quire.engine.step_budget import StepBudget
+from quire.engine.loop.step_budget import StepBudget
 
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2

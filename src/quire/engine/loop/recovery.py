@@ -30,7 +30,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import BlockWrites, Int32, Move, Plan, StepResult
 
 if TYPE_CHECKING:
-    from quire.engine.executor import Executor
+    from quire.engine.executors.executor import Executor
 
 logger = logging.getLogger("quire")
 

@@ -12,7 +12,7 @@ from quire.base.model_spec import ModelSpec
 from quire.base.speculation import parse_speculation
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder
-from quire.engine.step_budget import StepBudget
+from quire.engine.loop.step_budget import StepBudget
 from quire.kv.manager import KVManager
 from quire.ops.threads import num_threads
 from quire.runner.memory_plan import block_bytes_of, host_tier_limits

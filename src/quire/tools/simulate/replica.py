@@ -15,9 +15,9 @@ from quire.base.messages import Control, Request
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.connectors.connections import OpenStores
-from quire.engine.core import EngineCore
-from quire.engine.executor import Executor
-from quire.engine.step_budget import StepBudget
+from quire.engine.executors.executor import Executor
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.step_budget import StepBudget
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.executor import VirtualExecutor
 from quire.tools.simulate.served import Ledger, Listener, Served
