@@ -19,6 +19,11 @@ STOP = "stop string"
 STOPS = tuple(range(30, 35))  # so many that some output ends with one
 
 
+def begin_segment(recorder: Recorder) -> None:
+    """Let a recorder begin a segment, with a snapshot, before the next call."""
+    recorder._writer.wants_segment = True
+
+
 class Run:
     """A bench with a recorder. Time passes by a millisecond per step.
 

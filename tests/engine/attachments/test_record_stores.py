@@ -17,6 +17,7 @@ from quire.scheduler.stores import Stores
 from quire.tools.replay import Outcome, replay_all
 from quire.tools.replay_model import replay_with_model
 from tests.engine.attachments.test_recorder import Recorded, bodies
+from tests.engine.recordings import begin_segment
 from tests.engine.stand_in import attached
 from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import MixedStoresMachine, StoresMachine
@@ -42,7 +43,7 @@ def record(folder: Path, name: str, segments: bool = False, **settings: Any) -> 
     with open_llm("qwen3", **(few | settings)) as llm:
         for i, prompt in enumerate(PROMPTS * 2):
             if segments and i % 3 == 1:
-                recorder_of(llm).begin_segment()
+                begin_segment(recorder_of(llm))
             if i == 8:
                 llm.reset_prefix_cache()
             llm.generate([prompt, PROMPTS[0]], PARAMS, use_tqdm=False)

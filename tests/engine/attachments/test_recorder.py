@@ -26,7 +26,7 @@ from quire.engine.recording.files import RecordingFiles, read_recording, read_se
 from quire.engine.recording.frames import State, read_frames
 from quire.tools.replay import Outcome, replay_all
 from tests.engine.bench import POISON, prompt, with_poison
-from tests.engine.recordings import SALT, STOP, Run
+from tests.engine.recordings import SALT, STOP, Run, begin_segment
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
@@ -111,7 +111,7 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     for i in range(4):  # a segment begins in the middle of things, several times
         run.ask(f"early {i}", prompt(30 + i, 20), 10, n=2)
         run.step(3)
-        run.recorder.begin_segment()
+        begin_segment(run.recorder)
     run.everything()
     assert len(digests) > 40
     secrets += [*digests, *(digest.hex().encode() for digest in digests)]
@@ -162,7 +162,7 @@ class Recorded:
     @rule()
     def begin_segment(self) -> None:
         if self.recorder is not None:
-            self.recorder.begin_segment()
+            begin_segment(self.recorder)
 
     def teardown(self) -> None:
         super().teardown()  # type: ignore[misc]
@@ -184,7 +184,7 @@ def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:
     for round_ in range(30):
         run.ask(f"r{round_}", prompt(round_, 20), 10)
         run.step(3)
-        run.recorder.begin_segment()
+        begin_segment(run.recorder)
     run.finish()
     paths = segment_paths(tmp_path)
     assert 1 < len(paths) < 30

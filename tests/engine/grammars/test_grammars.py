@@ -34,6 +34,7 @@ from quire.engine.start.build import build_engine
 from quire.render.structured import grammar_of
 from quire.tools.replay import replay_all
 from tests.engine.guided import END, TEXTS, GuidedBench, lark, text_of, vocabulary
+from tests.engine.recordings import begin_segment
 from tests.scheduler.device import Curse, make_request
 from tests.updates import code_of, error_of, reason_of
 
@@ -309,7 +310,7 @@ def test_a_replay_needs_no_library(tmp_path: Path, keeps_tokens: bool, monkeypat
     for _ in range(4):
         bench.step()
     bench.add("late", NUMBERS, max_tokens=12, n=2)
-    recorder.begin_segment()
+    begin_segment(recorder)
     bench.finish()
     bench.core.close()
     monkeypatch.setitem(sys.modules, "llguidance", None)

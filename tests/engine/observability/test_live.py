@@ -31,14 +31,14 @@ def test_nothing_is_made_without_a_watcher(monkeypatch: Any) -> None:
     frames = watch(bench)
     bench.add("before", LINE, 20)
     bench.step()
-    assert not made and not frames.is_listening
+    assert not made and not frames._is_listening
     frames.frame()
-    assert len(made) == 1 and frames.is_listening
+    assert len(made) == 1 and frames._is_listening
     bench.step()
     assert len(made) == 1, "nobody has asked again"
     bench.clock.advance(live.IDLE_S + 1)
     bench.step()
-    assert not frames.is_listening
+    assert not frames._is_listening
     num_steps = len(frames.frame().steps)
     assert num_steps == 0, "steps that nobody watched"
 

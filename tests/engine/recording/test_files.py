@@ -26,7 +26,7 @@ from quire.engine.recording.frames import (
 from quire.tools.replay import Outcome, replay_all
 from tests.cli.commands import run as command
 from tests.engine.bench import prompt
-from tests.engine.recordings import Run
+from tests.engine.recordings import Run, begin_segment
 
 FIRST_FORMAT = b"quire recording\n"
 
@@ -234,7 +234,7 @@ def segments(tmp_path: Path) -> Path:
         made = Run(tmp_path / "run")
         for i in range(4 if name == "first" else 1):
             if i:
-                made.recorder.begin_segment()
+                begin_segment(made.recorder)
             made.ask(f"{name} {i}", prompt(i, 9), 20)
             made.step(6)
         made.finish()

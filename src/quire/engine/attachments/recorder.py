@@ -139,15 +139,6 @@ class Recorder(DoorWatcher):
     def is_recording(self) -> bool:
         return self._is_on
 
-    @property
-    def writer_cpu_s(self) -> float:
-        """Processor time that the writer's thread has used."""
-        return self._writer.cpu_s
-
-    def begin_segment(self) -> None:
-        """Begin a new segment, with a snapshot, before the next call."""
-        self._writer.wants_segment = True
-
     def close(self, loop: Loop | None = None) -> None:
         """Write what is left. The scheduler goes on without a record."""
         if self._is_on:

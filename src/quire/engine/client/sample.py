@@ -3,12 +3,14 @@
 The token that ended a sequence is among its token ids, but not in its text.
 """
 
+import numpy as np
+
 from quire.base.outputs import CompletionOutput, Logprob
 from quire.base.plan import Candidates
+from quire.base.repetition import RepetitionDetectionParams
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
 from quire.engine.client.decoded_logprobs import logprobs_of
-from quire.engine.client.repetition import RepetitionWatch
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.tokenizer import Tokenizer
 
@@ -137,3 +139,27 @@ class Sample:
             num = wanted if named is None else len(named)
             self._logprobs.append(logprobs_of(candidates, num, stream, named is None))
         self.cumulative_logprob += float(candidates.logprobs[0])
+
+
+class RepetitionWatch:
+    """Watches one sequence of tokens for `RepetitionDetectionParams`.
+
+    For each length L of a pattern it counts for how many tokens in a row each was the one L places
+    before it. The end of the text is a pattern of L tokens, c times, where that is (c - 1) * L.
+    """
+
+    __slots__ = ("_needed", "_recent", "_runs")
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        sizes = np.arange(1, params.max_pattern_size + 1, dtype=np.int64)
+        self._needed = sizes * (params.min_count - 1)
+        self._needed[: params.least_size - 1] = np.iinfo(np.int64).max
+        self._recent = np.full(params.max_pattern_size, -1, np.int64)  # the last token comes first
+        self._runs = np.zeros(params.max_pattern_size, np.int64)
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; tell whether the text ends with a repeated pattern."""
+        self._runs = np.where(self._recent == token_id, self._runs + 1, 0)
+        self._recent[1:] = self._recent[:-1]
+        self._recent[0] = token_id
+        return bool((self._runs >= self._needed).any())

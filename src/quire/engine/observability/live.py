@@ -101,11 +101,6 @@ class LiveFrames:
         self._next_s = self._asked_s = 0.0
         self._is_listening = False
 
-    @property
-    def is_listening(self) -> bool:
-        """Whether somebody watches, as far as is known."""
-        return self._is_listening
-
     def frame(self) -> LiveFrame:
         """Return what is now, or the last frame if it is too early for another."""
         now = self._clock.now()

@@ -142,10 +142,6 @@ class RankProcesses:
             self.close()
             raise self._loop.error
 
-    @property
-    def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._loop.ranks]
-
     def tell(self, listener: Listener) -> None:
         """Tell another listener from now on; at once, if a rank is lost already."""
         self._loop.tell(listener)
