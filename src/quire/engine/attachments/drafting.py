@@ -85,7 +85,7 @@ class DraftingAttachment(Attachment):
     def _look_ahead(self) -> None:
         """Find out whether the next plan should wait until none is in flight."""
         drafter, num = self.drafter, self._num_in_flight
-        if drafter.looks_ahead and not drafter.is_idle and num > 0:
+        if num > 0 and drafter.looks_ahead and not drafter.is_idle:
             drafter.look_ahead(self._candidates(num), num, self._scheduler.num_running)
 
     def _candidates(self, num_pending: int | None) -> list[sequence.Sequence]:

@@ -45,12 +45,13 @@ class GrammarAttachment(Attachment):
         return Pending(self.grammars.has_answers, self.grammars.num_open)
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        self.grammars.hear(decisions.events)
+        if decisions.events:
+            self.grammars.hear(decisions.events)
         if type(given) is Request and given.grammar and decisions.refusal is None:
             self.grammars.begin(given)
 
     def answers(self, now: float) -> Sequence[Control]:
-        return self.grammars.take()
+        return self.grammars.take() if self.grammars.has_answers else ()
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
         if step.masks is None:

@@ -125,10 +125,10 @@ class EngineCore(Front):
 
     def take(self) -> StepOutputs:
         """Take the result of the oldest plan in flight."""
-        step = self.in_flight.oldest
+        step = self.in_flight[0]
         has_run, carried_out = step.has_run, step.carried_out
         result = self.executor.next_result() if has_run else combine(carried_out, [])
-        self.in_flight.pop(self._clock.now())
+        self.in_flight.end(self._clock.now())
         self._has_nothing_to_plan = False
         if result.error is not None:
             return self._recover(step, result.error)
@@ -142,7 +142,7 @@ class EngineCore(Front):
             result = combine(step.plan, [(carried_out, result)])
         outputs = self._update(result, list(self.in_flight))
         if self.in_flight:
-            self.attachments.on_step(self.in_flight.oldest, Phase.NEXT)
+            self.attachments.on_step(self.in_flight[0], Phase.NEXT)
         return outputs
 
     def take_dropped(self) -> StepOutputs:
@@ -217,7 +217,7 @@ class EngineCore(Front):
         """Whether the oldest plan in flight has a result."""
         if not self.in_flight:
             return False
-        return not self.in_flight.oldest.has_run or self.executor.is_ready()
+        return not self.in_flight[0].has_run or self.executor.is_ready()
 
     @property
     def _is_due(self) -> bool:
@@ -254,7 +254,7 @@ class EngineCore(Front):
         masks = MaskPromise() if len(carried_out.masked_rows) else None
         num_tokens = carried_out.num_scheduled_tokens
         step = StepInFlight(plan, sampling, carried_out, num_tokens, masks, left_out)
-        self.in_flight.push(step, self._clock.now())
+        self.in_flight.begin(step, self._clock.now())
         if len(self.in_flight) == 1:  # before the executor, which may carry it out at once
             self.attachments.on_step(step, Phase.NEXT)
         has_run = step.has_run

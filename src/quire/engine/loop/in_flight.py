@@ -2,7 +2,7 @@
 are in it, and early enough that the device does not wait for it."""
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,40 +71,30 @@ class Pacing:
         return self._began_s + SHARE * expected_s - LEAD_S
 
 
-class InFlight:
-    """The steps in flight, oldest first."""
+class InFlight(deque[StepInFlight]):
+    """The steps in flight, oldest first. Change it by these methods alone, which keep the pace."""
 
     def __init__(self, num_stages: int) -> None:
-        self._steps: deque[StepInFlight] = deque()
+        super().__init__()
         self._pacing = Pacing(num_stages)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def __iter__(self) -> Iterator[StepInFlight]:
-        return iter(self._steps)
-
-    @property
-    def oldest(self) -> StepInFlight:
-        return self._steps[0]
 
     @property
     def due_s(self) -> float:
         """When to plan the next step, while steps are in flight."""
-        return self._pacing.due_s([step.num_tokens for step in self._steps])
+        return self._pacing.due_s([step.num_tokens for step in self])
 
-    def push(self, step: StepInFlight, now_s: float) -> None:
-        if not self._steps:
+    def begin(self, step: StepInFlight, now_s: float) -> None:
+        """Add a step that is submitted."""
+        if not self:
             self._pacing.begin(now_s)
-        self._steps.append(step)
+        self.append(step)
 
-    def pop(self, now_s: float) -> StepInFlight:
+    def end(self, now_s: float) -> None:
         """Remove the oldest step, whose result has come."""
-        step = self._steps.popleft()
-        self._pacing.end(step.num_tokens, now_s)
-        return step
+        self._pacing.end(self.popleft().num_tokens, now_s)
 
     def take_all(self) -> list[StepInFlight]:
         """Remove all steps."""
-        steps, self._steps = list(self._steps), deque()
+        steps = list(self)
+        self.clear()
         return steps
