@@ -15,8 +15,8 @@ import contextlib
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import QuireError
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.remote import RemoteClient
-from quire.engine.text import TextSide, build_text_side
+from quire.engine.client.remote import RemoteClient
+from quire.engine.start.text import TextSide, build_text_side
 from quire.models.source import resolve_model
 from quire.serve.launch import CoreProcess
 

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.cache_config import CacheConfig
 from quire.base.events import Admitted, Finished, Planned, Queued, Stepped
-from quire.engine.exposition import Exposition
-from quire.engine.metrics import EngineMetrics
-from tests.engine.test_metrics import feed, idle_scheduler
+from quire.engine.observability.exposition import Exposition
+from quire.engine.observability.metrics import EngineMetrics
+from tests.engine.observability.test_metrics import feed, idle_scheduler
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "deploy" / "grafana" / "quire.json"

@@ -14,9 +14,9 @@ from quire.base.kv_events import TCP, parse_kv_events
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse
 from quire.cli.settings import given_server_settings, given_settings
-from quire.engine.exposition import Exposition
+from quire.engine.observability.exposition import Exposition
 from quire.serve.api.document import PUBLIC
-from tests.engine.test_metrics import idle_scheduler, new_metrics
+from tests.engine.observability.test_metrics import idle_scheduler, new_metrics
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -28,7 +28,7 @@ from quire.base.messages import Fork, Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler

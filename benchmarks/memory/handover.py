@@ -42,8 +42,8 @@ def first_token_s(llm: LLM, prompt: dict[str, Any], transfer: Any) -> tuple[floa
 def wait_until_kept(llm: LLM) -> float:
     """Wait until all is in the store; how long that took."""
     core, begin = llm._alive.client.core, time.perf_counter()
-    while core._stores.num_open:
-        core._wait_for_answer()
+    while any(each.num_open for each in core.attachments.pending):
+        core.wait_for_answers()
     return time.perf_counter() - begin
 
 

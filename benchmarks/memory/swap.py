@@ -50,9 +50,9 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.messages import Abort
 from quire.base.validation import RequestLimits
-from quire.engine.build import make_scheduler
-from quire.engine.core import EngineCore
-from quire.engine.executor import InProcessExecutor
+from quire.engine.executors.executor import InProcessExecutor
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.runner.build import BuiltRunner, build_runner
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost

@@ -19,7 +19,7 @@ from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.events import Event, Planned, Stepped
-from quire.engine.executor import Executor
+from quire.engine.executors.executor import Executor
 from quire.kv.manager import KVManager
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory as SchedulerMemory

@@ -5,8 +5,8 @@
 The device is virtual (tools/virtual_device.py): a step starts at the end of the one before it, or
 when it is handed over, if that is later, and takes 1 or 5 ms. Everything else is the engine's own.
 
-`server`: the core's process as `quire serve` has it (engine/core_server.py), with a client in a
-process of its own, on another processor core, that takes in and decodes all messages. `client`: a
+`server`: the core's process as `quire serve` has it (engine/wire/core_server.py), with a client in
+a process of its own, on another processor core, that takes in and decodes all messages. `client`: a
 core and its client in one thread, as `LLM` has them, up to the `RequestOutput`s; without a
 tokenizer. Depth 1 hands over a step when the one before it has come back; from depth 2 on the next
 one is already there.
@@ -38,10 +38,10 @@ from quire.base.config import SchedulerConfig
 from quire.base.messages import Ready, Request
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.client import InProcessClient
-from quire.engine.core import EngineCore
-from quire.engine.core_server import CoreReports, CoreServer
-from quire.engine.wire import Frames, client_codec
+from quire.engine.client.client import InProcessClient
+from quire.engine.loop.core import EngineCore
+from quire.engine.wire.core_server import CoreReports, CoreServer
+from quire.engine.wire.wire import Frames, client_codec
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 

@@ -25,10 +25,11 @@ from benchmarks.virtual.dry_run import RandomExecutor, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.kv_events import KVEventsConfig
 from quire.base.messages import Request
-from quire.engine.event_encoding import EventMaker
-from quire.engine.event_publisher import EventPublisher
-from quire.engine.kv_events import TellingDoors
-from quire.engine.record import Doors
+from quire.engine.attachments.event_encoding import EventMaker
+from quire.engine.attachments.event_publisher import EventPublisher
+from quire.engine.attachments.kv_events import KVEvents
+from quire.engine.loop.attachment import Given
+from quire.scheduler.decisions import Decisions
 from quire.scheduler.index_changes import IndexWatch
 from quire.scheduler.scheduler import Scheduler, Topic
 from quire.tools.report import benchmark_parser, print_head
@@ -39,11 +40,11 @@ TURN = 16  # steps in a row: several times as long as the publisher gathers
 
 @dataclass
 class Load:
-    """A scheduler, the doors that tell of it, and the times of steps with and without them, ms."""
+    """A scheduler, KV events of it, and the times of steps with and without them, ms."""
 
     scheduler: Scheduler
     executor: RandomExecutor
-    telling: TellingDoors
+    events: KVEvents
     keeps_tokens: bool
     requests: Iterator[Request]
     num_arrivals: int
@@ -61,11 +62,17 @@ class Load:
             self.scheduler.subscribe(Topic.INDEX, self.keeps_tokens)
 
     def step(self, is_told: bool, num_arrivals: int, device_s: float) -> None:
-        doors: Doors = self.telling if is_told else self.scheduler
+        def hear(given: Given, decisions: Decisions) -> Decisions:
+            if is_told:
+                self.events.hear(given, decisions)
+            return decisions
+
+        scheduler = self.scheduler
         for _ in range(num_arrivals):
-            doors.add(next(self.requests), 0.0)
+            request = next(self.requests)
+            hear(request, scheduler.add(request, 0.0))
         began = time.perf_counter()
-        plan = doors.schedule(0.0).plan
+        plan = hear(None, scheduler.schedule(0.0)).plan
         spent = time.perf_counter() - began
         assert plan is not None
         self.executor.submit(plan)
@@ -73,7 +80,7 @@ class Load:
         if device_s:
             time.sleep(device_s)
         began = time.perf_counter()
-        doors.update(result, 0.0)
+        hear(result, scheduler.update(result, 0.0))
         spent += time.perf_counter() - began
         (self.told_ms if is_told else self.plain_ms).append(spent * 1e3)
 
@@ -104,10 +111,10 @@ def compare(
         target=listen, args=(publisher.endpoint,), daemon=True
     )
     listener.start()
-    telling = TellingDoors(scheduler, publisher)
+    events = KVEvents(publisher)
     num_arrivals = num_rows // 64 if churns else 0
     stream = requests(num_rows, churns, max_len)
-    load = Load(scheduler, executor, telling, keeps_tokens, stream, num_arrivals)
+    load = Load(scheduler, executor, events, keeps_tokens, stream, num_arrivals)
     load.step(False, num_rows, 0.0)
     for _ in range(64):
         load.step(False, num_arrivals, 0.001)
@@ -118,7 +125,7 @@ def compare(
         load.watch(is_told)
         for _ in range(TURN):
             load.step(is_told, num_arrivals, device_s)
-    telling.close()
+    events.close()
     listener.terminate()
     listener.join()
     plain, told = times_of(load.plain_ms), times_of(load.told_ms)

@@ -8,7 +8,7 @@ so that both meet the same machine. What a watcher costs is then
 
     step      what the core's thread pays more for each step, to note it: medians
     frame     making one frame and encoding it for the socket, at most five a second and at most a
-              two-hundredth of the time (`engine/live.py`)
+              two-hundredth of the time (`engine/observability/live.py`)
     share     of a second in which steps take --step-ms each: steps x step + frames x frame
 
 Encoding JSON and sending it is another process's, which does nothing else meanwhile.
@@ -27,9 +27,9 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Live
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
-from quire.engine.live import FRAME_S, ONE_IN, LiveFrames
-from quire.engine.wire import core_codec
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.live import FRAME_S, ONE_IN, LiveFrames
+from quire.engine.wire.wire import core_codec
 from quire.tools.report import benchmark_parser, print_head
 
 BLOCK_SIZE = 16

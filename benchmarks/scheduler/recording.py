@@ -30,7 +30,8 @@ from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
-from quire.engine.record import Doors, Recorder
+from quire.engine.attachments.recorder import Recorder
+from quire.engine.loop.attachment import Doors
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head
 
@@ -105,14 +106,14 @@ def compare(num_rows: int, churns: bool, num_steps: int, device_s: float) -> dic
     load = make_load(num_rows, num_steps, churns, directory)
     recorder = load.recorder
     gc.collect()
-    cpu_s, num_bytes = recorder.writer_cpu_s, _size(directory)
+    cpu_s, num_bytes = recorder._writer.cpu_s, _size(directory)
     for turn in range(2 * num_steps // TURN):
         is_recorded = bool((turn + turn // 2) % 2)
         for _ in range(TURN):
             load.step(is_recorded, load.num_arrivals, device_s)
     assert recorder.is_recording, "the writer did not keep up"
     time.sleep(0.2)  # the writer finishes what is in the queue
-    cpu_s, num_bytes = recorder.writer_cpu_s - cpu_s, _size(directory) - num_bytes
+    cpu_s, num_bytes = recorder._writer.cpu_s - cpu_s, _size(directory) - num_bytes
     recorder.begin_segment()
     began = time.perf_counter()
     recorder.schedule(0.0)

@@ -49,7 +49,7 @@ from benchmarks.scheduler.loads import BLOCK_SIZE, Arrival, Load
 from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
-from quire.engine.output import OutputProcessor
+from quire.engine.client.output import OutputProcessor
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head

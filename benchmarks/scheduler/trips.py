@@ -37,10 +37,10 @@ from quire.base.config import SchedulerConfig, ServerConfig, config_from_flat
 from quire.base.messages import Ready
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
-from quire.engine.build import Engine, build_engine
-from quire.engine.core import EngineCore
-from quire.engine.core_server import CoreReports, CoreServer
-from quire.engine.remote import RemoteClient
+from quire.engine.client.remote import RemoteClient
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import Engine, build_engine
+from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.tools.report import benchmark_parser, print_head

@@ -39,7 +39,7 @@ from benchmarks.server.servers import free_port, running
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import Request
 from quire.base.step_outputs import StepOutputs, StepReader
-from quire.engine.wire import Frames, client_codec, core_codec
+from quire.engine.wire.wire import Frames, client_codec, core_codec
 from quire.serve.launch import CoreSocket
 from quire.serve.supervisor import Supervisor, bind
 from quire.tools.bench.serve import wait_until_ready

@@ -34,11 +34,12 @@ from quire.base.messages import Request
 from quire.base.plan import Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
-from quire.engine.executor import Executor
-from quire.engine.grammars import Grammars
-from quire.engine.threaded import ThreadedExecutor
-from quire.engine.vocabulary import Vocabulary, make_vocabulary
+from quire.engine.attachments.grammars import GrammarAttachment
+from quire.engine.executors.executor import Executor
+from quire.engine.executors.threaded import ThreadedExecutor
+from quire.engine.grammars.grammars import Grammars
+from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
+from quire.engine.loop.core import EngineCore
 from quire.render.lark import Lark
 from quire.render.tokenizer import Tokenizer
 from quire.tools.report import benchmark_parser, print_head
@@ -208,11 +209,12 @@ def run(load: Load, kind: str, depth: int, step_s: float, num_threads: int) -> M
     )
     scheduler, _ = dry_run(num_rows * (MAX_LEN // 16 + 1), 16, config, MAX_LEN, True)
     executor: Executor = stub if depth == 1 else ThreadedExecutor(stub)
-    limits = RequestLimits(load.vocabulary.size, MAX_LEN, 0, num_rows)
+    limits = RequestLimits(load.vocabulary.size, MAX_LEN, 0, num_rows, takes_grammars=True)
     core = EngineCore(scheduler, executor, MonotonicClock(), limits)
     if kind != "without":
         size = load.vocabulary.size
-        core.constrain(Grammars(lambda: load.vocabulary, size, num_threads, core.bell.ring))
+        grammars = Grammars(lambda: load.vocabulary, size, num_threads, core.bell.ring)
+        core.attach(GrammarAttachment(grammars))
     begun = time.perf_counter()
     for i, text in enumerate(load.texts):
         params = SamplingParams(temperature=0.0, max_tokens=MAX_LEN)

@@ -25,7 +25,7 @@ from benchmarks.result_files import options_of, write
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import RequestError
 from quire.base.messages import Ready
-from quire.engine.text import build_text_side
+from quire.engine.start.text import build_text_side
 from quire.models.source import resolve_model
 from quire.serve.api.api_process import MAX_DIGITS
 from quire.serve.api.app import create_app

@@ -26,7 +26,7 @@ from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.executor import Executor
+from quire.engine.executors.executor import Executor
 
 NUM_DRAWN = 64  # tokens whose probabilities are drawn; of the others, the expected sum
 Float64 = npt.NDArray[np.float64]

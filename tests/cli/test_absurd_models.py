@@ -11,7 +11,7 @@ import pytest
 
 from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
-from quire.engine.text import build_text_side
+from quire.engine.start.text import build_text_side
 from quire.models.source import resolve_model
 from tests.cli.commands import run
 from tests.models.gguf_writer import F32, META, stored, write_gguf

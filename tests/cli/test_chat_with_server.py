@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.cli.chat_targets import ServerTarget
-from quire.engine.build import build_engine
+from quire.engine.start.build import build_engine
 from quire.serve.api.context import ApiContext
 from tests.cli.commands import run
 from tests.serve.api.conftest import serving

@@ -15,9 +15,9 @@ from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.build import make_scheduler
-from quire.engine.core import EngineCore
-from quire.engine.executor import InProcessExecutor
+from quire.engine.executors.executor import InProcessExecutor
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from tests.engine.stages import StagesExecutor, build_stages, with_runner
 from tests.serve.checkpoints import reference_tokens

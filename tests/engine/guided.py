@@ -12,11 +12,12 @@ from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
-from quire.engine.executor import Executor
-from quire.engine.grammars import Grammars
-from quire.engine.threaded import ThreadedExecutor
-from quire.engine.vocabulary import Vocabulary, make_vocabulary, num_words
+from quire.engine.attachments.grammars import GrammarAttachment
+from quire.engine.executors.executor import Executor
+from quire.engine.executors.threaded import ThreadedExecutor
+from quire.engine.grammars.grammars import Grammars
+from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary, num_words
+from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.render.tokenizer import Tokenizer
 from quire.scheduler.beams import BeamSearch
@@ -133,11 +134,11 @@ class GuidedBench:
         executor: Executor = FakeExecutor(self.device, is_lazy=False)
         if is_threaded:
             executor = ThreadedExecutor(executor)
-        limits = RequestLimits(VOCAB, MAX_LEN, 0, 1 << 20)
+        limits = RequestLimits(VOCAB, MAX_LEN, 0, 1 << 20, takes_grammars=True)
         self.core = EngineCore(self.scheduler, executor, FakeClock(), limits)
         self.num_made = 0
         self.grammars = Grammars(self._make, VOCAB, 1, self.core.bell.ring)
-        self.core.constrain(self.grammars)
+        self.core.attach(GrammarAttachment(self.grammars))
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ends: dict[tuple[str, int], SequenceUpdate] = {}

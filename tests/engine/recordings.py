@@ -9,7 +9,7 @@ from quire.base.clock import FakeClock
 from quire.base.config import flat_settings
 from quire.base.messages import Abort, Request
 from quire.base.sampling_params import SamplingParams
-from quire.engine.record import Recorder
+from quire.engine.attachments.recorder import Recorder
 from tests.engine.bench import Bench, prompt
 from tests.serve.checkpoints import checkpoint, pool_bytes
 
@@ -17,6 +17,11 @@ MAX_BYTES = 50_000_000
 SALT = "salt of a tenant"
 STOP = "stop string"
 STOPS = tuple(range(30, 35))  # so many that some output ends with one
+
+
+def begin_segment(recorder: Recorder) -> None:
+    """Let a recorder begin a segment, with a snapshot, before the next call."""
+    recorder._writer.wants_segment = True
 
 
 class Run:
@@ -47,7 +52,7 @@ class Run:
         scheduler = self.core.scheduler
         made_from = flat_settings(self.bench.config)
         self.recorder = Recorder(scheduler, directory, max_bytes, keeps_tokens, made_from)
-        self.core.watch(self.recorder)
+        self.core.attach(self.recorder)
         self.requests: list[Request] = []
 
     @property

@@ -14,7 +14,7 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.engine.executor import failed_step
+from quire.engine.executors.executor import failed_step
 from quire.models.rank_place import RankPlace
 from quire.models.source import ModelSource
 from quire.runner.build import BuiltRunner, build_runner

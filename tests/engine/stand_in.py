@@ -1,9 +1,43 @@
-"""In the place of who guesses for an engine."""
+"""Attachments of a core, for tests that look at them or put others in their place."""
+
+from typing import Any, TypeVar
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
-from quire.engine.drafting import Int64
+from quire.engine.attachments.drafting import DraftingAttachment
+from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.drafting.drafting import Int64
+from quire.engine.loop.attachment import Attachment
+from quire.engine.loop.core import EngineCore
 from quire.scheduler.sequence import RowTable, Sequence
+
+AnAttachment = TypeVar("AnAttachment", bound=Attachment)
+
+
+def attached(core: EngineCore, kind: type[AnAttachment]) -> AnAttachment | None:
+    """The attachment of a kind."""
+    return next((each for each in core.attachments.all if isinstance(each, kind)), None)
+
+
+def drafter_of(core: EngineCore) -> Any:
+    """What drafts for a core; None if nothing does."""
+    found = attached(core, DraftingAttachment)
+    return None if found is None else found.drafter
+
+
+def draft_with(core: EngineCore, drafter: Any) -> None:
+    """Let this draft in the place of what did; None: nothing."""
+    if (before := attached(core, DraftingAttachment)) is not None:
+        core.detach(before)
+    if drafter is not None:
+        core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
+
+
+def stores_of(core: EngineCore) -> Any:
+    """What carries out the orders for a core's stores."""
+    found = attached(core, StoresAttachment)
+    assert found is not None, "the core has no stores"
+    return found.stores
 
 
 class StandIn:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.recording import read_segment, segment_paths
+from quire.engine.recording.files import read_segment, segment_paths
 from tests.engine.recordings import Run
 
 HERE = Path(__file__).parent

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.calls import calls_of
-from quire.engine.frames import State
-from quire.engine.recording import read_recording, read_segment
+from quire.engine.recording.calls import calls_of
+from quire.engine.recording.files import read_recording, read_segment
+from quire.engine.recording.frames import State
 from quire.tools.replay import replay_all
 from tests.golden.make import CONTENTS, RUNS, contents, golden_paths
 

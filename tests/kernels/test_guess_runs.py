@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.ngrams import repeated
+from quire.engine.drafting.ngrams import repeated
 from quire.ops import device_guesses
 from quire.ops.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
 from quire.ops.find_runs import find_runs_reference

@@ -1,6 +1,7 @@
 """The paper's worked examples, block number for block number (P fig. 6, fig. 8).
 
-Figure 8 on an engine is in tests/engine/test_groups.py, figure 9 in tests/engine/test_figure_9.py.
+Figure 8 on an engine is in tests/engine/loop/test_groups.py, figure 9 in
+tests/engine/loop/test_figure_9.py.
 """
 
 from quire.base.cache_group import CacheGroup

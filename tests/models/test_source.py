@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from quire.base.config import ModelConfig
 from quire.base.errors import ModelError, ModelNotFound
 from quire.base.model_spec import load_spec
-from quire.engine.text import build_text_side
+from quire.engine.start.text import build_text_side
 from quire.models.registry import model_class
 from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model, shape_names
 from quire.tools.bench.tokens import LocalTokens

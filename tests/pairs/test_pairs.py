@@ -19,7 +19,7 @@ from quire.base.errors import STEP_FAILED, RequestError
 from quire.base.events import Stepped
 from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
 from tests.models.heads import write_demo_head
 from tests.serve.checkpoints import shallow

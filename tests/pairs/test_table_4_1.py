@@ -20,10 +20,11 @@ from quire.base.config import config_from_flat
 from quire.base.events import Admitted, Appended, Event, Preempted, Stepped
 from quire.base.kv_transfer import KVTransfer, transfer_of
 from quire.base.sampling_params import SamplingParams
-from quire.engine.build import Engine, build_engine
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
+from quire.engine.start.build import Engine, build_engine
 from quire.render.renderer import RenderedPrompt
 from tests.engine.connectors.shared_store import shared_store
+from tests.engine.stand_in import stores_of
 from tests.serve.checkpoints import pool_bytes, text_checkpoint
 
 PREFILL, DECODE, PREEMPTION, CHUNKED, STREAMING, CACHING, HANDED_OVER, GUESSING = ROWS = (
@@ -118,8 +119,8 @@ def handed_over(store: str) -> tuple[int, Any]:
     name = other.add(PROMPT, 1, kv_transfer=KVTransfer(keeps=True))
     other.finish(name)
     core.settle()
-    while core._stores is not None and core._stores.num_open:
-        core._wait_for_answer()
+    while stores_of(core).num_open:
+        core.wait_for_answers()
     stores = core.view().stores
     assert stores is not None and stores.num_kept == len(PROMPT) // BLOCK, "before it ends"
     other.engine.client.close()

@@ -10,7 +10,7 @@ from quire import LLM, SamplingParams
 from quire.base.events import Planned
 from quire.base.messages import Draft
 from quire.scheduler.sequence import Sequence
-from tests.engine.stand_in import StandIn
+from tests.engine.stand_in import StandIn, draft_with, drafter_of
 
 PROMPTS = ["Once upon a time", "The cat and the cat and the cat", "1, 2, 3, 1, 2, 3", "a"] * 2
 COMMON: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}
@@ -97,16 +97,16 @@ def plain(llm: LLM) -> list[Any]:
 @pytest.mark.parametrize("guess", ALL)
 def test_nothing_changes(llm: LLM, plain: list[Any], guess: Guess) -> None:
     core, tried = llm.engine.client.core, set[int]()
-    before = core._drafting
+    before = drafter_of(core)
 
     def note(event: Any) -> None:
         if isinstance(event, Planned) and event.plan is not None:
             tried.update(t for draft in event.plan.drafts for t in draft.token_ids.tolist())
 
     core.subscribe(note)
-    core._drafting = Liar(guess)
+    draft_with(core, Liar(guess))
     assert answers(llm) == plain
-    core._drafting = before
+    draft_with(core, before)
     size = llm.engine.spec.vocab_size
     assert all(0 <= token_id < size for token_id in tried)
     assert bool(tried) == (guess is not nobody_knows)

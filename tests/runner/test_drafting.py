@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.events import Preempted, Stepped
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.models.source import ModelSource, resolve_model
 from quire.ops.native import core
 from quire.runner.build import build_runner
@@ -20,6 +20,7 @@ from quire.runner.memory_plan import spare_blocks, workspace_of
 from quire.runner.preview import preview_runner
 from quire.tools.devices import Device
 from quire.tools.fit import fit
+from tests.engine.stand_in import drafter_of
 from tests.serve.checkpoints import ARCHITECTURES, checkpoint, pool_bytes, write_checkpoint
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -216,7 +217,7 @@ def test_a_drafter_that_may_rest_catches_up(monkeypatch: pytest.MonkeyPatch) -> 
     with engine(model) as llm:
         plain = answers(llm, params, [[5, 9, 13]])
     with engine(model, model, max_num_batched_tokens=16) as llm:
-        counts, drafting = Counts(llm), llm.engine.client.core._drafting
+        counts, drafting = Counts(llm), drafter_of(llm.engine.client.core)
         sizes: list[list[int]] = []
         draft = drafting._draft
         monkeypatch.setattr(
@@ -225,7 +226,7 @@ def test_a_drafter_that_may_rest_catches_up(monkeypatch: pytest.MonkeyPatch) -> 
             lambda order: sizes.append(order.num_tokens.tolist()) or draft(order),
         )
         monkeypatch.setattr(
-            "quire.engine.model_drafting.lengths",
+            "quire.engine.drafting.model_drafting.lengths",
             lambda most, *_: most if counts.steps > 40 else [0] * len(most),
         )
         assert answers(llm, params, [[5, 9, 13]]) == plain
@@ -241,7 +242,7 @@ def test_a_drafter_that_fails_ends_no_request(
     with engine(model) as llm:
         plain = answers(llm)
     with engine(model, model) as llm:
-        counts, drafting = Counts(llm), llm.engine.client.core._drafting
+        counts, drafting = Counts(llm), drafter_of(llm.engine.client.core)
 
         def fail(order: Any) -> Any:
             raise RuntimeError("no luck")

@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import RequestError
 from quire.base.messages import Request
 from quire.base.validation import RequestLimits
-from quire.engine.recording import read_recording
+from quire.engine.recording.files import read_recording
 from quire.ops import native
 from quire.runner import logits_processors
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors

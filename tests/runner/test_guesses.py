@@ -14,7 +14,7 @@ from quire.ops.device_guesses import NO_TOKEN
 from quire.ops.native import core
 from quire.runner.guesses import accept, places_of
 from quire.scheduler.sequence import Sequence
-from tests.engine.stand_in import StandIn
+from tests.engine.stand_in import StandIn, draft_with
 
 PROMPTS = ["Once upon a time", "The little fox said: 1, 2, 3, 1, 2, 3,", "a", "def add(x, y):"]
 PARAMS = [
@@ -88,7 +88,7 @@ def test_no_guess_changes_an_answer(settings: dict[str, Any]) -> None:
         }
         for num, right in [(1, 1.0), (4, 1.0), (3, 0.0), (4, 0.7)]:
             oracle = Oracle(known, num, right)
-            llm.engine.client.core._drafting = oracle
+            draft_with(llm.engine.client.core, oracle)
             assert answers(llm) == plain, (num, right)
             assert oracle.num_tried > 20
 
@@ -99,7 +99,7 @@ def test_right_guesses_save_steps() -> None:
         [output] = llm.generate(PROMPTS[:1], params, use_tqdm=False)
         known = {(tuple(output.prompt_token_ids or ()), 0): list(output.outputs[0].token_ids)}
         oracle = Oracle(known, 4, 1.0)
-        llm.engine.client.core._drafting = oracle
+        draft_with(llm.engine.client.core, oracle)
         scheduler = llm.engine.client.core.scheduler
         before = scheduler.planner.next_step_id
         llm.generate(PROMPTS[:1], params, use_tqdm=False)

@@ -14,8 +14,8 @@ from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.engine.bisect import combine, restrict
-from quire.engine.build import make_scheduler
+from quire.engine.loop.recovery import combine, restrict
+from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.ops import native
 from quire.runner.build import BuiltRunner, build_runner

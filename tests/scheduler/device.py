@@ -26,7 +26,7 @@ from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import GrammarReady, Request
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
-from quire.engine.executor import failed_step
+from quire.engine.executors.executor import failed_step
 from quire.kv.table import NULL
 from quire.scheduler.sequence import Sequence, State
 
@@ -370,7 +370,7 @@ class FakeDevice:
 
 
 class FakeGrammars:
-    """Stands in for `engine/grammars.py`: a grammar is compiled when somebody says so."""
+    """Stands in for `engine/grammars/grammars.py`: a grammar is compiled when somebody says so."""
 
     has_answers = False
     num_open = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.engine.executor import failed_step
+from quire.engine.executors.executor import failed_step
 from tests.scheduler.device import CursedStep, FakeDevice
 
 Handed = dict[int, list[int]]  # of each row, what its tokens are made of

@@ -14,7 +14,7 @@ from quire.base.messages import Append, Request
 from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory
 from quire.scheduler.plan_builder import PlanBuilder

@@ -9,7 +9,7 @@ from quire.base.events import PrefixFound
 from quire.base.messages import Abort, MeasuredRates, Request, ResetPrefixCache
 from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
-from quire.engine.prefix_words import as_data, shown_to
+from quire.engine.observability.prefix_words import as_data, shown_to
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory
 from quire.scheduler.miss_report import MissReports

@@ -16,7 +16,7 @@ from quire.base.messages import Request, Unpin
 from quire.base.plan import Move, Plan
 from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory
 from quire.scheduler.pinned import Pin

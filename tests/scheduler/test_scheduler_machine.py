@@ -24,7 +24,9 @@ from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.messages import Abort, Append, Draft, Drafted, Request, ResetPrefixCache, Unpin
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
+from quire.engine.attachments.grammars import GrammarAttachment
+from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.kv.sizing import LEAST_STATES
@@ -118,11 +120,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler,
             executor,  # type: ignore[arg-type]
             self.clock,
-            RequestLimits(50, MAX_LEN, 0, 1 << 20),
+            RequestLimits(50, MAX_LEN, 0, 1 << 20, takes_grammars=True),
         )
-        self.core.connect(self.stores)  # type: ignore[arg-type]
+        self.core.attach(StoresAttachment(self.stores, self.clock))  # type: ignore[arg-type]
         self.grammars = FakeGrammars()
-        self.core.constrain(self.grammars)  # type: ignore[arg-type]
+        self.core.attach(GrammarAttachment(self.grammars))  # type: ignore[arg-type]
         # Whoever computes inside `submit` cannot wait for masks that depend on a result before.
         self.takes_grammars = lazy or depth == 1
         self.bad_grammars: set[str] = set()

@@ -168,7 +168,7 @@ class Restored:
         self.kv, self.stores.scheduler = self.scheduler.memory.kv, self.scheduler
         self.core.scheduler = self.core.doors = self.scheduler
         in_flight = self.scheduler.planner.in_flight  # whose masks are made of their sequences
-        for submitted, step in zip(self.core._submitted, in_flight, strict=True):
+        for submitted, step in zip(self.core.in_flight, in_flight, strict=True):
             submitted.sampling = step.sequences
 
 

@@ -12,7 +12,8 @@ from quire.base.messages import Abort, KeepCached, Request, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
-from quire.engine.core import EngineCore
+from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.scheduler.memory import Memory
@@ -55,9 +56,9 @@ class Lab:
         self.device = FakeDevice((FULL,), (12,), BLOCK, (12,))
         self.stores.host = [slots.reshape(-1, BLOCK) for slots in self.device.host_slots]
         executor = FakeExecutor(self.device, is_lazy=False)
-        limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
-        self.core = EngineCore(self.scheduler, executor, FakeClock(), limits)  # type: ignore[arg-type]
-        self.core.connect(self.stores)  # type: ignore[arg-type]
+        limits, clock = RequestLimits(50, MAX_LEN, 0, 1 << 20), FakeClock()
+        self.core = EngineCore(self.scheduler, executor, clock, limits)  # type: ignore[arg-type]
+        self.core.attach(StoresAttachment(self.stores, clock))  # type: ignore[arg-type]
         self.reader = StepReader()
         self.num_requests = 0
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.outputs import CompletionOutput, Logprob
-from quire.engine.threaded import ThreadedExecutor
+from quire.engine.executors.threaded import ThreadedExecutor
 from tests.serve.checkpoints import pool_bytes, text_checkpoint
 
 SHARED = "The quick brown fox jumps"

@@ -11,8 +11,8 @@ import pytest
 
 from quire.base.cache_config import CacheConfig
 from quire.base.errors import ConfigError
-from quire.engine.exposition import Exposition
-from quire.engine.metrics import EngineMetrics
+from quire.engine.observability.exposition import Exposition
+from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.native import core
 from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_host_tier import PARAMS, PROMPTS

@@ -18,7 +18,7 @@ from quire.base.cache_group import STEP
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.model_spec import load_spec
-from quire.engine.recording import read_recording
+from quire.engine.recording.files import read_recording
 from quire.models.source import resolve_source
 from quire.ops.native import core
 from quire.runner.preview import preview_runner

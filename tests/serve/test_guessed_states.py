@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.ops.native import core
 from quire.runner.memory_plan import kept_inputs_bytes
+from tests.engine.stand_in import draft_with
 from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.runner.test_guesses import Oracle
 from tests.serve.checkpoints import checkpoint, pool_bytes
@@ -40,7 +41,7 @@ def guess(llm: LLM, outputs: list[RequestOutput], num: int, right: float) -> Ora
         for c in o.outputs
     }
     oracle = Oracle(known, num, right)
-    llm.engine.client.core._drafting = oracle  # type: ignore[assignment]
+    draft_with(llm.engine.client.core, oracle)
     return oracle
 
 
@@ -50,7 +51,7 @@ def test_no_guess_changes_an_answer(dtype: str) -> None:
     asked = random_tokens(3, 8, 21, 30, seed=3)
     with open_llm(dtype=dtype) as llm:
         for params in (PLAIN, SEVERAL):
-            llm.engine.client.core._drafting = None
+            draft_with(llm.engine.client.core, None)
             outputs = ask(llm, asked, params)
             for num, right in GUESSERS:
                 oracle = guess(llm, outputs, num, right)
@@ -84,7 +85,7 @@ def test_a_turn_begins_with_the_state_behind_the_last_answer(right: float) -> No
                 oracle = guess(llm, outputs, 5, right)
                 assert bits(ask(llm, [first], PLAIN)) == bits(outputs)
                 assert oracle.num_tried
-                llm.engine.client.core._drafting = None
+                draft_with(llm.engine.client.core, None)
             (turn,) = ask(llm, [[*first, *outputs[0].outputs[0].token_ids, *more]], PLAIN)
             cached.append(turn.num_cached_tokens)
     assert cached[0] and cached[0] > len(first) and cached[1] == cached[0]

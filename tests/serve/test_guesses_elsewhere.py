@@ -14,9 +14,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.events import Stepped
 from quire.base.messages import Draft
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from quire.scheduler.sequence import Sequence
-from tests.engine.stand_in import StandIn
+from tests.engine.stand_in import StandIn, draft_with
 from tests.serve.checkpoints import checkpoint, reference_logits, reference_model, write_checkpoint
 
 VOCAB = 5
@@ -112,7 +112,7 @@ def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None
     """With guesses that are often right and with guesses that are hardly ever right."""
     core, steps = tiny.engine.client.core, list[Stepped]()
     core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-    core._drafting = Guesser(kind)
+    draft_with(core, Guesser(kind))
     params = [
         SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=NUM_TOKENS)
         for seed in range(NUM_DRAWS)

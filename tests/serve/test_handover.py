@@ -24,6 +24,7 @@ from quire.scheduler.decisions import StoresView
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.connectors.shared_store import shared_store
 from tests.engine.connectors.store_servers import redis_server, s3_server
+from tests.engine.stand_in import stores_of
 from tests.models.checkpoints import random_tokens
 from tests.serve import test_hybrid
 from tests.serve.checkpoints import checkpoint, pool_bytes
@@ -69,8 +70,8 @@ def generate(llm: LLM, prompt: Any, *args: Any, **chosen: Any) -> RequestOutput:
 def settled(llm: LLM) -> None:
     """All that went to stores is there, and nobody holds a block."""
     running = llm._alive.client.core
-    while running._stores is not None and running._stores.num_open:
-        running._wait_for_answer()
+    while stores_of(running).num_open:
+        running.wait_for_answers()
     running.scheduler.check_invariants()
     kv = running.scheduler.memory.kv
     assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools))
@@ -109,8 +110,7 @@ def open_pair(urls: Urls, **settings: Any) -> tuple[LLM, LLM]:
 
 
 def port_of(llm: LLM) -> int:
-    connections = llm._alive.client.core._stores
-    assert connections is not None
+    connections = stores_of(llm._alive.client.core)
     (worker,) = connections._workers
     assert isinstance(worker, served.ServedBlocks)
     return worker.port
@@ -278,15 +278,15 @@ def test_states_are_handed_over_and_nobody_waits_for_those_that_are_not_left(shm
 def watched(llm: LLM) -> list[Any]:
     """The orders to stores from now on."""
     orders: list[Any] = []
-    connections: Any = llm._alive.client.core._stores
+    connections: Any = stores_of(llm._alive.client.core)
     submit = connections.submit
     connections.submit = lambda new: (orders.extend(new), submit(new))
     return orders
 
 
 def settled_stores(running: Any) -> int:
-    while running._stores.num_open:
-        running._wait_for_answer()
+    while stores_of(running).num_open:
+        running.wait_for_answers()
     return int(running.scheduler.stores.num_kept)
 
 

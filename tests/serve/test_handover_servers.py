@@ -16,6 +16,7 @@ from quire.engine.connectors.store import HEADER_BYTES, seal, unseal
 from quire.scheduler.stores import WAIT_S
 from tests.engine.connectors.store_servers import StoreServer, redis_server, s3_server
 from tests.engine.connectors.test_direct import MemoryTransfer
+from tests.engine.stand_in import stores_of
 from tests.serve.test_handover import (
     BLOCK,
     FIRST_LEG,
@@ -47,7 +48,7 @@ def server(request: pytest.FixtureRequest) -> StoreServer:
 
 def before(llm: LLM, kind: type, happens: Callable[[], None]) -> None:
     """Let something happen before each order of a kind goes to the stores."""
-    connections: Any = llm._alive.client.core._stores
+    connections: Any = stores_of(llm._alive.client.core)
     submit = connections.submit
 
     def watching(orders: list[Any]) -> None:

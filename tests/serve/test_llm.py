@@ -12,7 +12,7 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelNotFound, RequestError
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.engine.executor import Executor
+from quire.engine.executors.executor import Executor
 from tests.render.templates import QWEN
 from tests.serve.checkpoints import checkpoint, reference_tokens, text_checkpoint
 

@@ -1,7 +1,7 @@
 """Pinned prefixes change how much is computed and nothing else: `LLM`, `AsyncLLM`, `--pin-prefix`
 and `quire serve` with two API processes.
 
-Covers `engine/prefix_file.py`.
+Covers `engine/start/prefix_file.py`.
 """
 
 import asyncio

@@ -20,8 +20,8 @@ from quire.base.errors import ConfigError, RequestError
 from quire.base.model_spec import load_spec
 from quire.base.pooling_spec import with_pooling
 from quire.base.step_outputs import SequenceUpdate, StepOutputs
-from quire.engine.recording import read_recording
-from quire.engine.wire import LENGTH, client_codec, core_codec
+from quire.engine.recording.files import read_recording
+from quire.engine.wire.wire import LENGTH, client_codec, core_codec
 from quire.models.source import resolve_source
 from quire.render.pooling_prompts import joined
 from quire.runner.derive import derive_config

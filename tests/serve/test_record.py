@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from quire.engine.frames import State
-from quire.engine.recording import read_recording
+from quire.engine.recording.files import read_recording
+from quire.engine.recording.frames import State
 from quire.tools.replay import replay_all
 from tests.serve.processes import WAIT_S, Server, kill, wait_until
 

@@ -1,5 +1,6 @@
 """A server that gets little CPU, or stands still again and again: it is slow, and nothing of it is
-killed. Covers `engine/starvation.py` and `engine/preparation.py` from outside."""
+killed. Covers `engine/observability/starvation.py` and `engine/attachments/loading.py` from
+outside."""
 
 import contextlib
 import json

@@ -20,7 +20,7 @@ from quire import AsyncLLM, SamplingParams
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.plugins import CONNECTORS
-from quire.engine.heartbeat import FIELDS
+from quire.engine.observability.heartbeat import FIELDS
 from quire.serve.children import Child
 from quire.serve.core_child import CoreChild
 from quire.serve.cores import ALONE

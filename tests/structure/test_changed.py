@@ -9,8 +9,8 @@ def names(*changed: str) -> set[str]:
 
 
 def test_a_module_touches_its_own_tests_and_those_that_import_it() -> None:
-    found = names("src/quire/engine/core_choice.py")
-    assert {"tests/engine/test_core_choice.py", "tests/engine/test_fleet.py"} <= found
+    found = names("src/quire/engine/wire/core_choice.py")
+    assert {"tests/engine/wire/test_core_choice.py", "tests/engine/client/test_fleet.py"} <= found
     assert "tests/render/test_lark.py" not in found and len(found) < 100
 
 

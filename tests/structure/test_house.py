@@ -153,13 +153,15 @@ def test_the_text_side_and_the_scheduler_do_without_torch() -> None:
 
 
 def test_llm_needs_no_server_packages() -> None:
-    loaded = loaded_by("from quire import LLM\nimport quire.engine.local, quire.runner.build")
+    loaded = loaded_by(
+        "from quire import LLM\nimport quire.engine.executors.local, quire.runner.build"
+    )
     assert "torch" in loaded
     assert not {"zmq", "fastapi", "uvicorn", "transformers", "rich"} & loaded
 
 
 def test_a_core_leaves_torch_to_its_ranks() -> None:
-    assert "torch" not in loaded_by("import quire.engine.build, quire.engine.ranks.launch")
+    assert "torch" not in loaded_by("import quire.engine.start.build, quire.engine.ranks.launch")
 
 
 def test_async_llm_leaves_torch_to_its_core() -> None:

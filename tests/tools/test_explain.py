@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.base.messages import Abort
-from quire.engine.recording import read_recording
-from quire.engine.timeline import Timeline, as_data, in_words
+from quire.engine.observability.timeline import Timeline, as_data, in_words
+from quire.engine.recording.files import read_recording
 from quire.tools.explain import timelines_of
 from tests.engine.bench import prompt
 from tests.engine.recordings import Run

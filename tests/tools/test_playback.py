@@ -11,16 +11,16 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan
-from quire.engine.live import LiveTally
-from quire.engine.metrics import EngineMetrics
-from quire.engine.recording import read_recording
-from quire.engine.timeline import in_words
+from quire.engine.observability.live import LiveTally
+from quire.engine.observability.metrics import EngineMetrics
+from quire.engine.observability.timeline import in_words
+from quire.engine.recording.files import read_recording
 from quire.serve.api.live_events import snapshot
 from quire.tools import playback
 from quire.tools.explain import timelines_of
 from quire.tools.playback import write_playback
 from quire.tools.replay import Outcome, replay_all
-from tests.engine.recordings import Run
+from tests.engine.recordings import Run, begin_segment
 from tests.serve.api.test_live import Viewer
 
 SAME = ("groups", "running", "num_running", "waiting", "num_waiting", "pinned", "host")
@@ -55,7 +55,7 @@ def test_frames_add_up_to_what_was(
     run = Run(tmp_path / "run", preemption_mode="swap", pipeline_depth=2)
     run.ask("early", list(range(20)), 40)
     run.step(3)
-    run.recorder.begin_segment()
+    begin_segment(run.recorder)
     if num_steps:
         for i in range(4):
             run.ask(f"later {i}", list(range(14 + i)), 20, n=1 + i % 2)

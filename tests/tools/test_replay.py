@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.engine.calls import calls_of
-from quire.engine.recording import read_recording
+from quire.engine.recording.calls import calls_of
+from quire.engine.recording.files import read_recording
 from quire.kv.manager import KVManager
 from quire.scheduler import rows
 from quire.scheduler.block_naming import BlockNaming
@@ -20,7 +20,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.tools import replay_model
 from quire.tools.replay import replay_all
 from tests.engine.bench import prompt
-from tests.engine.recordings import Run
+from tests.engine.recordings import Run, begin_segment
 
 CHANGED_AT = 6  # step
 
@@ -202,7 +202,7 @@ def test_the_model_needs_tokens_and_the_beginning(tmp_path: Path) -> None:
     run = Run(tmp_path / "late", keeps_tokens=True)
     run.ask("r", prompt(1, 9))
     run.step(2)
-    run.recorder.begin_segment()
+    begin_segment(run.recorder)
     run.finish()
     late = list(read_recording(tmp_path / "late"))[1:]
     with pytest.raises(ConfigError, match="engine's start"):

@@ -8,10 +8,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.structured_outputs import StructuredOutputsParams
-from quire.engine.record import Recorder
-from quire.engine.recording import read_recording
+from quire.engine.attachments.recorder import Recorder
+from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions
 from quire.tools.replay_model import replay_with_model
+from tests.engine.recordings import begin_segment
 
 PROMPTS = ["Once upon a time", "The fox said", "The sea"]
 NAME = {"enum": ["fox", "cow"]}
@@ -57,7 +58,7 @@ def test_a_segment_that_begins_within_an_answer(
 
     def cut_after_four(recorder: Recorder, now: float) -> Decisions:
         if next(calls) == 4:
-            recorder.begin_segment()
+            begin_segment(recorder)
         return schedule(recorder, now)
 
     monkeypatch.setattr(Recorder, "schedule", cut_after_four)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.engine.recording import read_recording
+from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
 from quire.tools.trace import ROWS, STEPS, WAITING, write_trace
-from tests.engine.recordings import Run
+from tests.engine.recordings import Run, begin_segment
 
 NEEDED = {
     "M": {"name", "pid", "args"},
@@ -29,7 +29,7 @@ def test_a_trace(tmp_path: Path, cut: bool) -> None:
     run.ask("early", list(range(20)), 40)
     if cut:
         run.step(5)
-        run.recorder.begin_segment()
+        begin_segment(run.recorder)
     run.everything()
     num = write_trace(tmp_path / "run", tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

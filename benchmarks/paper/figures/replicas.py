@@ -48,7 +48,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     places = [0.0, 1.0]
     text = (
         f"{num_talks} conversations of 8 turns on {NUM_REPLICAS} replicas of Llama-3.1-8B on H200s,"
-        " sent by the code that `quire serve -dp` sends with (`engine/core_choice.py`)."
+        " sent by the code that `quire serve -dp` sends with (`engine/wire/core_choice.py`)."
     )
     return [
         Figure(

@@ -53,7 +53,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         f" {CONTEXT:,} tokens; what guessing itself costs is left out. Chances are those that"
         " `benchmarks/cpu/guesses.py` measured on the demo model. With many rows arithmetic is the"
         " limit and guesses do not pay: the engine measures this and guesses less"
-        " (`engine/guess_pace.py`). Real gains on CPUs are in [numbers](numbers.md)."
+        " (`engine/drafting/draft_pace.py`). Real gains on CPUs are in [numbers](numbers.md)."
     )
     return [
         Figure(

@@ -6,8 +6,8 @@ its own instead. A token's way:
 
     StepResult       the device's answer                             runner/launched.py
       StepOutputs    made by the fourth door                         scheduler/step_results.py
-        StepOutputs  each client's part, over its socket             engine/step_routing.py
-          text       detokenised, ended by stop strings              engine/output.py
+        StepOutputs  each client's part, over its socket             engine/wire/step_routing.py
+          text       detokenised, ended by stop strings              engine/client/output.py
             event    taken from a mailbox, written to the socket     serve/api/sse.py
 """
 

@@ -25,6 +25,7 @@ class RequestLimits:
     max_num_seqs: its rows, so a request of more sequences could never run as a whole.
     logits_processors: names that requests may ask for. takes_functions: they may bring their own.
     pools: it serves requests that pool, and no others. tells_texts: see PoolingSpec.
+    takes_grammars: requests may constrain their output.
     """
 
     vocab_size: int
@@ -35,6 +36,7 @@ class RequestLimits:
     takes_functions: bool = True
     pools: bool = False
     tells_texts: bool = False
+    takes_grammars: bool = False
 
     def known_part(self, draft: Draft) -> Draft:
         """Return a draft up to the first guess that is no token of the vocabulary."""
@@ -50,6 +52,11 @@ class RequestLimits:
         params = request.params
         params.check_samples()
         self._check_kind(request)
+        if request.grammar and not self.takes_grammars:
+            raise RequestError(
+                "structured output is disabled on this engine; remove response_format or"
+                " structured_outputs."
+            )
         if request.is_open:
             check_open(params)
         if request.pin_s is not None:

@@ -37,7 +37,7 @@ def check_asked(arguments: argparse.Namespace, *, is_chat: bool) -> None:
     """Check all that can be known before a model is loaded in this process: settings, sampling
     options, the model's config, and for conversations its chat template. Raises QuireError."""
     from quire.base.sampling_params import SamplingParams
-    from quire.engine.preflight import check_before_loading, check_conversations
+    from quire.engine.start.preflight import check_before_loading, check_conversations
     from quire.models.source import resolve_source
 
     sampling_params(arguments, SamplingParams())

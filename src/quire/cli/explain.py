@@ -29,8 +29,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status, which tells of a recording that is not whole."""
-    from quire.engine.recording import read_recording
-    from quire.engine.timeline import as_data, in_words
+    from quire.engine.observability.timeline import as_data, in_words
+    from quire.engine.recording.files import read_recording
     from quire.tools.explain import timelines_of
 
     timelines, outcome = timelines_of(read_recording(arguments.file))

@@ -4,7 +4,7 @@ that is not whole."""
 import logging
 from typing import TYPE_CHECKING
 
-from quire.engine.frames import State
+from quire.engine.recording.frames import State
 
 if TYPE_CHECKING:
     from quire.tools.replay import Outcome

@@ -29,7 +29,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 1 if something differs; another if the recording is not whole."""
-    from quire.engine.recording import read_recording
+    from quire.engine.recording.files import read_recording
 
     segments = read_recording(arguments.file)
     settings = given_settings(arguments)

@@ -22,11 +22,11 @@ from quire.base.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.base.pooling_params import TASK_NAMES, PoolingParams, needed_task
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_open
-from quire.engine.core_choice import check_core
-from quire.engine.fleet import CoreClient, client_of
-from quire.engine.preflight import check_before_loading
-from quire.engine.remote import pin
-from quire.engine.text import TextSide, build_text_side
+from quire.engine.client.fleet import CoreClient, client_of
+from quire.engine.client.remote import pin
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.text import TextSide, build_text_side
+from quire.engine.wire.core_choice import check_core
 from quire.models.source import resolve_source
 from quire.render.chat_template import ChatOptions
 from quire.render.pooling_prompts import to_pool

@@ -18,8 +18,8 @@ from quire.base.errors import EngineDead
 from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.fleet import CoreClient
-from quire.engine.text import TextSide
+from quire.engine.client.fleet import CoreClient
+from quire.engine.start.text import TextSide
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, is_conversation
 from quire.render.turns import behind_an_answer

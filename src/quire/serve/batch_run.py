@@ -14,10 +14,10 @@ from pathlib import Path
 
 from quire.base.config import EngineConfig, ServerConfig
 from quire.base.errors import ConfigError, EngineDead
-from quire.engine.child import collecting_rarely
-from quire.engine.fleet import client_of
-from quire.engine.preflight import check_before_loading
-from quire.engine.text import TextSide, build_text_side
+from quire.engine.client.fleet import client_of
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.text import TextSide, build_text_side
+from quire.engine.wire.child import collecting_rarely
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.app_caller import AppCaller

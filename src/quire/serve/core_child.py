@@ -4,8 +4,8 @@ import logging
 import signal
 from pathlib import Path
 
-from quire.engine.heartbeat import HeartbeatReader, StuckWatch
-from quire.engine.starvation import read_threads
+from quire.engine.observability.heartbeat import HeartbeatReader, StuckWatch
+from quire.engine.observability.starvation import read_threads
 from quire.serve.children import Child
 from quire.serve.launch import END_S
 

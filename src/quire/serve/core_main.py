@@ -17,18 +17,18 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import EngineConfig, public_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
-from quire.engine.beating import BeatingExecutor
-from quire.engine.build import BuiltCore, build_core, ended_if_raised, start_ranks
-from quire.engine.child import NO_START, begin_child, collecting_rarely
-from quire.engine.core_server import CoreReports, CoreServer
-from quire.engine.exposition import Exposition
-from quire.engine.heartbeat import Heartbeat, expected_step_s
-from quire.engine.kv_events import publish_events
-from quire.engine.metrics import EngineMetrics
-from quire.engine.prefix_file import pin_configured
-from quire.engine.status import StatusLine
-from quire.engine.text import build_text_side
-from quire.engine.timeline import Timelines
+from quire.engine.attachments.kv_events import publish_events
+from quire.engine.observability.beating import BeatingExecutor
+from quire.engine.observability.exposition import Exposition
+from quire.engine.observability.heartbeat import Heartbeat, expected_step_s
+from quire.engine.observability.metrics import EngineMetrics
+from quire.engine.observability.status import StatusLine
+from quire.engine.observability.timeline import Timelines
+from quire.engine.start.build import BuiltCore, build_core, ended_if_raised, start_ranks
+from quire.engine.start.prefix_file import pin_configured
+from quire.engine.start.text import build_text_side
+from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
+from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.models.source import resolve_source
 from quire.ops.torch_import import tell_own_process
 from quire.serve.launch import FAILURE, StartFailure

@@ -16,11 +16,11 @@ from quire.base.messages import HeldRequest, PinnedPrefix, Request
 from quire.base.model_spec import ModelSpec
 from quire.base.outputs import RequestOutput
 from quire.base.pooling_spec import with_pooling
-from quire.engine.fleet import CoreClient, client_of
-from quire.engine.preflight import check_before_loading
-from quire.engine.remote import limits_of
-from quire.engine.requests import RequestMaker
-from quire.engine.text import build_text_side
+from quire.engine.client.fleet import CoreClient, client_of
+from quire.engine.client.remote import limits_of
+from quire.engine.client.requests import RequestMaker
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.text import build_text_side
 from quire.models.source import resolve_source
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer

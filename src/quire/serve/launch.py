@@ -21,7 +21,7 @@ import msgspec
 
 from quire.base.config import EngineConfig
 from quire.base.kv_orders import KEEP_AT_END_S
-from quire.engine.spawn import start_child
+from quire.engine.wire.spawn import start_child
 from quire.serve.cores import ALONE, CorePlace
 
 END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds

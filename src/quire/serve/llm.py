@@ -17,7 +17,7 @@ from quire.base.pooling_outputs import (
 )
 from quire.base.pooling_params import PoolingParams
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.build import Engine, build_engine
+from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.format import AnswerFormat
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation

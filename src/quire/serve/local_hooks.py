@@ -10,7 +10,7 @@ from quire.base.hooks import CONTENT_FILTER, EndRequest, HookContext, HookReques
 from quire.base.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure
-from quire.engine.build import Engine
+from quire.engine.start.build import Engine
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import is_conversation
 from quire.serve.core_processes import ProcessEngine

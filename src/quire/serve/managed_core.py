@@ -1,7 +1,7 @@
 """Core processes that belong to an object of this program, and go with it.
 
-The kernel kills a child when the thread that started it ends (`engine/child.py`), and whoever makes
-an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
+The kernel kills a child when the thread that started it ends (`engine/wire/child.py`), and whoever
+makes an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import EngineConfig
 from quire.base.errors import EngineDead, EngineError, QuireError
 from quire.base.messages import Ready
-from quire.engine.heartbeat import HeartbeatReader, StuckWatch
-from quire.engine.starvation import read_threads
-from quire.engine.wire import Frames, client_codec
+from quire.engine.observability.heartbeat import HeartbeatReader, StuckWatch
+from quire.engine.observability.starvation import read_threads
+from quire.engine.wire.wire import Frames, client_codec
 from quire.serve.cores import ALONE, CorePlace, core_places
 from quire.serve.launch import END_S, CoreProcess, StartFailure, remove_abandoned_sockets
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.engine.fleet import CoreClient
+from quire.engine.client.fleet import CoreClient
 from quire.render.open_text import OpenText
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.serve.lanes import Lanes

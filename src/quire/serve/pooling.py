@@ -18,7 +18,7 @@ from quire.base.pooling_outputs import (
     ScoringRequestOutput,
 )
 from quire.base.pooling_params import PoolingParams, cosine, needed_task
-from quire.engine.build import Engine
+from quire.engine.start.build import Engine
 from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Prompt, RenderedPrompt
 from quire.serve.core_processes import ProcessEngine

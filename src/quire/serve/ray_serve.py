@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.config import EngineConfig, ServerConfig, config_from_flat
 from quire.base.errors import ConfigError, MissingDependency
-from quire.engine.fleet import client_of
-from quire.engine.preflight import check_before_loading
-from quire.engine.text import TextSide, build_text_side
+from quire.engine.client.fleet import client_of
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.text import TextSide, build_text_side
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext

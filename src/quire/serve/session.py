@@ -15,7 +15,7 @@ from types import TracebackType
 from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.build import Engine
+from quire.engine.start.build import Engine
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, is_conversation
 from quire.render.turns import behind_an_answer

@@ -14,7 +14,7 @@ from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.messages import Fork, Request
 from quire.base.outputs import CompletionOutput
 from quire.base.sampling_params import SamplingParams
-from quire.engine.requests import RequestMaker
+from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.turns import text_behind
 

@@ -13,7 +13,7 @@ clients of a core that is started anew only wait. It imports neither torch nor F
     a core is stuck      it is killed, which is the case above
     dies too often       (serve/children.py) the others end; exit status 1
     could not start      the others end; exit status 3
-    kill -9 of this one  the kernel kills the children (engine/child.py)
+    kill -9 of this one  the kernel kills the children (engine/wire/child.py)
 
 With several models (serve/several/) a core that dies or cannot start takes no other with it: the
 server ends when there is none left.
@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING
 from quire.base.config import EngineConfig, ServerConfig
 from quire.base.durations import bounded_wait_s
 from quire.base.errors import ConfigError
-from quire.engine.child import NO_START
-from quire.engine.preflight import check_before_loading
-from quire.engine.spawn import start_child
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.wire.child import NO_START
+from quire.engine.wire.spawn import start_child
 from quire.models.source import resolve_source
 from quire.serve.children import READY, Child, Process
 from quire.serve.core_child import NEVER, CoreChild

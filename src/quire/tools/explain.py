@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from quire.base.errors import ConfigError
-from quire.engine.frames import State
-from quire.engine.recording import Segment
-from quire.engine.timeline import Timelines
+from quire.engine.observability.timeline import Timelines
+from quire.engine.recording.files import Segment
+from quire.engine.recording.frames import State
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 

@@ -22,10 +22,10 @@ import msgspec
 
 from quire.base.errors import ConfigError
 from quire.base.live import LiveFrame
-from quire.engine.live import MOST_STEPS, LiveTally
-from quire.engine.metrics import EngineMetrics
-from quire.engine.recording import Segment, read_recording
-from quire.engine.timeline import Timeline, Timelines, in_words
+from quire.engine.observability.live import MOST_STEPS, LiveTally
+from quire.engine.observability.metrics import EngineMetrics
+from quire.engine.observability.timeline import Timeline, Timelines, in_words
+from quire.engine.recording.files import Segment, read_recording
 from quire.scheduler.scheduler import Scheduler
 from quire.serve.api.live_events import Json, difference, head, snapshot
 from quire.tools.explain import Listener

@@ -24,7 +24,7 @@ from quire.base.events import Event, PrefixFound
 from quire.base.kv_orders import Order
 from quire.base.kv_transfer import EVICTED
 from quire.base.plan import Plan
-from quire.engine.calls import (
+from quire.engine.recording.calls import (
     ADD,
     CALLS,
     CONTROL,
@@ -37,9 +37,9 @@ from quire.engine.calls import (
     order_fields,
     plan_fields,
 )
-from quire.engine.frames import State
-from quire.engine.recording import Segment
-from quire.engine.redact import Redaction
+from quire.engine.recording.files import Segment
+from quire.engine.recording.frames import State
+from quire.engine.recording.redact import Redaction
 from quire.kv.manager import KVManager
 from quire.scheduler.block_naming import Digester, Named, digest_blocks
 from quire.scheduler.decisions import Decisions

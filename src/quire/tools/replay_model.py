@@ -16,12 +16,12 @@ from quire.base.kv_orders import Fetched
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
-from quire.engine.bell import Bell
-from quire.engine.build import STORE_SETTINGS, build_core, ended_if_raised, start_ranks
-from quire.engine.calls import UPDATE
-from quire.engine.executor import Executor
-from quire.engine.grammars import Grammars
-from quire.engine.recording import Segment
+from quire.engine.executors.executor import Executor
+from quire.engine.grammars.grammars import Grammars
+from quire.engine.loop.bell import Bell
+from quire.engine.recording.calls import UPDATE
+from quire.engine.recording.files import Segment
+from quire.engine.start.build import STORE_SETTINGS, build_core, ended_if_raised, start_ranks
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_source
 from quire.scheduler.scheduler import Scheduler

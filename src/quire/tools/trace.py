@@ -16,8 +16,8 @@ from typing import Any, TextIO
 from quire.base.errors import ConfigError
 from quire.base.events import Admitted, Event, Finished, Preempted, Queued
 from quire.base.plan import Plan
-from quire.engine.calls import UPDATE
-from quire.engine.recording import Segment, read_recording
+from quire.engine.recording.calls import UPDATE
+from quire.engine.recording.files import Segment, read_recording
 from quire.scheduler.decisions import RequestView, SchedulerView
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored

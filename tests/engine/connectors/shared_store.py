@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quire.engine.connectors import shared_memory
+from quire.engine.connectors import disk
 
 
 @contextmanager
@@ -14,5 +14,5 @@ def shared_store() -> Iterator[str]:
     """Give a setting of a store that nobody else has; what is kept there goes with it."""
     name = f"test-{uuid.uuid4().hex}"
     yield f"shm:{name}"
-    directory = shared_memory.ROOT / f"quire-kv-{os.getuid()}-{name}"
+    directory = disk.SHARED_MEMORY / f"quire-kv-{os.getuid()}-{name}"
     shutil.rmtree(directory, ignore_errors=True)

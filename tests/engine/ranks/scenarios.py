@@ -9,7 +9,7 @@ from typing import Any
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.outputs import RequestOutput
 from quire.base.plan import Plan, StepResult
-from quire.engine.executor import Executor
+from quire.engine.executors.executor import Executor
 from tests.serve.checkpoints import pool_bytes, text_checkpoint
 
 COMMON: dict[str, Any] = {

@@ -10,7 +10,7 @@ import quire.engine.ranks.executor
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan
-from quire.engine.heartbeat import StepLimit
+from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.ranks import launch
 from quire.engine.ranks.executor import RankSteps
 from quire.engine.ranks.messages import Done, Result, Step, ToRank

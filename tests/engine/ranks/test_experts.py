@@ -5,8 +5,8 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.base.cache_config import CacheConfig
-from quire.engine.exposition import Exposition
-from quire.engine.metrics import EngineMetrics
+from quire.engine.observability.exposition import Exposition
+from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.ranks.executor import RankExecutor
 from tests.engine.ranks.scenarios import COMMON, WORDS
 from tests.serve.checkpoints import LLAMA_LIKE, checkpoint

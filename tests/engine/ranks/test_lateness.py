@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from quire.engine.heartbeat import LEAST_S, StepLimit
+from quire.engine.observability.heartbeat import LEAST_S, StepLimit
 from quire.engine.ranks.beat import Beats
 from quire.engine.ranks.lateness import CONFIRM_S, SHARE, Lateness
 from quire.engine.ranks.messages import Beat

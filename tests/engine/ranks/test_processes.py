@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import quire.engine.heartbeat
+import quire.engine.observability.heartbeat
 from quire import LLM, SamplingParams
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import (
@@ -130,7 +130,7 @@ def test_who_spins_is_told_from_who_waits_for_it(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(SPIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(quire.engine.heartbeat, "LEAST_S", 2.0)
+    monkeypatch.setattr(quire.engine.observability.heartbeat, "LEAST_S", 2.0)
     with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
         core, pids = llm.engine.client.core, ranks_of()
         next(llm.stream(WORDS, LONG))

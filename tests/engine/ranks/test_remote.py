@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import quire.engine.build
+import quire.engine.start.build
 from quire import LLM
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, EngineError, RankLost
@@ -39,7 +39,7 @@ def starters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starters]:
         made.append(LocalStarter(config))
         return Ranks(config, made[-1])
 
-    monkeypatch.setattr(quire.engine.build, "start_ranks", start)
+    monkeypatch.setattr(quire.engine.start.build, "start_ranks", start)
     yield made
     for starter in made:
         assert all(process.poll() is not None for process in starter.processes)

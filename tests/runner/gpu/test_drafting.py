@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
 from tests.runner.test_drafting import PARAMS, PROMPTS, Counts, answers, engine
 from tests.serve.checkpoints import checkpoint
 

@@ -16,8 +16,8 @@ from quire.base.config import config_from_flat
 from quire.base.messages import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepReader
-from quire.engine.bisect import combine
-from quire.engine.build import make_scheduler
+from quire.engine.loop.recovery import combine
+from quire.engine.start.build import make_scheduler
 from quire.models import formats
 from quire.models.source import resolve_model
 from quire.ops import gpu

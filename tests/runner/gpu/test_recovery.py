@@ -1,17 +1,17 @@
 """Steps that fail in a GPU's runner, whose launches are done as they are told, as CUDA takes them.
 
-The programs, places and claims are those of `tests/engine/test_recovery.py`.
+The programs, places and claims are those of `tests/engine/loop/test_recovery.py`.
 """
 
 from collections import Counter
 
 import pytest
 
-from quire.engine.launching import LaunchingExecutor
-from quire.engine.threaded import DeviceThread
+from quire.engine.executors.launching import LaunchingExecutor
+from quire.engine.executors.threaded import DeviceThread
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner
-from tests.engine.test_recovery import PLACES, Cell, Engine, assert_same, run_program
+from tests.engine.loop.test_recovery import PLACES, Cell, Engine, assert_same, run_program
 from tests.runner.gpu.late_device import LateDevice, stand_in
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.serve.checkpoints import checkpoint, pool_bytes

@@ -20,8 +20,8 @@ from quire.base.messages import Abort, Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate, StepReader
-from quire.engine.build import BuiltCore, build_core
-from quire.engine.preparation import nothing_to_load
+from quire.engine.attachments.loading import Loading
+from quire.engine.start.build import BuiltCore, build_core
 from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
 from quire.models.source import resolve_model
 from quire.ops.native import core
@@ -30,6 +30,7 @@ from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import LOAD_S, WarmModel
 from quire.runner.warm.start import start_warm
 from quire.runner.warm.warm_runner import WarmRunner
+from tests.engine.stand_in import attached
 from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert
 from tests.updates import error_of, read
@@ -70,9 +71,9 @@ class Run:
 
     def loaded(self) -> None:
         """Wait until what a request is held back for has come."""
-        thread = self.built.core._preparation._thread
-        if thread is not None:
-            thread.join()
+        loading = attached(self.built.core, Loading)
+        if loading is not None and loading._thread is not None:
+            loading._thread.join()
 
     def finish(self) -> "Run":
         while self.built.core.has_work:
@@ -287,12 +288,12 @@ def test_who_ends_while_it_is_held_back_is_forgotten(
     run = Run(*model)
     run.add("more", [6, 7], temperature=0.0, logprobs=1)
     run.built.core.control(Abort("more"))
-    preparation = run.built.core._preparation
-    assert preparation.num_open == 1 and not preparation._waiting
+    loading = attached(run.built.core, Loading)
+    assert loading is not None and loading.pending.num_open == 1 and not loading._waiting
     may_end.set()
     run.finish()
     run.loaded()
-    assert preparation.take() == []
+    assert loading.answers(0.0) == []
 
 
 def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Path, Path]) -> None:
@@ -300,7 +301,9 @@ def test_a_plan_that_no_request_announced_loads_within_its_step(model: tuple[Pat
     assert run.warm is not None
     phases = list[float]()
     run.warm.progress.listener = phases.append
-    run.built.core.prepare(nothing_to_load())
+    loading = attached(run.built.core, Loading)
+    assert loading is not None
+    run.built.core.detach(loading)
     run.add("more", [6, 7], temperature=0.0, logprobs=1)
     assert len(run.finish().tokens["more", 0]) == 9
     assert run.warm.has_torch and phases == [LOAD_S, 0.0]

@@ -11,7 +11,7 @@ from typing import Any
 from quire.base.config import config_from_flat
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
-from quire.engine.build import Engine, build_engine
+from quire.engine.start.build import Engine, build_engine
 from quire.render.chat_template import ChatOptions
 
 

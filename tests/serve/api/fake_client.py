@@ -16,13 +16,13 @@ from quire.base.live import LiveFrame
 from quire.base.messages import Cancel, HeldRequest, Hold, Live, Ready, Request, Rewind
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
-from quire.engine.build import Engine
-from quire.engine.core import EngineCore
-from quire.engine.core_choice import check_core
-from quire.engine.live import LiveFrames
-from quire.engine.mailbox import Mailbox
-from quire.engine.timeline import Timelines
-from quire.engine.wire import LENGTH, client_codec, core_codec
+from quire.engine.client.mailbox import Mailbox
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.live import LiveFrames
+from quire.engine.observability.timeline import Timelines
+from quire.engine.start.build import Engine
+from quire.engine.wire.core_choice import check_core
+from quire.engine.wire.wire import LENGTH, client_codec, core_codec
 
 
 class FakeClient:

@@ -9,6 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.messages import Request
+from quire.engine.attachments.queue_limit import QueueLimit
 from quire.serve.api.app import create_app
 from quire.serve.api.auth import tenant_of
 from quire.serve.api.context import ApiContext
@@ -26,9 +27,10 @@ def busy(held: FakeClient) -> Iterator[FakeClient]:
     """An engine that takes no steps and lets one request wait beside those that have a row."""
     held.hold()
     core = held.engine.client.core
-    core.max_num_queued = 1
+    limit = QueueLimit(core.scheduler, 1)
+    core.attach(limit)
     yield held
-    core.max_num_queued = None
+    core.detach(limit)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

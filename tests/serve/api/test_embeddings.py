@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.hooks import EndRequest, HookRequest
-from quire.engine.build import build_engine
+from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks

@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.events import Stepped
-from quire.engine.build import build_engine
-from quire.engine.guess_pace import StepTimes
+from quire.engine.drafting.draft_pace import StepTimes
+from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.fake_client import FakeClient

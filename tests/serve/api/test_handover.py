@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
-from quire.engine.build import build_engine
+from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL

@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.live import LiveFrame
-from quire.engine import live as live_frames
-from quire.engine.live import LiveFrames
+from quire.engine.observability import live as live_frames
+from quire.engine.observability.live import LiveFrames
 from quire.serve.api import live
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext

@@ -17,9 +17,9 @@ from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import PinnedPrefix, Unpin
-from quire.engine.build import Engine, build_engine
-from quire.engine.exposition import Exposition
-from quire.engine.metrics import EngineMetrics
+from quire.engine.observability.exposition import Exposition
+from quire.engine.observability.metrics import EngineMetrics
+from quire.engine.start.build import Engine, build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL, serving

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.engine.build import Engine
+from quire.engine.start.build import Engine
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api import rendering

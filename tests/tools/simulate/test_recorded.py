@@ -8,7 +8,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan
 from quire.cli.main import main
-from quire.engine.calls import plan_fields
+from quire.engine.recording.calls import plan_fields
 from quire.tools.simulate.recorded import (
     Recorded,
     RecordedWork,

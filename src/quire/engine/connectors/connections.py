@@ -7,8 +7,6 @@ from typing import Protocol
 from quire.base.clock import Clock
 from quire.base.kv_orders import Answer, Order
 
-MOST_WAIT_S = 0.5  # for an answer, before somebody looks whether one is overdue
-
 
 class Worker(Protocol):
     """What carries out one store's orders (`worker.py`)."""
@@ -35,7 +33,7 @@ class OpenStores(Protocol):
 
     def submit(self, orders: Sequence[Order]) -> None: ...
 
-    def take(self, now: float, waits: bool = False) -> list[Answer]: ...
+    def take(self, now: float) -> list[Answer]: ...
 
     def close(self, until_s: float, clock: Clock) -> None: ...
 
@@ -68,16 +66,14 @@ class Connections:
             self._num_open += 1
             self._workers[order.store].submit(order)
 
-    def take(self, now: float, waits: bool = False) -> list[Answer]:
-        """Take the answers that are there; if there are none, wait a little for one."""
+    def take(self, now: float) -> list[Answer]:
+        """Take the answers that are there."""
         due_s = self.next_s if self._num_open else None
         if due_s is not None and due_s <= now:
             for worker in self._workers:
                 worker.expire(now)
         found: list[Answer] = []
         try:
-            if waits and not self.has_answers:
-                found.append(self._answers.get(timeout=MOST_WAIT_S))
             while True:
                 found.append(self._answers.get_nowait())
         except Empty:

@@ -7,12 +7,18 @@ A file appears under its name when it is complete, by a rename. It is not forced
 loss of power leaves of it, the envelope's checksum refuses. What was used longest ago is deleted
 first (`trim.py`); using a file sets its time of change. Reading goes on whatever happens; when
 writing fails, nothing is written for a while.
+
+`shm:NAME` is such a directory in the shared memory of this machine, in /dev/shm/quire-kv-USER-NAME.
+Engines of one user share it by its name. It outlives them, until the machine is restarted or
+somebody removes the directory.
 """
 
 import contextlib
 import errno
 import logging
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,9 +26,9 @@ from typing import TypeVar
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
-from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.connectors.store import Buffer, split_key
 from quire.engine.connectors.trim import Trimmer
+from quire.engine.observability.log_throttle import ThrottledLog
 
 logger = logging.getLogger("quire")
 
@@ -32,6 +38,9 @@ PAUSE_S = 30.0  # without storing, after it failed
 OLD_S = 3600.0  # then an unfinished file has lost its writer
 TOUCH_S = 2.0  # a file used twice within this time is marked once
 LEAST_FREE_SHARE, LEAST_FREE_BYTES = 0.05, 1_000_000_000  # of the disk; the smaller
+SHARED_MEMORY = Path("/dev/shm")
+STORE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
+MAX_SHARE_OF_MEMORY = 4  # the part of shared memory that blocks may take: a quarter
 AHEAD = 8  # files that the disk is told of before they are read
 MOST_BYTES = 1 << 28  # of a value; a larger file is none of ours
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # never waits for a pipe
@@ -222,6 +231,29 @@ class DiskStore:
         for path in old:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def shared_memory_store(address: str, max_bytes: int) -> DiskStore:
+    """Open the store of this name, of which a quarter of the shared memory is the most. Raises
+    ConfigError where there is no such memory, and for a directory of somebody else."""
+    if not STORE_NAME.fullmatch(address):
+        raise ConfigError(
+            f"shm:NAME takes a name of letters, digits, '-', '_' and '.', got {address!r}."
+        )
+    if not SHARED_MEMORY.is_dir():
+        raise ConfigError(
+            f"shm:{address} needs {SHARED_MEMORY}, which Linux has; take dir:PATH instead."
+        )
+    facts = os.statvfs(SHARED_MEMORY)
+    most_bytes = min(max_bytes, facts.f_blocks * facts.f_frsize // MAX_SHARE_OF_MEMORY)
+    store = DiskStore(SHARED_MEMORY / f"quire-kv-{os.getuid()}-{address}", max(1, most_bytes))
+    found = store.directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{store.directory} is not a directory of this user alone, and others could write what"
+            " the model has read; take another name."
+        )
+    return store
 
 
 def _within(folder: str, call: Callable[[], T]) -> T:

@@ -9,9 +9,8 @@ from quire.base.errors import ConfigError, QuireError
 from quire.base.plugins import CONNECTORS, all_names, load_plugin
 from quire.base.secrets import SecretUrl
 from quire.engine.connectors.direct import DirectTransfer
-from quire.engine.connectors.disk import DiskStore
+from quire.engine.connectors.disk import DiskStore, shared_memory_store
 from quire.engine.connectors.peer import PeerStore
-from quire.engine.connectors.shared_memory import shared_memory_store
 from quire.engine.connectors.store import BlockStore
 
 Make = Callable[[str, int], Any]

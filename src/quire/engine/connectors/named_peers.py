@@ -12,8 +12,8 @@ import msgspec
 from quire.base.cache_config import SERVE
 from quire.base.clock import MonotonicClock
 from quire.base.messages import Request
-from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.connectors.make import VIA
+from quire.engine.observability.log_throttle import ThrottledLog
 
 PEER = "peer:"
 ANYWHERE = ("0.0.0.0", "::", "[::]", "*", "")  # to listen on, but no place to reach

@@ -46,8 +46,8 @@ from quire.base.kv_orders import (
     Remove,
     Removed,
 )
-from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.connectors.store import BlockStore, Buffer, block_key, seal, unseal
+from quire.engine.observability.log_throttle import ThrottledLog
 
 logger = logging.getLogger("quire")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 
 import quire
+from quire.engine.observability.starvation import Starvation, read_threads
 from quire.engine.ranks.messages import Beat
-from quire.engine.starvation import Starvation, read_threads
 
 BEAT_S = 0.5  # between two of them
 OURS = str(Path(quire.__file__).parent)

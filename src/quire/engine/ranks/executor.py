@@ -23,7 +23,8 @@ from quire.base.errors import EngineError, RankLost
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.base.step_progress import StepProgress
-from quire.engine.heartbeat import StepLimit
+from quire.engine.observability.heartbeat import StepLimit
+from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.lateness import Lateness
 from quire.engine.ranks.messages import (
     Beat,
@@ -38,7 +39,6 @@ from quire.engine.ranks.messages import (
     Step,
 )
 from quire.engine.ranks.processes import RankLink, RankSet
-from quire.engine.ranks.times import RankTimes
 
 DISAGREE_S = 2.0  # without progress after the first failure on a step: the others do not fail
 

@@ -38,7 +38,7 @@ from quire.engine.ranks.keeper_messages import (
     keeper_side,
 )
 from quire.engine.ranks.processes import CONFIRM_S, END_S, LOOK_S, READ_BYTES, state_of
-from quire.engine.spawn import start_child
+from quire.engine.wire.spawn import start_child
 from quire.runner.memory_plan import available_cpu_bytes
 
 logger = logging.getLogger("quire")

@@ -12,7 +12,7 @@ import msgspec
 
 from quire.base.config import EngineConfig
 from quire.base.secrets import reveal_secret
-from quire.engine.wire import Codec, Frames
+from quire.engine.wire.wire import Codec, Frames
 
 MOST_BYTES = 1 << 24
 

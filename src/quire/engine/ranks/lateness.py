@@ -8,13 +8,13 @@ that did not answer, the one that has come least far keeps the others.
 
 Time alone is no evidence. As long as that rank's beats show a new step or more exchanges, it is
 slow and not hung: the limit counts from the last progress. Time in which it wanted a CPU and got
-none (`engine/starvation.py`) does not count.
+none (`engine/observability/starvation.py`) does not count.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from quire.engine.heartbeat import StepLimit
+from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.ranks.messages import Beat
 
 # Of what a core is given: it tells of its rank before it is itself missed (serve/supervisor.py).

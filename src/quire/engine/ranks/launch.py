@@ -16,8 +16,8 @@ from quire.base import errors
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError, RankLost
 from quire.base.parallel import ParallelConfig
-from quire.engine.heartbeat import expected_step_s
-from quire.engine.loaded import LoadedElsewhere
+from quire.engine.executors.loaded import LoadedElsewhere
+from quire.engine.observability.heartbeat import expected_step_s
 from quire.engine.ranks.alike import different, facts_of
 from quire.engine.ranks.executor import RankExecutor
 from quire.engine.ranks.messages import (
@@ -32,7 +32,7 @@ from quire.engine.ranks.messages import (
 )
 from quire.engine.ranks.node import Node, NodeStarter
 from quire.engine.ranks.processes import Listener, RankProcesses, RankSet, RankStart
-from quire.engine.ranks.ray_starter import RayStarter
+from quire.engine.ranks.ray.starter import RayStarter
 from quire.engine.ranks.remote import RankStarter, RemoteRanks
 from quire.models.source import ModelSource
 from quire.ops.cores import share_cores

@@ -8,7 +8,7 @@ over a connection that has proved itself (engine/ranks/dial_in.py):
 
 import msgspec
 
-from quire.engine.wire import Codec, Frames
+from quire.engine.wire.wire import Codec, Frames
 
 MOST_BYTES = 1 << 20  # of a message; addresses are some hundred
 MOST_ENTRIES = 100_000

@@ -18,8 +18,8 @@ from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Float32, Int32, Plan, StepResult
 from quire.base.secrets import reveal_secret
-from quire.engine.loaded import LoadedElsewhere
-from quire.engine.wire import Codec, Frames
+from quire.engine.executors.loaded import LoadedElsewhere
+from quire.engine.wire.wire import Codec, Frames
 from quire.models.source import ModelSource
 
 MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step's candidates may be many

@@ -24,12 +24,12 @@ import msgspec
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError
 from quire.base.parallel import ParallelConfig
-from quire.engine.child import begin_child
 from quire.engine.ranks.alike import given_settings_of
 from quire.engine.ranks.dial_in import Address, Unreachable
 from quire.engine.ranks.keeper import CORE_ENDED, LEFT, Ending, Place, keep
 from quire.engine.ranks.processes import END_S
-from quire.engine.spawn import start_child
+from quire.engine.wire.child import begin_child
+from quire.engine.wire.spawn import start_child
 
 logger = logging.getLogger("quire")
 

@@ -3,8 +3,9 @@
     thread   start ... | messages -> hear(rank, message) | what ranks write on stderr -> ours
              | a process has ended, or is stopped (SIGSTOP): lost(error), all others are killed
 
-The kernel kills a child when the thread that started it ends (engine/child.py), so it is this one.
-Sends come from any thread. A rank that does not read holds its sender up only until it is lost.
+The kernel kills a child when the thread that started it ends (engine/wire/child.py), so it is this
+one. Sends come from any thread. A rank that does not read holds its sender up only until it is
+lost.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ from typing import Protocol
 
 from quire.base.errors import EngineError, RankLost
 from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
-from quire.engine.spawn import start_child
-from quire.engine.wire import Codec, Frames
+from quire.engine.wire.spawn import start_child
+from quire.engine.wire.wire import Codec, Frames
 from quire.runner.memory_plan import available_cpu_bytes
 
 END_S = 5.0  # for a rank to end by itself
@@ -140,10 +141,6 @@ class RankProcesses:
         if self._loop.error is not None:
             self.close()
             raise self._loop.error
-
-    @property
-    def pids(self) -> list[int]:
-        return [rank.process.pid for rank in self._loop.ranks]
 
     def tell(self, listener: Listener) -> None:
         """Tell another listener from now on; at once, if a rank is lost already."""

@@ -2,7 +2,8 @@
 
 It loads its part of the model and carries out what comes through the socket that it inherits, until
 that ends. On a CPU everything is done on one thread: a step that needs masks reads the socket for
-them. On a GPU one thread reads, one launches, one waits for results (engine/launching.py).
+them. On a GPU one thread reads, one launches, one waits for results
+(engine/executors/launching.py).
 """
 
 import argparse
@@ -25,10 +26,9 @@ from quire.base.config import EngineConfig
 from quire.base.errors import EngineError, QuireError
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.plan import StepResult
-from quire.engine.child import NO_START, begin_child, collecting_rarely
-from quire.engine.executor import failed_step
-from quire.engine.loaded import LoadedElsewhere
-from quire.engine.local import LocalModel, build_local
+from quire.engine.executors.executor import failed_step
+from quire.engine.executors.loaded import LoadedElsewhere
+from quire.engine.executors.local import LocalModel, build_local
 from quire.engine.ranks.alike import facts_of
 from quire.engine.ranks.beat import Beats
 from quire.engine.ranks.messages import (
@@ -51,6 +51,7 @@ from quire.engine.ranks.messages import (
     frames,
     rank_codec,
 )
+from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.models.rank_place import RankPlace
 from quire.models.source import resolve_source
 from quire.ops.collective import ALONE, RankGroup

@@ -45,7 +45,7 @@ from quire.engine.ranks.keeper_messages import (
 from quire.engine.ranks.meeting import MeetingTable, store_frames, table_codec
 from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
 from quire.engine.ranks.processes import END_S, LAST_LINES, LOOK_S, READ_BYTES, Listener, RankLink
-from quire.engine.wire import Frames
+from quire.engine.wire.wire import Frames
 
 logger = logging.getLogger("quire")
 

@@ -24,7 +24,7 @@ from fastapi import FastAPI
 
 from quire.base.config import ServerConfig
 from quire.base.errors import EngineDead, QuireError
-from quire.engine.child import NO_START, begin_child, collecting_rarely
+from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import fastapi
 
 from quire.base.config import ServerConfig
-from quire.engine.requests import RequestMaker
+from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import Renderer
 from quire.serve.api.peers import Peers
 from quire.serve.api.reading import MODEL
@@ -20,7 +20,7 @@ from quire.serve.lanes import Lanes
 from quire.serve.rate_limits import RateLimits
 
 if TYPE_CHECKING:
-    from quire.engine.remote import AsyncClient
+    from quire.engine.client.remote import AsyncClient
     from quire.serve.hooks import Hooks
 
 

@@ -10,7 +10,7 @@ import logging
 import socket
 from typing import Any
 
-from quire.engine.wire import NO_RESOURCES
+from quire.engine.wire.wire import NO_RESOURCES
 
 logger = logging.getLogger("quire")
 

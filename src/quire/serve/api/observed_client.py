@@ -21,7 +21,7 @@ from quire.base.live import LiveFrame
 from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.tenants import key_index
-from quire.engine.remote import AsyncClient
+from quire.engine.client.remote import AsyncClient
 from quire.serve.api.rate_gate import too_many
 from quire.serve.rate_limits import RateLimits
 

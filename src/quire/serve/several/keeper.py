@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from quire.base.errors import EngineError
-from quire.engine.child import NO_START
-from quire.engine.wire import READ_BYTES, Codec, Frames
+from quire.engine.wire.child import NO_START
+from quire.engine.wire.wire import READ_BYTES, Codec, Frames
 from quire.serve.children import Child
 from quire.serve.core_child import CoreChild
 from quire.serve.launch import END_S, FAILURE, StartFailure

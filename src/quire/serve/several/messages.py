@@ -14,7 +14,7 @@ numbers, which the API process counts. All that wait for the same one share it.
 
 import msgspec
 
-from quire.engine.wire import Codec
+from quire.engine.wire.wire import Codec
 
 MAX_WIRE_BYTES = 1 << 20
 

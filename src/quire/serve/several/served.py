@@ -9,7 +9,7 @@ import msgspec
 from quire.base.config import EngineConfig, ModelConfig, ServerConfig
 from quire.base.errors import ConfigError, ModelError
 from quire.base.kv_events import parse_kv_events
-from quire.engine.preflight import check_before_loading
+from quire.engine.start.preflight import check_before_loading
 from quire.models.source import ModelSource, resolve_source
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
-from quire.engine.spawn import start_child
+from quire.engine.wire.spawn import start_child
 from quire.kv.sizing import MIB
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,

@@ -16,7 +16,7 @@ from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory, QuireError
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling_spec import with_pooling
-from quire.engine.child import NO_START, begin_child
+from quire.engine.wire.child import NO_START, begin_child
 from quire.kv.sizing import MIB, size_pools
 from quire.models.registry import model_spec
 from quire.models.source import resolve_source

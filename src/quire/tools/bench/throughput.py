@@ -16,7 +16,7 @@ import torch
 
 from quire.base.events import Event, Planned
 from quire.base.sampling_params import SamplingParams
-from quire.engine.build import Engine
+from quire.engine.start.build import Engine
 from quire.models.formats import weight_formats
 from quire.serve.llm import LLM
 from quire.tools.bench.datasets import BenchRequest, make_requests

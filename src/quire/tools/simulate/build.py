@@ -10,8 +10,9 @@ from quire.base.config import EngineConfig, public_settings
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
 from quire.base.speculation import parse_speculation
-from quire.engine.record import Recorder
-from quire.engine.step_budget import StepBudget
+from quire.engine.attachments.queue_limit import QueueLimit
+from quire.engine.attachments.recorder import Recorder
+from quire.engine.loop.step_budget import StepBudget
 from quire.kv.manager import KVManager
 from quire.ops.threads import num_threads
 from quire.runner.memory_plan import block_bytes_of, host_tier_limits
@@ -96,7 +97,8 @@ class Engines:
             )
             if store is not None:
                 replica.connect(store)
-            replica.core.max_num_queued = self.config.scheduler.max_num_queued_reqs
+            if (limit := self.config.scheduler.max_num_queued_reqs) is not None:
+                replica.core.attach(QueueLimit(scheduler, limit))
             self._record(replica, number if num > 1 else None)
             made.append(replica)
         return made
@@ -123,7 +125,7 @@ class Engines:
             return
         path = Path(config.record) if number is None else Path(config.record) / str(number)
         core, most = replica.core, config.record_max_mb * 1_000_000
-        core.watch(
+        core.attach(
             Recorder(core.scheduler, path, most, config.record_tokens, public_settings(config), 0.0)
         )
 

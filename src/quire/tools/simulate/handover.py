@@ -107,7 +107,7 @@ class Link:
             heapq.heappush(self._answers, (at_s, self._num_answers, answer))
             self._num_answers += 1
 
-    def take(self, now: float, waits: bool = False) -> list[Answer]:
+    def take(self, now: float) -> list[Answer]:
         found = []
         while self._answers and self._answers[0][0] <= now:
             found.append(heapq.heappop(self._answers)[2])

@@ -16,8 +16,8 @@ from quire.base.errors import ConfigError
 from quire.base.events import Event, Finished, Planned
 from quire.base.messages import Control, GrammarReady, MeasuredRates, Request
 from quire.base.plan import Plan
-from quire.engine.calls import ADD, CONTROL, SCHEDULE, UPDATE
-from quire.engine.recording import Segment, read_recording
+from quire.engine.recording.calls import ADD, CONTROL, SCHEDULE, UPDATE
+from quire.engine.recording.files import Segment, read_recording
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 from quire.tools.simulate.arrivals import STOP, Arrival, Message, token_ids_of

@@ -13,10 +13,11 @@ from quire.base.clock import FakeClock
 from quire.base.errors import RequestError
 from quire.base.messages import Control, Request
 from quire.base.validation import RequestLimits
+from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.connectors.connections import OpenStores
-from quire.engine.core import EngineCore
-from quire.engine.executor import Executor
-from quire.engine.step_budget import StepBudget
+from quire.engine.executors.executor import Executor
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.step_budget import StepBudget
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.executor import VirtualExecutor
 from quire.tools.simulate.served import Ledger, Listener, Served
@@ -87,7 +88,8 @@ class Replica:
     def connect(self, stores: VirtualStores) -> None:
         """Let these carry out what the scheduler orders of its stores."""
         self._stores = stores
-        self.core.connect(stores)
+        keeps = False  # at the end: there is nobody to come
+        self.core.attach(StoresAttachment(stores, self._clock, keeps_at_end=keeps))
 
     def add(self, request: Request, num_output: int, served: Served) -> None:
         self._outputs[request.request_id] = num_output
@@ -114,9 +116,6 @@ class Replica:
         self._wake()
 
     def close(self) -> None:
-        """End. Nothing is kept: there is nobody to come."""
-        if self._scheduler.stores is not None:
-            self._scheduler.stores.start_over()
         self.core.close()
 
     def _wake(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from quire.base.clock import FakeClock
 from quire.base.errors import EngineError, RequestError
-from quire.engine.core_choice import CoreChoice, OpenLoad
+from quire.engine.wire.core_choice import CoreChoice, OpenLoad
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import Arrival, Message
 from quire.tools.simulate.replica import Replica, SimulatedCore

@@ -1,7 +1,7 @@
 """What became of the requests of a simulation, learned from the cores' events.
 
-Per step there is only array arithmetic, as in `engine/metrics.py`; but here every gap between two
-tokens is kept, and the state of the pool and the queue after every plan.
+Per step there is only array arithmetic, as in `engine/observability/metrics.py`; but here every gap
+between two tokens is kept, and the state of the pool and the queue after every plan.
 """
 
 from dataclasses import dataclass, field

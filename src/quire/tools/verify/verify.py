@@ -22,7 +22,7 @@ from quire.base.errors import ConfigError, ModelError, OutOfMemory, QuireError
 from quire.base.gguf import is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.base.sampling_params import SamplingParams
-from quire.engine.text import build_text_side
+from quire.engine.start.text import build_text_side
 from quire.models.assembly import empty_model
 from quire.models.checkpoint import weight_files
 from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weight_formats

@@ -25,7 +25,7 @@ import msgspec
 
 from quire.base.durable import replace_file
 from quire.base.errors import ConfigError, RequestError
-from quire.engine.wire import NO_RESOURCES
+from quire.engine.wire.wire import NO_RESOURCES
 
 logger = logging.getLogger("quire")
 

@@ -13,8 +13,8 @@ from quire.base.errors import EngineDead, RequestError
 from quire.base.live import LiveFrame
 from quire.base.messages import AskCancel, HeldRequest, PinnedPrefix, Ready, Request
 from quire.base.outputs import RequestOutput
-from quire.engine.fleet import CoreClient
-from quire.engine.output import ABORTED, OpenRequest
+from quire.engine.client.fleet import CoreClient
+from quire.engine.client.output import ABORTED, OpenRequest
 from quire.serve.api.several.link import ModelLink
 from quire.serve.several.messages import DEAD, FAILED, LOADING, UNLOADED, UNLOADING
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from quire.base.errors import EngineBusy, EngineDead, EngineError
-from quire.engine.wire import LENGTH, body_length
+from quire.engine.wire.wire import LENGTH, body_length
 from quire.serve.several.messages import (
     LOADED,
     LOADING,

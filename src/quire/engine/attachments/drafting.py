@@ -1,0 +1,96 @@
+"""Drafting as an attachment: drafts go to the scheduler before each plan that may try some."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from quire.base.messages import Control, Draft, Drafted
+from quire.base.plan import StepResult
+from quire.base.validation import RequestLimits
+from quire.engine.attachments.order import Order
+from quire.engine.drafting.drafting import Guesses
+from quire.engine.loop.attachment import NOTHING_PENDING, Attachment, Given, Pending, Phase
+from quire.engine.loop.in_flight import StepInFlight
+from quire.scheduler import sequence
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.drafts import Worth
+
+HOLDS_PLANS = Pending(holds_plans=True)
+
+
+class Candidates(Protocol):
+    """`Scheduler.drafts`."""
+
+    def candidates(
+        self, worth: Worth | None = None, num_pending: int | None = 0
+    ) -> list[sequence.Sequence]: ...
+
+
+class DraftsPlans(Protocol):
+    """What drafting asks the scheduler."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def drafts(self) -> Candidates: ...
+
+
+class DraftingAttachment(Attachment):
+    """Lets a drafter propose tokens.
+
+    A drafter on the host needs the last token, so it drafts while no plan is in flight, and tells
+    whether the next plan should wait for that. A drafter on the device drafts for each plan.
+    """
+
+    order = Order.DRAFTING
+
+    def __init__(self, drafter: Guesses, scheduler: DraftsPlans, limits: RequestLimits) -> None:
+        self.drafter = drafter
+        self._scheduler = scheduler
+        self._limits = limits
+        self._num_in_flight = 0
+
+    @property
+    def pending(self) -> Pending:
+        return HOLDS_PLANS if self.drafter.holds_back else NOTHING_PENDING
+
+    def before_plan(self, num_in_flight: int) -> Sequence[Control]:
+        drafter, self._num_in_flight = self.drafter, num_in_flight
+        if drafter.is_idle or num_in_flight >= self._scheduler.depth:
+            return ()
+        is_ahead = drafter.is_ahead
+        if num_in_flight:
+            drafter.follow()
+            if not is_ahead:
+                return ()
+        found = self._candidates(None if is_ahead else 0)
+        drafts = drafter.guess(found, self._scheduler.num_running)
+        if not drafts:
+            return ()
+        return [Drafted(drafts if is_ahead else self._known(drafts), on_device=is_ahead)]
+
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        if decisions.plan is not None:
+            self._num_in_flight += 1
+            self.drafter.planned(decisions.plan)
+        elif type(given) is StepResult:
+            self._num_in_flight -= 1
+            self._look_ahead()
+
+    def on_step(self, step: StepInFlight, phase: Phase) -> None:
+        if phase is Phase.DONE and step.result is not None:
+            self.drafter.observe(step.carried_out, step.result)
+
+    def _look_ahead(self) -> None:
+        """Find out whether the next plan should wait until none is in flight."""
+        drafter, num = self.drafter, self._num_in_flight
+        if num > 0 and drafter.looks_ahead and not drafter.is_idle:
+            drafter.look_ahead(self._candidates(num), num, self._scheduler.num_running)
+
+    def _candidates(self, num_pending: int | None) -> list[sequence.Sequence]:
+        return self._scheduler.drafts.candidates(self.drafter.worth, num_pending)
+
+    def _known(self, drafts: list[Draft]) -> list[Draft]:
+        """Cut drafts before the first token that is not in the vocabulary."""
+        return [self._limits.known_part(draft) for draft in drafts]

@@ -1,0 +1,66 @@
+"""Grammars as an attachment: compiled when a request comes, asked for masks before each step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from quire.base.events import Event
+from quire.base.masks import MaskPromise
+from quire.base.messages import Control, GrammarReady, Request
+from quire.base.plan import Plan
+from quire.engine.attachments.order import Order
+from quire.engine.loop.attachment import Attachment, Given, Loop, Pending, Phase
+from quire.engine.loop.in_flight import StepInFlight
+from quire.scheduler import sequence
+from quire.scheduler.decisions import Decisions
+
+
+class FollowsGrammars(Protocol):
+    """What the attachment needs of `Grammars`, which says what each does."""
+
+    @property
+    def num_open(self) -> int: ...
+    @property
+    def has_answers(self) -> bool: ...
+    def begin(self, request: Request) -> None: ...
+    def take(self) -> list[GrammarReady]: ...
+    def hear(self, events: Iterable[Event]) -> None: ...
+    def fill(
+        self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, sequence.Sequence]
+    ) -> None: ...
+    def forgo(self, promise: MaskPromise, plan: Plan) -> None: ...
+    def close(self) -> None: ...
+
+
+class GrammarAttachment(Attachment):
+    """Compiles the grammars of requests, and makes the masks of each step once all results before
+    it are in."""
+
+    order = Order.GRAMMARS
+
+    def __init__(self, grammars: FollowsGrammars) -> None:
+        self.grammars = grammars
+
+    @property
+    def pending(self) -> Pending:
+        return Pending(self.grammars.has_answers, self.grammars.num_open)
+
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        if decisions.events:
+            self.grammars.hear(decisions.events)
+        if type(given) is Request and given.grammar and decisions.refusal is None:
+            self.grammars.begin(given)
+
+    def answers(self, now: float) -> Sequence[Control]:
+        return self.grammars.take() if self.grammars.has_answers else ()
+
+    def on_step(self, step: StepInFlight, phase: Phase) -> None:
+        if step.masks is None:
+            return
+        if phase is Phase.NEXT:
+            sequences = dict(zip(step.plan.sample_rows.tolist(), step.sampling, strict=True))
+            self.grammars.fill(step.masks, step.carried_out, sequences)
+        elif phase is Phase.VOID:
+            self.grammars.forgo(step.masks, step.carried_out)
+
+    def close(self, loop: Loop) -> None:
+        self.grammars.close()

@@ -1,0 +1,260 @@
+"""Files of what is held, so that its ids are known again after a restart: one for each sequence.
+
+    DIRECTORY/quire-held-1/FINGERPRINT/N/lock           N: whose process ends gives it up
+    DIRECTORY/quire-held-1/FINGERPRINT/N/DIGEST.held    its tokens, whose it is, and until when
+
+They stand beside the blocks of a store in a directory, and hold no blocks: these are found there by
+the digests of the tokens, or computed again. A thread writes them, beside the steps, after what has
+changed; a process that is killed may lose the last change. Nobody but the owner may read them.
+
+A key is known by its place among a server's keys, which another server may have given to somebody
+else. So what is held of keys comes back only while that server lives, whose core has ended.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.messages import HeldRequest, PutBack
+from quire.base.tenants import is_key
+from quire.engine.attachments.order import Order
+from quire.engine.executors.threaded import DeviceThread
+from quire.engine.loop.attachment import Attachment, Given, Loop
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.log_throttle import ThrottledLog
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.held import MOST_HELD, MOST_HELD_TOKENS, HeldChanges
+from quire.scheduler.scheduler import Topic
+from quire.scheduler.sequence import Int32
+
+logger = logging.getLogger("quire")
+
+LAYOUT, VERSION = "quire-held-1", 1
+SUFFIX, UNFINISHED = ".held", ".tmp"
+MOST_ENGINES = 64  # of one cache identity, at the same time
+MOST_BYTES = 4 * MOST_HELD_TOKENS + 65536  # of a file
+CHECK_BYTES = 16
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+
+Name = tuple[str, int]  # request id, index
+Change = tuple[HeldRequest, Int32] | None  # what it is now, with its tokens; None: let go
+
+
+class Kept(msgspec.Struct, frozen=True, array_like=True):
+    """What a file says. ends_unix_s: on the wall's clock, which goes on between two processes."""
+
+    version: int
+    server: str
+    request_id: str
+    index: int
+    tenant: str
+    cache_salt: str
+    num_prompt_tokens: int
+    keep_s: float
+    ends_unix_s: float
+    tokens: bytes
+    adapter_id: str = ""
+    media_ids: tuple[str, ...] = ()
+
+
+class HeldFiles(Attachment):
+    """The files of one engine. folder: its own, and locked. server: tells the servers apart whose
+    keys may be others."""
+
+    order = Order.HELD_FILES
+    is_vital = False
+
+    def __init__(self, folder: Path, lock: int, server: str, clock: Clock) -> None:
+        self._folder, self._lock, self._server = folder, lock, server
+        self._log = ThrottledLog(clock)
+        self._thread = DeviceThread("held")
+        self._guard = threading.Lock()  # of what follows
+        self._changes: dict[Name, tuple[Change, float]] = {}  # with the wall's time then
+        self._is_asked = False  # the thread will look at them
+        self._is_closed = False
+
+    @classmethod
+    def open(
+        cls, directory: Path, fingerprint: bytes, server: str, clock: Clock
+    ) -> "HeldFiles | None":
+        """Take a folder that no other engine has, the first one first. None, with a warning, if
+        there is none, or nothing can be written."""
+        top = directory.expanduser() / LAYOUT / fingerprint.hex()
+        why = f"{MOST_ENGINES} engines have one already"
+        for number in range(MOST_ENGINES):
+            try:
+                folder = top / str(number)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                lock = os.open(folder / "lock", CREATE, 0o600)
+            except OSError as error:
+                why = error.strerror or str(error)
+                break
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+            else:
+                return cls(folder, lock, server, clock)
+        logger.warning("held requests will not survive a restart: no folder in %s: %s", top, why)
+        return None
+
+    def load(self) -> Iterator[PutBack]:
+        """Read what was held by the engine before, the first one first. What is late or another's
+        is deleted, and what is damaged too, with a warning."""
+        found: list[tuple[Kept, float]] = []
+        num_damaged = num_tokens = 0
+        for path in self._listed():
+            try:
+                kept = _read(path)
+            except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
+                num_damaged += 1
+                kept = None
+            left_s = 0.0 if kept is None else min(kept.ends_unix_s - time.time(), kept.keep_s)
+            is_others = kept is not None and is_key(kept.tenant) and kept.server != self._server
+            num_tokens += 0 if kept is None else len(kept.tokens) // 4
+            is_too_much = len(found) == MOST_HELD or num_tokens > MOST_HELD_TOKENS
+            if kept is None or left_s <= 0 or is_others or is_too_much:
+                _unlink(path)
+            else:
+                found.append((kept, left_s))
+        if num_damaged:
+            logger.warning(
+                "%d files of held requests in %s are damaged, and are left out",
+                num_damaged,
+                self._folder,
+            )
+        found.sort(key=lambda pair: pair[0].ends_unix_s - pair[0].keep_s)
+        return (_message(kept, left_s) for kept, left_s in found)
+
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        for note in decisions.notes:
+            if type(note) is HeldChanges and not self._is_closed:
+                self.submit(note.found)
+
+    def submit(self, changes: Mapping[Name, Change]) -> None:
+        """Have these changes written. A running number is no name: it means something only to the
+        process that counted."""
+        now, named = time.time(), {n: each for n, each in changes.items() if not n[0].isdecimal()}
+        if not named:
+            return
+        with self._guard:
+            self._changes |= {name: (change, now) for name, change in named.items()}
+            is_asked, self._is_asked = self._is_asked, True
+        if not is_asked:
+            self._thread.do(self._write_changes)
+
+    def close(self, loop: Loop | None = None) -> None:
+        """Write what is to be written, and give the folder up. What is let go from now on is not
+        forgotten: it ends with the engine."""
+        self._is_closed = True
+        self._thread.close()
+        os.close(self._lock)
+
+    # ---- the thread --------------------------------------------------------------------------
+
+    def _write_changes(self) -> None:
+        with self._guard:
+            changes, self._changes, self._is_asked = self._changes, {}, False
+        for name, (change, at_unix_s) in changes.items():
+            path = self._folder / f"{_digest(name)}{SUFFIX}"
+            try:
+                if change is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    self._write(path, self._kept(*change, at_unix_s))
+            except OSError as error:
+                _unlink(path)  # rather none than an old one
+                why = error.strerror or error
+                self._log.warn("held", f"a held request will not survive a restart: {path}: {why}")
+
+    def _kept(self, held: HeldRequest, tokens: Int32, at_unix_s: float) -> Kept:
+        return Kept(
+            VERSION, self._server, held.id, held.index, held.tenant, held.cache_salt,
+            held.num_prompt_tokens, held.keep_s, at_unix_s + (held.expires_in_s or 0.0),
+            tokens.tobytes(), held.adapter_id, held.media_ids,
+        )  # fmt: skip
+
+    def _write(self, path: Path, kept: Kept) -> None:
+        data, temporary = msgspec.msgpack.encode(kept), path.with_suffix(UNFINISHED)
+        try:
+            with os.fdopen(os.open(temporary, CREATE, 0o600), "wb") as file:
+                file.write(_checksum(data))
+                file.write(data)
+            temporary.rename(path)
+        except OSError:
+            _unlink(temporary)
+            raise
+
+    # ------------------------------------------------------------------------------------------
+
+    def _listed(self) -> Sequence[Path]:
+        """List the files; what was not finished is deleted."""
+        try:
+            paths = list(self._folder.iterdir())
+        except OSError:
+            return []
+        for path in paths:
+            if path.suffix == UNFINISHED:
+                _unlink(path)
+        return [path for path in paths if path.suffix == SUFFIX]
+
+
+def keep_held(core: EngineCore, files: HeldFiles) -> None:
+    """Hold again what these files hold, and let them follow what is held from now on."""
+    for message in files.load():
+        core.control(message)
+    core.scheduler.subscribe(Topic.HELD)
+    core.attach(files)
+
+
+def _read(path: Path) -> Kept:
+    """Read a file. Raises OSError, ValueError or MsgspecError for one that is not as it should
+    be."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+        data = file.read(MOST_BYTES)
+    check, data = data[:CHECK_BYTES], data[CHECK_BYTES:]
+    if check != _checksum(data):
+        raise ValueError("its checksum is wrong")
+    kept = msgspec.msgpack.decode(data, type=Kept)
+    if kept.version != VERSION or not kept.tokens or len(kept.tokens) % 4:
+        raise ValueError("it is of another version")
+    return kept
+
+
+def _message(kept: Kept, left_s: float) -> PutBack:
+    return PutBack(
+        request_id=kept.request_id,
+        index=kept.index,
+        token_ids=np.frombuffer(kept.tokens, np.int32).tolist(),
+        num_prompt_tokens=kept.num_prompt_tokens,
+        keep_s=kept.keep_s,
+        left_s=left_s,
+        tenant=kept.tenant,
+        cache_salt=kept.cache_salt,
+        adapter_id=kept.adapter_id,
+        media_ids=kept.media_ids,
+    )
+
+
+def _digest(name: Name) -> str:
+    request_id, index = name
+    return hashlib.blake2b(f"{index} {request_id}".encode(), digest_size=16).hexdigest()
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=CHECK_BYTES).digest()
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -1,0 +1,74 @@
+"""KV events: report to routers which blocks the prefix cache has, in vLLM's format
+(`event_encoding.py`). The publisher has threads of its own; the core's thread only passes on what
+the index has noted."""
+
+import logging
+import time
+import weakref
+
+from quire.base.clock import MonotonicClock
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError
+from quire.base.kv_events import NAME, parse_kv_events
+from quire.base.messages import KeepCached
+from quire.engine.attachments.event_encoding import EventMaker
+from quire.engine.attachments.event_publisher import EventPublisher
+from quire.engine.attachments.order import Order
+from quire.engine.loop.attachment import Attachment, Given, Loop
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.log_throttle import ThrottledLog
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.index_changes import IndexDelta
+from quire.scheduler.scheduler import Topic
+
+logger = logging.getLogger("quire")
+
+
+class KVEvents(Attachment):
+    """Publishes what changes in the scheduler's index."""
+
+    order = Order.KV_EVENTS
+    is_vital = False
+
+    def __init__(self, publisher: EventPublisher) -> None:
+        self._publisher = publisher
+        self._log = ThrottledLog(MonotonicClock())
+        self._has_lost = self._is_closed = False
+        self._end = weakref.finalize(self, publisher.close)  # also of a core that nobody closes
+
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        """Publish changes of the index. Once some were lost, routers are to forget all that they
+        know: then they know too little, never what is wrong."""
+        if type(given) is KeepCached:
+            self.close()
+        if self._is_closed:
+            return
+        deltas = [note for note in decisions.notes if type(note) is IndexDelta]
+        for delta in deltas:
+            if self._has_lost:
+                delta = delta._replace(was_cleared=True)
+            self._has_lost = not self._publisher.publish((time.time(), delta))
+            if self._has_lost:
+                self._log.warn(
+                    "lost", "KV events are lost: too many wait, or none are sent any more."
+                )
+
+    def close(self, loop: Loop | None = None) -> None:
+        """Publish nothing any more: routers hear that this engine has gone."""
+        self._is_closed = True
+        self._end()
+
+
+def publish_events(core: EngineCore, config: EngineConfig, core_id: int = 0) -> None:
+    """Let a core publish what its prefix cache has, if that is configured. Raises ConfigError."""
+    events = parse_kv_events(config.kv_events_config)
+    if not events.is_on:
+        return
+    if not config.cache.enable_prefix_caching:
+        raise ConfigError(f"{NAME} tells of the prefix cache; leave it out, or set it on.")
+    kv = core.scheduler.memory.kv
+    maker = EventMaker(kv.groups, kv.block_size, core_id)
+    publisher = EventPublisher(events, maker.encode, core_id)
+    core.scheduler.subscribe(Topic.INDEX, keeps_tokens=events.token_ids)
+    core.attach(KVEvents(publisher))
+    logger.info("KV events are published at %s", publisher.endpoint)

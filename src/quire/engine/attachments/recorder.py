@@ -1,0 +1,343 @@
+"""The recorder: an attachment that stands at the scheduler's four doors and writes down each call.
+
+    core ---> Recorder ---> Scheduler          on the core's thread: references go into a queue
+                 | queue
+              _Writer ---> segments on disk    a thread of its own: encodes and writes
+
+What it hands over is never written again (plans, results, requests), so nothing is copied. The core
+never waits: if the disk cannot follow, the rest of the segment is given up, and the next one begins
+with a snapshot of the state. If it cannot be written at all, recording ends with a warning.
+"""
+
+import errno
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.errors import ConfigError, EngineError
+from quire.base.events import PrefixFound
+from quire.base.kv_transfer import EVICTED
+from quire.base.messages import Control, KeepCached, Request
+from quire.base.plan import Int32, StepResult
+from quire.base.version import QUIRE_VERSION
+from quire.engine.attachments.order import Order
+from quire.engine.loop.attachment import DoorWatcher, Loop
+from quire.engine.recording.calls import (
+    ADD,
+    CONTROL,
+    DIGESTS,
+    END,
+    FOUND,
+    GOES_ON,
+    ORDERS,
+    PLAN,
+    RAISED,
+    REFUSED,
+    SCHEDULE,
+    UPDATE,
+    CallEncoder,
+)
+from quire.engine.recording.files import RecordingFiles
+from quire.engine.recording.frames import FORMAT
+from quire.engine.recording.redact import BLANK, Context, Redaction
+from quire.scheduler.block_naming import NewNames
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, encode
+
+logger = logging.getLogger("quire")
+
+SEGMENT = -1  # an item: a new segment, with header and snapshot
+MOST_ITEMS = 1 << 14  # that wait to be written; above it recording pauses
+PAUSE_S = 0.05  # how often the writer looks whether there is something to write
+FRAME_ITEMS = 256
+BREATH_ITEMS = 4  # then the writer lets the core's thread have the interpreter
+BREATH_S = 1e-6
+END_S = 10.0
+
+
+class Recorder(DoorWatcher):
+    """The doors of a scheduler, with a record of each call.
+
+    directory: for the segments; max_bytes: of all of them. settings: from which this scheduler was
+    just made, flat; with them a replay makes one of its own, also of a later version.
+    Raises ConfigError if nothing can be written there.
+    """
+
+    order = Order.RECORDER
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        directory: Path,
+        max_bytes: int,
+        keeps_tokens: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._redaction = None if keeps_tokens else Redaction()
+        self._writer = _open(directory, max_bytes, self._redaction)
+        self._put = self._writer.queue.append
+        self._header = {
+            "format": FORMAT,
+            "state": STATE_VERSION,
+            "quire": QUIRE_VERSION,
+            "has_tokens": keeps_tokens,
+            "settings": dict(settings or {}),
+        }
+        self._is_on = False
+        self._names: list[NewNames] = []  # that the scheduler has given in this call
+        if self._redaction is not None:  # otherwise made of tokens again
+            scheduler.note_names(self._names)
+        self._in_flight: deque[tuple[Int32, npt.NDArray[np.object_] | None]] = deque(
+            (step.plan.sample_rows, step.sequences) for step in scheduler.planner.in_flight
+        )
+        parts = _parts_of(scheduler, keeps_tokens)
+        self._header["new"] = encode(parts) if settings is not None else None
+        self._put(self._segment(now))
+        self._header["new"] = None
+        self._is_on = True
+        self._end = weakref.finalize(self, _Writer.stop, self._writer)
+
+    # ---- the doors ---------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> Decisions:
+        return self._pass(lambda: self._scheduler.add(request, now), now, (ADD, now, request))
+
+    def control(self, message: Control, now: float) -> Decisions:
+        if type(message) is KeepCached:  # the engine ends: the plans to come are no request's
+            self.close()
+        call = CONTROL, now, message
+        return self._pass(lambda: self._scheduler.control(message, now), now, call)
+
+    def schedule(self, now: float) -> Decisions:
+        decisions = self._pass(lambda: self._scheduler.schedule(now), now, (SCHEDULE, now))
+        if decisions.plan is not None:
+            self._in_flight.append((decisions.plan.sample_rows, decisions.sampling))
+        return decisions
+
+    def update(self, result: StepResult, now: float) -> Decisions:
+        rows, sampling = self._in_flight.popleft()
+        call = UPDATE, now, result, sampling, rows
+        return self._pass(lambda: self._scheduler.update(result, now), now, call)
+
+    # ------------------------------------------------------------------------------------------
+
+    @property
+    def is_recording(self) -> bool:
+        return self._is_on
+
+    def close(self, loop: Loop | None = None) -> None:
+        """Write what is left. The scheduler goes on without a record."""
+        if self._is_on:
+            self._put((END, "closed"))
+        self._is_on = False
+        self._end()
+        self._writer.wants_segment = False  # nor did the writer ask for one meanwhile
+
+    def _pass(self, door: Callable[[], Decisions], now: float, call: tuple[Any, ...]) -> Decisions:
+        """Pass a call through its door, and write down what it decides."""
+        if not self._is_ready(now):
+            self._names.clear()
+            return door()
+        self._put(call)
+        try:
+            decisions = door()
+        except BaseException as error:
+            self._put_names()
+            self._put((RAISED, type(error).__name__))
+            raise
+        if decisions.refusal is not None:
+            self._put((REFUSED,))
+        self._put_names()
+        if found := [event for event in decisions.events if type(event) is PrefixFound]:
+            self._put((FOUND, found))
+        if decisions.plan is not None:
+            self._put((PLAN, decisions.plan))
+        if decisions.orders:
+            self._put((ORDERS, decisions.orders))
+        return decisions
+
+    def _put_names(self) -> None:
+        if self._names:
+            self._put((DIGESTS, self._names.copy()))
+            self._names.clear()
+
+    def _is_ready(self, now: float) -> bool:
+        """Tell whether this call is recorded; begins and ends segments."""
+        writer = self._writer
+        if writer.wants_segment:
+            self._begin(now)
+        elif self._is_on and len(writer.queue) > MOST_ITEMS:
+            self._put((END, "the disk was too slow"))
+            self._is_on = False
+            writer.has_lost = True
+            logger.warning("recording pauses: %s cannot be written fast enough.", writer.directory)
+        elif self._is_on and writer.has_failed:
+            self._is_on = False
+        return self._is_on
+
+    def _begin(self, now: float) -> None:
+        """Begin a segment."""
+        self._writer.wants_segment = False
+        try:
+            item = self._segment(now)
+        except EngineError as error:
+            logger.warning("recording ends: %s", error)
+            item = (END, "the state could not be kept")
+        if self._is_on:
+            self._put((END, GOES_ON))
+        self._put(item)
+        self._is_on = item[0] == SEGMENT
+
+    def _segment(self, now: float) -> tuple[Any, ...]:
+        """Make a segment's first item, with the state as it is before the next call. Raises
+        EngineError."""
+        scheduler, is_redacted = self._scheduler, self._redaction is not None
+        context = Context.of(scheduler) if is_redacted else None
+        snapshot = dump(scheduler, OMITTED, BLANK if is_redacted else ())
+        header = self._header | {"unix_s": time.time(), "now_s": now, "follows": self._is_on}
+        return SEGMENT, header, snapshot, context
+
+
+def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
+    """Return what a new scheduler is made of besides settings. The fingerprint is only of use, and
+    only written, with tokens to make digests of."""
+    memory, stores = scheduler.memory, scheduler.stores
+    kv = memory.kv
+    return {
+        "groups": kv.groups,
+        "num_blocks": [pool.num_blocks for pool in kv.pools],
+        "block_bytes": kv.block_bytes,
+        "host_limits": None if kv.tier is None else kv.tier.limits,
+        "rates": memory.rates,
+        "num_stores": 0 if stores is None else stores.num_stores,
+        "kept": EVICTED if stores is None else stores.kept,
+        "fingerprint": memory.names.fingerprint if keeps_tokens else b"",
+    }
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory of a recording. Raises ConfigError if nothing can be written there."""
+    with _writing_to(directory):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _open(directory: Path, max_bytes: int, redaction: Redaction | None) -> "_Writer":
+    with _writing_to(directory):
+        files = RecordingFiles(directory, max_bytes)
+        files.begin()
+    return _Writer(files, redaction)
+
+
+@contextmanager
+def _writing_to(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"record={str(directory)!r} cannot be written ({error.strerror or error}); give a"
+            " directory that can be made or written to."
+        ) from error
+
+
+class _Writer:
+    """The thread that encodes and writes. The core's thread only appends to `queue`, and looks at
+    three flags: wants_segment, has_failed; and sets has_lost: what follows needs a new segment."""
+
+    def __init__(self, files: RecordingFiles, redaction: Redaction | None) -> None:
+        self.queue: deque[tuple[Any, ...]] = deque()
+        self.directory = files.directory
+        self.wants_segment = False
+        self.has_failed = False
+        self.has_lost = False
+        self.cpu_s = 0.0  # of this thread
+        self._files = files
+        self._redaction = redaction
+        self._calls = CallEncoder(redaction)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._finish)
+        self._batch: list[Any] = []
+        self._is_first = True
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-record", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is in the queue, and end."""
+        self._stopping.set()
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(PAUSE_S)
+            try:
+                self._write_queue(breathes=not stopping)
+                if stopping:
+                    self._files.end()
+            except Exception as error:
+                self._fail(error)
+                return
+            self.cpu_s = time.thread_time()
+
+    def _write_queue(self, breathes: bool) -> None:
+        queue, num = self.queue, 0
+        while queue:
+            self._take(queue.popleft())
+            num += 1
+            if len(self._batch) >= FRAME_ITEMS:
+                self._flush()
+            if breathes and num % BREATH_ITEMS == 0:
+                time.sleep(BREATH_S)
+        self._flush()
+        if self.has_lost or self._files.is_full:
+            self.has_lost = False
+            self.wants_segment = not self._stopping.is_set()
+
+    def _take(self, item: tuple[Any, ...]) -> None:
+        if item[0] != SEGMENT:
+            self._batch.append(self._calls.encode(item))
+            return
+        self._flush()
+        if not self._is_first:
+            self._files.begin()
+        self._is_first = False
+        if self._redaction is not None:
+            self._redaction.begin(item[3])
+        self._calls = CallEncoder(self._redaction)
+        header = item[1] | {"previous": self._files.last_crc}
+        self._files.append(self._encoder.encode(header))
+        self._files.append(self._encoder.encode(item[2]))
+
+    def _flush(self) -> None:
+        if self._batch:
+            self._files.append(self._encoder.encode(self._batch))
+            self._batch = []
+
+    def _finish(self, value: Any) -> Any:
+        """Encode what a snapshot left for later."""
+        assert isinstance(value, Deferred), f"{type(value).__name__} in a recording"
+        if self._redaction is None:
+            return encode(value.value)
+        return encode(self._redaction.value(value.value, value.name))
+
+    def _fail(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        logger.warning("recording to %s ends: %s", self.directory, reason)
+        self.has_failed = True
+        self.queue.clear()
+        self._files.close()

@@ -1,0 +1,1 @@
+"""Clients: requests go to a core, outputs come back as text."""

@@ -1,0 +1,506 @@
+"""Clients of a core in another process, for asyncio: tokens in, `RequestOutput`s out (seeds C4).
+
+`AsyncClient` is what servers are written against, `RemoteClient` speaks the wire. Text is made
+here, on the client's side, so that the core's thread never does.
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from quire.base.clock import Clock, MonotonicClock
+from quire.base.errors import (
+    STEP_FAILED,
+    TIMED_OUT,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    RequestError,
+    StepFailed,
+)
+from quire.base.live import LiveFrame
+from quire.base.messages import (
+    Abort,
+    Append,
+    AskCancel,
+    AskHeld,
+    AskLive,
+    AskMetrics,
+    AskPrefixes,
+    AskTimeline,
+    Cancelled,
+    FromCore,
+    HeldList,
+    HeldRequest,
+    Hold,
+    Live,
+    Metrics,
+    PinnedPrefix,
+    Prefixes,
+    Ready,
+    Refused,
+    Request,
+    ResetPrefixCache,
+    Rewind,
+    TimelineText,
+    ToCore,
+    Unpin,
+)
+from quire.base.outputs import RequestOutput
+from quire.base.step_outputs import Failure, Finish, StepOutputs
+from quire.base.validation import RequestLimits
+from quire.engine.client.mailbox import Mailbox
+from quire.engine.client.output import ABORTED, OutputProcessor
+from quire.engine.wire.core_choice import check_core
+from quire.engine.wire.wire import LENGTH, body_length, client_codec
+from quire.render.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire")
+
+# The core says itself when a request is late, and knows more of it. This long after that this side
+# says so: the core may be in a long step, or stuck.
+LATE_S = 1.0
+ANSWER_S = 60.0  # for the answer to a question about the engine
+AGAIN_S = 1.0  # until the next try to connect
+NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # nobody will ever listen there again
+MOST_UNSENT_BYTES = 256 << 20  # that the core has not taken in
+
+_GONE = "the engine's process has ended; try again when /health answers 200."
+
+
+class AsyncClient(Protocol):
+    """What a server needs of an engine."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine is. Raises EngineDead before it was there for the first time."""
+        ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if the engine can never serve this request."""
+        ...
+
+    def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield what is due by the request's output_kind, until its output is finished.
+
+        A slow reader gets several steps in one output. Leaving early ends the request. Raises
+        RequestError if the core refuses it (EngineBusy if only for the others that wait),
+        EngineDead if the core is gone.
+        """
+        ...
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        """Add the next piece of the prompt of a request with is_open whose output is awaited. Raise
+        RequestError if the prompt cannot take it in, or if the request has ended."""
+        ...
+
+    async def metrics(self) -> str: ...
+
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        """Return what happened to a request, as JSON; empty if nobody remembers it, or if it is not
+        this tenant's."""
+        ...
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        """Return what a core is doing, of several by its number. Raise RequestError if there is
+        none of that number."""
+        ...
+
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        """Return what is pinned, oldest first; tenant: whose, None is everybody's."""
+        ...
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        """Pin a prefix no longer; False if there is none of that id, or it is not this tenant's."""
+        ...
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        """Return what is held, oldest first; or one sequence, held or not ended, with its tokens,
+        if there is one. tenant: whose, None is everybody's."""
+        ...
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        """Hold a request for so many seconds from now on; 0.0: let it go. core_id: of several
+        cores, the one that has it."""
+        ...
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        """Leave of a held sequence the first num_tokens tokens."""
+        ...
+
+    async def reset_prefix_cache(self) -> None:
+        """Use nothing any more that was cached before."""
+        ...
+
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        """End requests of any client, or all: who reads them gets what there is, with finish_reason
+        `abort`. Return the ids of those that were open. tenant: whose; None is anybody's."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def limits_of(ready: Ready) -> RequestLimits:
+    """Return what an engine in another process takes."""
+    return RequestLimits(
+        ready.vocab_size,
+        ready.max_model_len,
+        ready.max_logprobs,
+        ready.max_num_seqs,
+        tuple(ready.settings.get("logits_processors", ())),
+        takes_functions=False,
+        pools=ready.pooling is not None,
+        tells_texts=ready.pooling is not None and ready.pooling.tells_texts,
+        takes_grammars=True,
+    )
+
+
+def _answer_in(
+    message: Metrics | TimelineText | Prefixes | HeldList | Cancelled | Live,
+) -> object:
+    """Return what the core has answered."""
+    if isinstance(message, HeldList):
+        return message.requests
+    if isinstance(message, Live):
+        return message.frame
+    if isinstance(message, Prefixes):
+        return message.prefixes
+    return message.request_ids if isinstance(message, Cancelled) else message.text
+
+
+async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
+    """Send a request to pin, and wait until it is computed. Raises RequestError as `generate`
+    does, and if the prefix was not pinned; StepFailed if a step failed on it."""
+    outputs = cast(AsyncGenerator[RequestOutput, None], client.generate(request))
+    reason, error = None, None
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            [done] = output.outputs
+            reason, error = done.finish_reason, done.error
+    if error is not None and error.code == STEP_FAILED:
+        raise StepFailed(f"{request.request_id}: {error.message}")
+    mine = await client.prefixes(request.tenant)
+    found = [prefix for prefix in mine if prefix.id == request.request_id]
+    if reason == "abort":
+        raise RequestError("the prefix was not pinned: it was removed while it was computed.")
+    if reason != "pinned":
+        why = reason if error is None else error.message
+        raise RequestError(f"the prefix was not pinned: {why}")
+    if not found:
+        raise RequestError("the prefix was pinned, but its ttl_s is over already; raise it.")
+    return found[0]
+
+
+class RemoteClient:
+    """One connection to the core behind a Unix socket; a new one when the core was started
+    again."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer | None, clock: Clock | None = None) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._clock = clock or MonotonicClock()
+        self._codec = client_codec()
+        self._outputs = OutputProcessor()
+        self._boxes: dict[str, Mailbox] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._num_asked = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._ready: Ready | None = None
+        self._is_alive = False
+        self._changed = asyncio.Event()  # set when the core has come or gone
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls, path: Path, tokenizer: Tokenizer | None, clock: Clock | None = None
+    ) -> "RemoteClient":
+        """Connect, and wait until the core is ready, however long it loads."""
+        client = cls(path, tokenizer, clock)
+        client.start()
+        await client.wait_until_ready()
+        return client
+
+    def start(self) -> None:
+        """Begin to connect, in the running event loop."""
+        self._task = asyncio.create_task(self._run())
+
+    async def wait_until_ready(self) -> None:
+        """Wait for the core. Raise EngineDead if the connection can never come."""
+        while not self._is_alive:
+            if self._task is None or self._task.done():
+                raise EngineDead(_GONE)
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def ready(self) -> Ready:
+        if self._ready is None:
+            raise EngineDead("the engine is not ready yet; try again in a moment.")
+        return self._ready
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._boxes)
+
+    def check(self, request: Request) -> None:
+        check_core(request.core_id, 1)
+        self._limits().check(request)
+
+    def _limits(self) -> RequestLimits:
+        return limits_of(self.ready)
+
+    async def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        self.check(request)
+        self._check_room()
+        now, request_id = self._clock.now(), request.request_id
+        if not request.received_s:
+            request = msgspec.structs.replace(request, received_s=now)
+        followed = self._outputs.add(request, prompt_text, self._tokenizer, now)
+        box = self._boxes[request_id] = Mailbox(followed)
+        finished = False
+        limit = self._limit(request)
+        try:
+            self._send(request)
+            while not finished:
+                output = await box.take()
+                finished = output.finished
+                yield output
+        finally:
+            if limit is not None:
+                limit.cancel()
+            del self._boxes[request_id]
+            self._outputs.drop(request_id)
+            if not finished and not box.failed and self._is_alive:
+                self._send(Abort(request_id))
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its reader gets what there is, with finish_reason `abort`. An id that is
+        not open is ignored."""
+        self._finish(request_id, ABORTED)
+
+    def _finish(self, request_id: str, finish: Finish) -> None:
+        """End a request, here and in the core."""
+        if self._outputs.abort([request_id], self._clock.now(), finish):
+            self._boxes[request_id].notify()
+            if self._is_alive:
+                self._send(Abort(request_id))
+
+    def _limit(self, request: Request) -> asyncio.TimerHandle | None:
+        """End a request with a time limit a moment after it, if the core has not done so."""
+        if request.timeout_s == 0:
+            return None
+        left_s = request.received_s + request.timeout_s + LATE_S - self._clock.now()
+        loop = asyncio.get_running_loop()
+        return loop.call_later(max(0.0, left_s), self._is_late, request)
+
+    def _is_late(self, request: Request) -> None:
+        taken_s = self._clock.now() - request.received_s
+        why = (
+            f"the request took longer than its timeout_s={request.timeout_s:g} ({taken_s:.3f} s),"
+            " and the engine, which is busy or stuck, has not dropped it yet; raise timeout_s, or"
+            " try again when the server is less busy."
+        )
+        self._finish(request.request_id, Finish("timeout", error=Failure(TIMED_OUT, why)))
+
+    def _check_room(self) -> None:
+        """Raise EngineBusy if the core has not taken in what it was sent for a long time."""
+        if self._writer is None:
+            return
+        num_bytes = self._writer.transport.get_write_buffer_size()
+        if num_bytes > MOST_UNSENT_BYTES:
+            raise EngineBusy(
+                f"the engine has not taken in {num_bytes} bytes of other requests yet; try again in"
+                " a moment."
+            )
+
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End a request, here and in the core: its reader gets what there is, then the error. An id
+        that is not open is ignored."""
+        if request_id not in self._outputs:
+            return
+        self._outputs.drop(request_id)
+        box = self._boxes[request_id]
+        if self._is_alive and not box.failed:
+            self._send(Abort(request_id))
+        box.fail(error)
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        self._outputs.append(request_id, token_ids, is_last, self._limits())
+        self._send(Append(request_id, token_ids, is_last))
+
+    async def metrics(self) -> str:
+        return cast(str, await self._ask(AskMetrics))
+
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        return cast(str, await self._ask(lambda number: AskTimeline(number, request_id, tenant)))
+
+    async def live(self, core: int = 0) -> LiveFrame:
+        check_core(core, 1)
+        return cast(LiveFrame, await self._ask(AskLive))
+
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        found = await self._ask(lambda number: AskPrefixes(number, tenant))
+        return cast(list[PinnedPrefix], found)
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        is_known = any(prefix.id == prefix_id for prefix in await self.prefixes(tenant))
+        self._send(Unpin(prefix_id, tenant))
+        return is_known
+
+    async def held(
+        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
+    ) -> list[HeldRequest]:
+        found = await self._ask(lambda number: AskHeld(number, request_id, index, tenant))
+        return cast(list[HeldRequest], found)
+
+    async def keep(
+        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
+    ) -> None:
+        self._send(Hold(request_id, keep_s, tenant))
+
+    async def rewind(
+        self,
+        request_id: str,
+        index: int,
+        num_tokens: int,
+        tenant: str | None = None,
+        core_id: int | None = None,
+    ) -> None:
+        self._send(Rewind(request_id, index, num_tokens, tenant))
+
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        found = await self._ask(lambda number: AskCancel(number, request_ids, tenant))
+        return cast(list[str], found)
+
+    async def _ask(self, question: Callable[[int], ToCore]) -> Any:
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(number))
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            text = f"the engine has not answered for {ANSWER_S:g} s; try again in a moment."
+            raise EngineDead(text) from None
+        finally:
+            del self._asked[number]
+
+    async def reset_prefix_cache(self, message: ResetPrefixCache | None = None) -> None:
+        self._send(message or ResetPrefixCache())
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests on this side with an error, and in the core."""
+        for request_id, box in self._boxes.items():
+            if self._is_alive and not box.failed:
+                self._send(Abort(request_id))
+            box.fail(error)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def _send(self, message: ToCore) -> None:
+        if self._writer is None or not self._is_alive:
+            raise EngineDead(_GONE)
+        self._writer.write(self._codec.encode(message))
+
+    # ---- the connection ----------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Follow one core after the other, until there is no socket to connect to."""
+        try:
+            while True:
+                try:
+                    reader, writer = await asyncio.open_unix_connection(str(self._path))
+                except OSError as error:
+                    if error.errno in NO_SOCKET:
+                        return
+                    logger.error("no connection to the engine (%s); trying again", error)
+                    await asyncio.sleep(AGAIN_S)
+                    continue
+                self._writer = writer
+                try:
+                    await self._follow(reader)
+                except EngineError as error:
+                    logger.error("the core is cut off: %s", error)
+                except Exception:
+                    logger.exception("a message of the core could not be handled; connecting anew")
+                finally:
+                    writer.close()
+                    self._lose()
+        finally:
+            self._changed.set()
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Take messages until the stream ends."""
+        try:
+            while True:
+                head = await reader.readexactly(LENGTH.size)
+                body = await reader.readexactly(body_length(head))
+                self._take(self._codec.decode(body))
+        except (asyncio.IncompleteReadError, OSError):
+            return
+
+    def _lose(self) -> None:
+        """Fail all that the core was working on: it has gone."""
+        self._is_alive = False
+        self._writer = None
+        for box in self._boxes.values():
+            box.fail(EngineDead(_GONE))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(_GONE))
+        self._changed.set()
+
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, StepOutputs):
+            self._take_step(message)
+        elif isinstance(message, Refused):
+            box = self._boxes.get(message.request_id)
+            if box is not None:
+                kind = EngineBusy if message.is_busy else RequestError
+                box.fail(kind(message.message, message.field))
+        elif not isinstance(message, Ready):
+            answer = self._asked.get(message.ask_id)
+            if answer is not None and not answer.done():
+                answer.set_result(_answer_in(message))
+        else:
+            self._ready = message
+            self._is_alive = True
+            self._changed.set()
+
+    def _take_step(self, outputs: StepOutputs) -> None:
+        due, aborts = self._outputs.process(outputs, self._clock.now())
+        for request in due:
+            self._boxes[request.request_id].notify()
+        for abort in aborts:
+            self._send(abort)

@@ -1,0 +1,331 @@
+"""What sequences are to try next where a model guesses: what it computes between two steps.
+
+A drafter has keys and values of its own, in blocks that sequences share, lose and get back like all
+others. It computes a token when the step is over that has computed it. Where guesses are not worth
+their time it stays behind with answers, so that steps without guesses cost what they do without it;
+prompts it computes in any case, since others may begin with their blocks. It catches up from the
+sequence's own tokens. One that reads the target's hidden states cannot: these are there until the
+next step. What it has not computed, or what has changed since, makes guesses worse and no answer
+wrong.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.base.draft_order import DraftAnswer, DraftOrder, Int32
+from quire.base.messages import Draft
+from quire.base.plan import Plan, StepResult
+from quire.base.speculation import MOST_TOKENS
+from quire.engine.drafting.draft_pace import Chance, StepTimes, Tried, lengths, tries_of
+from quire.engine.drafting.drafting import Int64
+from quire.engine.grammars.grammars import Grammars
+from quire.scheduler.sequence import RowTable, Sequence, State
+
+logger = logging.getLogger("quire")
+
+MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
+REST = 8  # steps without a look at rows that decode, where no guess is worth its time
+
+
+@dataclass(frozen=True)
+class DrafterTraits:
+    """num_tokens: most guesses of a row. most_tokens: of one pass. max_length: tokens that the
+    drafter was made for. reads: whether it reads what the target has computed. may_lag: whether it
+    may catch up later."""
+
+    num_tokens: int
+    most_tokens: int
+    max_length: int
+    block_size: int
+    reads: bool
+    may_lag: bool
+
+
+@dataclass(slots=True)
+class _Guesser:
+    """What is known of one sequence. num_computed: leading tokens that the drafter has computed.
+    tried: how many tokens it had when guesses were tried last, and these."""
+
+    num_computed: int
+    chance: Chance = field(default_factory=Chance)
+    tried: Tried | None = None
+    is_lost: bool = False
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Take what became of its guesses."""
+        if self.tried is not None:
+            num_right = self.tried.num_right(sequence.known_tokens)
+            self.chance.observe(len(self.tried.token_ids), num_right)
+            self.tried = None
+
+
+class _Work(NamedTuple):
+    """Tokens of a row for the drafter, up to `end`; num: guesses."""
+
+    sequence: Sequence
+    guesser: _Guesser
+    row: int
+    end: int
+    read_from: int
+    num: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        return self.num > 0 or self.end > self.guesser.num_computed
+
+
+class ModelDrafting:
+    """Guesses of a model for all sequences of an engine, and what grammars force. draft: carries
+    out an order. holders: who holds these rows."""
+
+    is_idle = False
+    holds_back = True  # the last token must be known, and there is always something to guess
+    is_ahead = looks_ahead = False
+
+    def __init__(
+        self,
+        traits: DrafterTraits,
+        grammars: Grammars,
+        draft: Callable[[DraftOrder], DraftAnswer],
+        holders: Callable[[Int32], list[Sequence]],
+    ) -> None:
+        self._traits, self._grammars, self._draft = traits, grammars, draft
+        self._holders = holders
+        self._of: dict[Sequence, _Guesser] = {}
+        self._planned: dict[int, Sequence] = {}  # the last plan's rows
+        self._trying: dict[int, _Guesser] = {}  # rows of the last guesses
+        self._last: Plan | None = None  # that was carried out, until it was looked at
+        self._times, self._draft_times = StepTimes(), StepTimes()
+        self._began_s = 0.0
+        self._num_resting = 0  # steps
+
+    def planned(self, plan: Plan) -> None:
+        """Note who is in a plan, what they begin with, and which guesses they try."""
+        self._planned = dict(zip(plan.rows.tolist(), self._holders(plan.rows), strict=True))
+        for start in plan.started:
+            [sequence] = self._holders(np.array([start.row], np.int32))
+            guesser = self._guesser(sequence, start.num_computed_tokens)
+            guesser.num_computed = min(guesser.num_computed, start.num_computed_tokens)
+        for row, tried in tries_of(plan).items():
+            if (trying := self._trying.get(row)) is not None:
+                trying.tried = tried
+
+    def worth(self, table: RowTable, rows: Int64) -> Int64:
+        """Return all: a model has something to say of every row."""
+        return rows
+
+    def follow(self) -> None:
+        """Do nothing: no plan follows one that is in flight."""
+
+    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+        """Do nothing: no other plan is in flight when a result comes."""
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        """Take that a plan has been carried out: what it took counts from when guesses were
+        there."""
+        self._last = plan
+        if len(plan.rows) and (plan.num_tokens - plan.num_drafts == 1).all():
+            self._times.observe(plan.num_scheduled_tokens, time.perf_counter() - self._began_s)
+
+    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+        """Guess for those of the sequences for which it is worth its time. num_running: rows that
+        run, with them."""
+        forced = self._forced(sequences)
+        if self._may_rest():
+            self._began_s = time.perf_counter()
+            return [_draft_of(sequence, token_ids) for sequence, token_ids in forced.items()]
+        work = self._left_to_compute()
+        others = [sequence for sequence in sequences if sequence not in forced]
+        num_others = num_running - len(sequences) + sum(map(len, forced.values())) + len(forced)
+        self._choose_lengths(others, num_others, work)
+        drafts = [_draft_of(sequence, token_ids) for sequence, token_ids in forced.items()]
+        drafts += self._carry_out(work)
+        self._began_s = time.perf_counter()
+        return drafts
+
+    def _may_rest(self) -> bool:
+        """Tell whether to leave all for later: nothing was worth guessing a moment ago, and no
+        prompt has been computed since."""
+        plan = self._last
+        if self._num_resting == 0 or plan is None or not self._traits.may_lag:
+            return False
+        self._num_resting -= 1
+        if len(plan.rows) == 0 or plan.started or int(plan.num_tokens.max()) > 1:
+            self._num_resting = 0
+            return False
+        return True
+
+    def _forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
+        """Find what grammars leave no choice about: nobody has to guess that."""
+        found = {}
+        for sequence in sequences:
+            most = min(MOST_TOKENS, sequence.limit - sequence.num_known_tokens - 1)
+            if sequence.request.grammar and (ids := self._grammars.forced(sequence)[:most]):
+                found[sequence] = ids
+        return found
+
+    def _carry_out(self, work: dict[Sequence, _Work]) -> list[Draft]:
+        """Let the drafter do what is to be done now; returns what it has guessed."""
+        self._trying = {each.row: each.guesser for each in work.values() if each.num > 0}
+        if not any(self._is_urgent(each) for each in work.values()):
+            return []
+        due = self._within_budget([each for each in work.values() if each.is_due])
+        order = self._order(due)
+        try:
+            answer = self._draft(order)
+        except Exception as error:
+            logger.warning(
+                "a draft model failed, and guesses no more for %d sequences: %s: %s",
+                len(due), type(error).__name__, error,
+            )  # fmt: skip
+            for each in due:
+                each.guesser.is_lost = True
+            return []
+        for each in due:
+            each.guesser.num_computed = max(each.guesser.num_computed, each.end)
+        most = int(order.num_guesses.max())
+        if most and order.num_tokens.max() <= 2 + self._traits.num_tokens:
+            self._draft_times.observe(most, answer.duration_s)
+        return self._drafts(due, answer)
+
+    def _left_to_compute(self) -> dict[Sequence, _Work]:
+        """Find the tokens of the last step's rows that the drafter lacks."""
+        plan, self._last, found = self._last, None, dict[Sequence, _Work]()
+        if plan is None:
+            return found
+        samples, traits = set(plan.sample_rows.tolist()), self._traits
+        place = 0
+        for row, first, num in zip(
+            plan.rows.tolist(), plan.computed_bound.tolist(), plan.num_tokens.tolist(), strict=True
+        ):
+            begin, place = place, place + num
+            sequence = self._planned.get(row)
+            if sequence is None or not _is_still_there(sequence, row):
+                continue
+            known = sequence.num_known_tokens
+            ahead = row in samples or traits.reads
+            end = min(first + num, known - ahead, traits.max_length)
+            guesser = self._guesser(sequence, first)
+            if guesser.is_lost:
+                continue
+            if traits.reads:
+                guesser.num_computed = max(guesser.num_computed, first)
+            read_from = begin + guesser.num_computed - first
+            found[sequence] = _Work(sequence, guesser, row, end, read_from)
+        return found
+
+    def _choose_lengths(
+        self, sequences: list[Sequence], num_others: int, work: dict[Sequence, _Work]
+    ) -> None:
+        """Choose how much is guessed for these sequences, and put it to the work. num_others:
+        tokens of the step that are not theirs."""
+        traits, asked = self._traits, list[tuple[_Work, int]]()
+        for sequence in sequences:
+            known, row, table = sequence.num_known_tokens, sequence.row, sequence.table
+            each = work.get(sequence)
+            if sequence not in self._of and sequence.members[0] in work:
+                continue  # it was forked, and its first tokens are being computed
+            if each is None and not traits.reads:
+                guesser = self._guesser(sequence, sequence.num_computed_tokens)
+                each = _Work(sequence, guesser, row, min(known - 1, traits.max_length), 0)
+            if each is None or each.guesser.is_lost:
+                continue
+            each.guesser.catch_up(sequence)
+            has_own_block = table.capacity[row] % traits.block_size == 0
+            length = min(sequence.limit - 1, traits.max_length)
+            most = min(traits.num_tokens, length - known)
+            if has_own_block and most > 0 and each.end == known - 1:
+                asked.append((each, most))
+        nums = lengths(
+            [most for _, most in asked],
+            [each.guesser.chance.value for each, _ in asked],
+            num_others + len(sequences) - len(asked),
+            self._times,
+            lambda num: self._draft_times.seconds(num) or 0.0,
+        )
+        self._num_resting = 0 if any(nums) else REST - 1
+        for (each, _), num in zip(asked, nums, strict=True):
+            if num == 0:
+                each.guesser.chance.hope(REST)
+            work[each.sequence] = each._replace(num=num)
+
+    def _is_urgent(self, work: _Work) -> bool:
+        """Tell whether the drafter has something to do that cannot be done later."""
+        size, begun = self._traits.block_size, work.guesser.num_computed
+        in_prompt = begun < work.sequence.num_prompt_tokens
+        has_filled = in_prompt and work.end // size > begun // size
+        may_lag = self._traits.may_lag and work.sequence.samples  # others fork its last block
+        return work.num > 0 or has_filled or (work.end > begun and not may_lag)
+
+    def _within_budget(self, due: list[_Work]) -> list[_Work]:
+        """Leave for later what a pass has no room for: of rows that have to catch up most."""
+        room, found = self._traits.most_tokens, list[_Work]()
+        for each in sorted(due, key=lambda each: each.end - each.guesser.num_computed):
+            begun = each.guesser.num_computed
+            num_tokens = each.end - begun + (each.num > 0 and not self._traits.reads)
+            if num_tokens > room:
+                each = each._replace(end=min(each.end, begun + room), num=0)
+            if each.is_due:
+                found.append(each)
+                room -= num_tokens
+        return found
+
+    def _order(self, due: list[_Work]) -> DraftOrder:
+        guesses = np.array([each.num for each in due], np.int32)
+        known = np.array([each.sequence.num_known_tokens for each in due], np.int32)
+        first = np.array([each.guesser.num_computed for each in due], np.int32)
+        ends = np.array([each.end for each in due], np.int32)
+        if not self._traits.reads:
+            ends += guesses > 0  # the last known token, which no step has computed
+        return DraftOrder(
+            rows=np.array([each.row for each in due], np.int32),
+            first=first,
+            num_tokens=ends - first,
+            num_known=known,
+            num_guesses=guesses,
+            capacity=due[0].sequence.table.capacity[[each.row for each in due]].astype(np.int32),
+            read_from=np.array([each.read_from for each in due], np.int32),
+        )
+
+    def _drafts(self, due: list[_Work], answer: DraftAnswer) -> list[Draft]:
+        found = []
+        for each, guesses in zip(due, answer.token_ids.tolist(), strict=True):
+            sequence = each.sequence
+            token_ids = guesses[: guesses.index(-1)] if -1 in guesses else guesses
+            if token_ids and sequence.request.grammar:
+                token_ids = self._grammars.cut(sequence, token_ids)
+            if token_ids:
+                found.append(_draft_of(sequence, token_ids))
+        return found
+
+    def _guesser(self, sequence: Sequence, num_computed: int) -> _Guesser:
+        """Return what is known of a sequence; of a new one, so many tokens are computed."""
+        found = self._of.get(sequence)
+        if found is None:
+            if len(self._of) >= MOST_FORGOTTEN and len(self._of) % MOST_FORGOTTEN == 0:
+                alive = (item for item in self._of.items() if item[0].state is not State.ENDED)
+                self._of = dict(alive)
+            leader = self._of.get(sequence.members[0])
+            begun = num_computed if leader is None else min(num_computed, leader.num_computed)
+            found = self._of[sequence] = _Guesser(begun)
+        return found
+
+
+def _is_still_there(sequence: Sequence, row: int) -> bool:
+    """Tell whether what a sequence had in a row is there until the next plan is made, and worth
+    computing on. Beams change their rows."""
+    group = sequence.group
+    if sequence.is_beam and group is not None and group.is_forked:
+        return False
+    has_ended_well = sequence.state is State.ENDED and sequence.finish_reason != "error"
+    return sequence.row == row or has_ended_well
+
+
+def _draft_of(sequence: Sequence, token_ids: list[int]) -> Draft:
+    name, known = sequence.request.request_id, sequence.num_known_tokens
+    return Draft(name, sequence.index, known, token_ids)

@@ -1,0 +1,1 @@
+"""What carries out plans: in this thread, on a thread of its own, or launched ahead."""

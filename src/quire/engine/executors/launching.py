@@ -1,0 +1,162 @@
+"""An executor for devices that work while the host does: one thread launches, another waits.
+
+    caller     | plan N+1 |            update N | messages, text ...
+    launching  |          | launch N+1 |        |
+    waiting    |        result of N ...    ring |      result of N+1 ...
+    device     |        step N              | step N+1
+
+The device gets step N+1 while it works on step N, so it never waits for the host. While there is
+nothing to launch the first thread lets the runner do what is useful then (recording graphs).
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from quire.engine.executors.executor import check_usable, failed_step
+from quire.engine.executors.threaded import DeviceThread
+
+if TYPE_CHECKING:
+    from quire.runner.build import BuiltRunner
+    from quire.runner.model_runner import ModelRunner
+
+logger = logging.getLogger("quire")
+
+
+class LaunchingExecutor:
+    """Carries out plans by a runner that launches.
+
+    A plan that cannot be launched comes back as a result with an error. What the device meets with
+    later poisons it: `next_result` raises EngineError. thread: the one on which the model was
+    loaded, and launches. idles: whether idle moments are used.
+    """
+
+    def __init__(self, built: "BuiltRunner", thread: DeviceThread, *, idles: bool = True) -> None:
+        self._idles = idles
+        self._copy_bytes_per_s = built.copy_bytes_per_s
+        self._launching, self._waiting = thread, DeviceThread()
+        self._steps = _Steps(built.runner, lambda: check_usable(built.device))
+        self._num_unanswered = 0
+        self._is_closed = False
+
+    def start(self, on_result: Callable[[], None]) -> None:
+        self._steps.on_result = on_result
+
+    def copy_bytes_per_s(self) -> float:
+        return self._copy_bytes_per_s
+
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
+        assert not self._is_closed, "the executor is closed"
+        steps, waiting, launching = self._steps, self._waiting, self._launching
+        if self._num_unanswered == 0:
+            steps.has_failed = False  # nothing is built on it
+        self._num_unanswered += 1
+
+        def launch() -> None:
+            answer = steps.launch(plan, masks)
+            waiting.do(lambda: steps.answer(answer))
+
+        launching.do(launch)
+
+    def is_ready(self) -> bool:
+        return not self._steps.results.empty()
+
+    def next_result(self) -> StepResult:
+        found = self._steps.results.get()
+        self._num_unanswered -= 1
+        if self._num_unanswered == 0 and self._idles:
+            steps = self._steps
+            self._launching.do_when_idle(steps.idle)
+        if isinstance(found, EngineError):
+            raise found
+        return found
+
+    def close(self) -> None:
+        """Wait for what was launched; plans behind that are not carried out."""
+        self._is_closed = self._steps.has_failed = True
+        self._launching.do(self._steps.settle)
+        self._launching.close()
+        self._waiting.close()
+
+
+Answer = Callable[[], StepResult]
+
+
+class _Steps:
+    """The threads' side: it must not hold the executor, whose end is theirs."""
+
+    def __init__(self, runner: "ModelRunner", check: Callable[[], None]) -> None:
+        self._runner = runner
+        self._check_device = check
+        self.results: SimpleQueue[StepResult | EngineError] = SimpleQueue()
+        self.on_result: Callable[[], None] = lambda: None
+        self.has_failed = False
+        self._num_launched = self._num_answered = 0  # each is counted by one thread
+
+    def launch(self, plan: Plan, masks: MaskPromise | None) -> Answer:
+        """Launch a plan, on the launching thread. Whatever goes wrong is told by the answer."""
+        self._num_launched += 1
+        if self.has_failed:  # the rows are not as this plan takes them to be
+            return lambda: failed_step(plan, "a step before it failed")
+        try:
+            pending = self._runner.launch(plan, masks)
+        except EngineError as error:
+            return _raises(error)
+        except BaseException as error:
+            self.has_failed = True
+            return self._failure(plan, f"{type(error).__name__}: {error}")
+        return pending.result
+
+    def answer(self, answer: Answer) -> None:
+        """Wait for an answer, on the waiting thread, for each plan in its turn."""
+        try:
+            self.results.put(answer())
+        except EngineError as error:
+            self.results.put(error)
+        except BaseException as error:
+            message = f"{type(error).__name__}: {error}"
+            self.results.put(_lost(f"a step met with {message}", message))
+        self._num_answered += 1
+        self.on_result()
+
+    def idle(self) -> bool:
+        """Use an idle moment, on the launching thread; what goes wrong then is no request's
+        matter."""
+        try:
+            return self._num_launched > self._num_answered or self._runner.idle()
+        except Exception:
+            logger.warning("no more graphs are recorded", exc_info=True)
+            return False
+
+    def settle(self) -> None:
+        """Wait, on the launching thread, for what idle moments launched, before its memory is given
+        back."""
+        with suppress(Exception):
+            self._check_device()
+
+    def _failure(self, plan: Plan, message: str) -> Answer:
+        """Make the answer to a failed launch. Whether the device can go on is found out now, before
+        the next plan is launched."""
+        try:
+            self._check_device()
+        except Exception as error:
+            return _raises(_lost(f"a step raised {message}", str(error)))
+        return lambda: failed_step(plan, message)
+
+
+def _raises(error: EngineError) -> Answer:
+    def answer() -> StepResult:
+        raise error
+
+    return answer
+
+
+def _lost(what: str, why: str) -> EngineError:
+    return EngineError(
+        f"{what} and the device cannot be used any more ({why}); the process must be started again."
+    )

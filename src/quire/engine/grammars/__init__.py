@@ -1,0 +1,1 @@
+"""Grammars: compiled, followed token by token, and turned into masks."""

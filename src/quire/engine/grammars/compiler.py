@@ -1,0 +1,94 @@
+"""Grammars' texts to matchers, which are kept for other requests with the same one."""
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from quire.base.errors import GRAMMAR_FAULT, QuireError
+from quire.engine.grammars.vocabulary import MakeVocabulary, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MOST_CACHED = 32  # compiled grammars that are kept for other requests
+MAX_LEXER_STATES = 50_000  # of one compiled grammar: some 20 MB
+
+
+class Compiler:
+    """Compiles, on any thread. vocabulary: None before the first grammar."""
+
+    def __init__(self, make_vocabulary: MakeVocabulary) -> None:
+        self.vocabulary: Vocabulary | None = None
+        self._make_vocabulary = make_vocabulary
+        self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, grammar: str, instead_of: "LLMatcher | None" = None) -> "LLMatcher":
+        """Return a matcher that nobody may change. instead_of: one that is used up. Raises
+        BadGrammar, ConfigError, MissingDependency."""
+        if self.vocabulary is None:
+            self.vocabulary = self._make_vocabulary()
+        with self._lock:
+            found = self._cache.get(grammar)
+        if found is None or found is instead_of:
+            found = compiled(self.vocabulary, grammar)
+        with self._lock:
+            self._cache[grammar] = found
+            self._cache.move_to_end(grammar)
+            if len(self._cache) > MOST_CACHED:
+                self._cache.popitem(last=False)
+        return found
+
+
+class BadGrammar(Exception):
+    """What llguidance says of a grammar."""
+
+
+# Limits of llguidance that a text may meet, not the grammar by itself: what it says, and the name.
+LIMITS = {
+    "Current row has": "max_items_in_row",
+    "Too many items": "step_max_items",
+    "too many expressions": "step_lexer_fuel",
+    "too many states": "max_lexer_states",
+}
+# A text meets these again with each matcher that goes through it. A lexer's limits are on what
+# copies of a matcher share, so another matcher may go on.
+LIMITS_OF_TEXTS = ("max_items_in_row", "step_max_items")
+
+
+def compiled(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
+    """Return a matcher that is warm. Raises BadGrammar."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=limits)
+    check(matcher)
+    matcher.compute_bitmask()  # copies share what this finds out
+    check(matcher)
+    return matcher
+
+
+def check(matcher: "LLMatcher") -> None:
+    """Raise BadGrammar for a matcher that cannot go on."""
+    if matcher.is_error():
+        raise BadGrammar(matcher.get_error().partition("\n<")[0])  # not its inner state
+
+
+def is_final(matcher: "LLMatcher") -> bool:
+    """Tell whether a matcher has met a limit that every other one would meet with the same text.
+    Going through that text again may take half a minute, for which the step waits."""
+    said = matcher.get_error() if matcher.is_error() else ""
+    return any(words in said and name in LIMITS_OF_TEXTS for words, name in LIMITS.items())
+
+
+def in_words(error: BaseException) -> str:
+    """Return what a request is told of an error."""
+    if isinstance(error, QuireError):
+        return str(error)
+    if not isinstance(error, BadGrammar):
+        return f"what this request's grammar allows is unknown: {type(error).__name__}: {error}"
+    what = str(error)
+    for said, limit in LIMITS.items():
+        if said in what:
+            what = f"it meets llguidance's limit {limit} ({what}); make it less ambiguous"
+    return f"{GRAMMAR_FAULT}: {what}"

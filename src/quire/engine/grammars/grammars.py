@@ -1,0 +1,163 @@
+"""Grammars while their requests run: compiled, followed token by token, asked what they allow.
+
+    core's thread   begin(request)     take() -> GrammarReady    forced, cut    fill(promise, ...)
+                        |                    ^                       ^                |
+    compiling           +--- compile, warm --+                       |                |
+    masks                                                  followers +-- ask, promise.put(...)
+
+The caller fills a promise once all results of earlier plans are in: then the known tokens are those
+before the first position that is masked. What a grammar leaves no choice about (`forced`) may be
+guessed; the masks of a guess's position and of those behind it are made with its plan's. llguidance
+is imported, and the threads are made, when the first grammar comes.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.base.events import Event, Finished
+from quire.base.masks import MaskPromise, TokenMasks
+from quire.base.messages import GrammarReady, Request
+from quire.base.plan import Plan
+from quire.engine.executors.threaded import DeviceThread
+from quire.engine.grammars.compiler import Compiler, in_words
+from quire.engine.grammars.mask_making import MaskMaker
+from quire.engine.grammars.matchers import Guided, Wanted
+from quire.engine.grammars.vocabulary import MakeVocabulary, num_words
+from quire.scheduler.sequence import Sequence, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("quire")
+
+
+class Grammars:
+    """The grammars of one engine's requests.
+
+    make_vocabulary: called once, on the compiling thread; what it raises of ours is told to the
+    request, and it is called again for the next one. vocab_size: of the logits. num_threads: that
+    make masks. on_ready: called, from any thread, when `take` has something to give.
+    """
+
+    def __init__(
+        self,
+        make_vocabulary: MakeVocabulary,
+        vocab_size: int,
+        num_threads: int,
+        on_ready: "Callable[[], None]",
+    ) -> None:
+        self._num_words, self._on_ready = num_words(vocab_size), on_ready
+        self._compiler = Compiler(make_vocabulary)
+        self._masks = MaskMaker(self._compiler, vocab_size, num_threads)
+        self._guided: dict[str, Guided] = {}
+        self._compiled: SimpleQueue[tuple[Guided, str | None]] = SimpleQueue()
+        self._compiling: DeviceThread | None = None
+        self._filling: DeviceThread | None = None
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Grammars that are being compiled."""
+        return self._num_open
+
+    @property
+    def num_followed(self) -> int:
+        """Requests that have a grammar and have not ended."""
+        return len(self._guided)
+
+    @property
+    def has_answers(self) -> bool:
+        return not self._compiled.empty()
+
+    def begin(self, request: Request) -> None:
+        """Compile the grammar of a request that was queued; `take` tells when it is ready."""
+        if self._compiling is None:
+            self._compiling, self._filling = DeviceThread("grammars"), DeviceThread("masks")
+        guided = self._guided[request.request_id] = Guided(request)
+        compiler, compiled, on_ready = self._compiler, self._compiled, self._on_ready
+        self._num_open += 1
+
+        def compile_it() -> None:
+            error = None
+            try:
+                guided.compiled = compiler.compile(request.grammar)
+            except BaseException as raised:  # as a panic of the library's is
+                error = in_words(raised)
+            compiled.put((guided, error))
+            on_ready()
+
+        self._compiling.do(compile_it)
+
+    def take(self) -> list[GrammarReady]:
+        """Take what is ready, without what was compiled for requests that have ended."""
+        found: list[GrammarReady] = []
+        while True:
+            try:
+                guided, error = self._compiled.get_nowait()
+            except Empty:
+                return found
+            self._num_open -= 1
+            request_id = guided.request.request_id
+            if self._guided.get(request_id) is guided:
+                found.append(GrammarReady(request_id, error))
+
+    def hear(self, events: Iterable[Event]) -> None:
+        """Forget the requests that have ended."""
+        if self._guided:
+            for event in events:
+                if isinstance(event, Finished):
+                    self._guided.pop(event.request_id, None)
+
+    def forced(self, sequence: Sequence) -> list[int]:
+        """Return the tokens that alone a sequence may go on with, as far as its grammar leaves no
+        choice."""
+        return self._asked_of(sequence, self._masks.forced)
+
+    def cut(self, sequence: Sequence, guesses: list[int]) -> list[int]:
+        """Return the guesses that a sequence's grammar allows, up to the first that it forbids."""
+        return self._asked_of(sequence, lambda wanted: guesses[: self._masks.cut(wanted)], guesses)
+
+    def fill(self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
+        """Have the masks of a plan's masked rows made, behind the tokens that are known now and
+        behind the plan's guesses. sequences: of its rows."""
+        assert self._filling is not None, "nobody has a grammar"
+        masks, rows = self._masks, plan.masked_rows
+        guesses = {draft.row: tuple(draft.token_ids.tolist()) for draft in plan.drafts}
+        wanted = [self._want(row, sequences[row], guesses.get(row, ())) for row in rows.tolist()]
+        self._filling.do(lambda: promise.put(masks.make_or_tell(rows, wanted)))
+
+    def forgo(self, promise: MaskPromise, plan: Plan) -> None:
+        """Put masks that allow everything, for a plan whose result will not count."""
+        num_positions = 1 + int(plan.num_drafts.max(initial=0))
+        shape = len(plan.masked_rows), num_positions, self._num_words
+        promise.put(TokenMasks(plan.masked_rows, np.full(shape, -1, np.int32)))
+
+    def close(self) -> None:
+        """End the threads, when they have done what they were given."""
+        for thread in (self._compiling, self._filling):
+            if thread is not None:
+                thread.close()
+
+    def _want(self, row: int, sequence: Sequence, guesses: tuple[int, ...] = ()) -> Wanted:
+        guided = self._guided.get(sequence.request.request_id)
+        is_over = sequence.state is State.ENDED
+        if guided is None or is_over or guided.request is not sequence.request:
+            return Wanted(row, None)
+        token_ids = sequence.known_tokens[sequence.num_prompt_tokens :].copy()
+        return Wanted(row, guided, sequence.index, token_ids, guesses)
+
+    def _asked_of(
+        self, sequence: Sequence, ask: "Callable[[Wanted], list[int]]", guesses: Iterable[int] = ()
+    ) -> list[int]:
+        """Ask for guesses. What goes wrong costs these alone: the row's mask tells of it."""
+        try:
+            return ask(self._want(sequence.row, sequence, tuple(guesses)))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # as a panic of the library's is
+            logger.exception("guesses for %s", sequence.request.request_id)
+            return []

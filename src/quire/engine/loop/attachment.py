@@ -1,0 +1,254 @@
+"""Attachments: features that follow the loop of an `EngineCore`, which knows none of them by name.
+
+    add ----> accept --+
+    control -----------+--> the scheduler's door --> Decisions --> hear
+    plan ---> before_plan --> schedule --> Decisions --> hear
+    take ---> on_step(DONE) --> update --> Decisions --> hear
+    each turn of the loop: answers --> control
+    close --> close
+
+The loop calls attachments in the order of their `order`, those of equal order as they were
+attached. An attachment learns what the scheduler decided from `Decisions` (and from the notes that
+it subscribed to), and asks the rest through the scheduler's questions. It changes the scheduler by
+messages alone: those that `answers` and `before_plan` return go through `Scheduler.control`.
+
+This one aborts a request as soon as its tenant has got more tokens than allowed:
+
+    class TokenLimit(Attachment):
+        is_vital = False
+
+        def __init__(self, limit: int) -> None:
+            self._limit, self._used = limit, Counter[str]()
+            self._late: list[Control] = []
+
+        def hear(self, given: Given, decisions: Decisions) -> None:
+            ...  # count tokens, collect Abort messages in self._late
+
+        @property
+        def pending(self) -> Pending:
+            return Pending(has_answers=bool(self._late))
+
+        def answers(self, now: float) -> Sequence[Control]:
+            late, self._late = self._late, []
+            return late
+
+    core.attach(TokenLimit(1000))
+"""
+
+import enum
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from quire.base.errors import RequestError
+from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
+from quire.base.plan import StepResult
+from quire.base.step_outputs import StepOutputs
+from quire.engine.executors.executor import Executor
+from quire.engine.loop.in_flight import StepInFlight
+from quire.scheduler.decisions import Decisions, RequestView
+
+logger = logging.getLogger("quire")
+
+# What went through a door: a request, a message, a result, or nothing (`schedule`).
+Given = Request | Control | StepResult | None
+
+
+class Phase(enum.Enum):
+    """What has become of a step in flight."""
+
+    NEXT = "next"  # it is the oldest in flight: the results of all steps before it were taken
+    DONE = "done"  # its result has come; the scheduler has not taken it yet
+    VOID = "void"  # its result will not count; the executor may still wait for its masks
+
+
+class Pending(NamedTuple):
+    """What the loop may wait for because of an attachment."""
+
+    has_answers: bool = False  # `answers` returns something now
+    num_open: int = 0  # answers that are still to come
+    next_s: float | None = None  # when to call `answers` even if nothing came; None is never
+    holds_plans: bool = False  # no plan is made while another is in flight
+
+
+NOTHING_PENDING = Pending()
+
+
+class Loop(Protocol):
+    """What an attachment may ask of the loop when it closes."""
+
+    @property
+    def executor(self) -> Executor: ...
+    @property
+    def num_in_flight(self) -> int: ...
+    @property
+    def has_failed(self) -> bool: ...
+    def now(self) -> float: ...
+    def take(self) -> StepOutputs: ...
+    def control(self, message: Control) -> None: ...
+    def schedule(self) -> Decisions: ...
+    def update(self, result: StepResult) -> Decisions: ...
+    def wait_for_answers(self) -> None: ...
+    def requests(self) -> tuple[RequestView, ...]: ...
+    def prefixes(self) -> list[PinnedPrefix]: ...
+    def held(self) -> list[HeldRequest]: ...
+
+
+class Attachment:
+    """The base class of attachments: override what is needed, the rest does nothing.
+
+    order: place among the attachments; the lowest is called first.
+    is_vital: what happens if a method raises. True: the engine stops, because requests depend on
+    the attachment. False: the attachment is detached, with a warning in the log.
+    pending: what the loop may wait for. Override it with a property, or leave it.
+    """
+
+    order: int = 50
+    is_vital: bool = True
+    pending: Any = NOTHING_PENDING  # Pending
+
+    def accept(self, request: Request) -> Request:
+        """Return the request as the scheduler is to get it. Raise RequestError to refuse it."""
+        return request
+
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        """Take what the scheduler has decided about what went through a door. given: None after
+        `schedule`. A request in `given` was refused if the decisions hold a refusal."""
+
+    def answers(self, now: float) -> Sequence[Control]:
+        """Return messages for the scheduler. Called in every turn of the loop."""
+        return ()
+
+    def before_plan(self, num_in_flight: int) -> Sequence[Control]:
+        """Return messages that the scheduler is to get before it makes the next plan."""
+        return ()
+
+    def on_step(self, step: StepInFlight, phase: Phase) -> None:
+        """Take what has become of a step in flight."""
+
+    def close(self, loop: Loop) -> None:
+        """End. Nothing is called afterwards, but `on_step` for steps that are void."""
+
+
+class Doors(Protocol):
+    """The four doors of a scheduler."""
+
+    def add(self, request: Request, now: float) -> Decisions: ...
+    def control(self, message: Control, now: float) -> Decisions: ...
+    def schedule(self, now: float) -> Decisions: ...
+    def update(self, result: StepResult, now: float) -> Decisions: ...
+
+
+class DoorWatcher(Attachment):
+    """An attachment that stands at the doors: each call goes through it, after all other
+    attachments had their say, and it passes the call on to the scheduler. At most one per core."""
+
+    def add(self, request: Request, now: float) -> Decisions:
+        raise NotImplementedError
+
+    def control(self, message: Control, now: float) -> Decisions:
+        raise NotImplementedError
+
+    def schedule(self, now: float) -> Decisions:
+        raise NotImplementedError
+
+    def update(self, result: StepResult, now: float) -> Decisions:
+        raise NotImplementedError
+
+
+class Attachments:
+    """The attachments of one loop, in order. Each method is called only on the attachments that
+    override it."""
+
+    def __init__(self) -> None:
+        self.all: list[Attachment] = []
+        self._index()
+
+    def add(self, attachment: Attachment) -> None:
+        """Attach; those of equal order stay in the order of attaching."""
+        self.all = sorted([*self.all, attachment], key=lambda each: each.order)
+        self._index()
+
+    def remove(self, attachment: Attachment) -> None:
+        """Detach; an attachment that is not attached is ignored."""
+        self.all = [each for each in self.all if each is not attachment]
+        self._index()
+
+    def accept(self, request: Request) -> Request:
+        for each in self._accept:
+            try:
+                request = each.accept(request)
+            except RequestError:
+                raise
+            except Exception as error:
+                self._fail(each, error)
+        return request
+
+    def hear(self, given: Given, decisions: Decisions) -> None:
+        for each in self._hear:
+            try:
+                each.hear(given, decisions)
+            except Exception as error:
+                self._fail(each, error)
+
+    def answers(self, now: float) -> list[Control]:
+        found: list[Control] = []
+        for each in self._answers:
+            try:
+                found += each.answers(now)
+            except Exception as error:
+                self._fail(each, error)
+        return found
+
+    def before_plan(self, num_in_flight: int) -> list[Control]:
+        found: list[Control] = []
+        for each in self._before_plan:
+            try:
+                found += each.before_plan(num_in_flight)
+            except Exception as error:
+                self._fail(each, error)
+        return found
+
+    def on_step(self, step: StepInFlight, phase: Phase) -> None:
+        for each in self._on_step:
+            try:
+                each.on_step(step, phase)
+            except Exception as error:
+                self._fail(each, error)
+
+    def close(self, loop: Loop) -> None:
+        """Close all, in order. What one raises keeps none of the others from it."""
+        for each in self.all:
+            try:
+                each.close(loop)
+            except Exception:
+                logger.exception("%s did not close", type(each).__name__)
+
+    @property
+    def pending(self) -> list[Pending]:
+        """List what the loop may wait for."""
+        return [each.pending for each in self._pending]
+
+    @property
+    def holds_plans(self) -> bool:
+        """Whether the next plan waits until none is in flight."""
+        return any(each.pending.holds_plans for each in self._pending)
+
+    def _fail(self, attachment: Attachment, error: Exception) -> None:
+        """Raise what a vital attachment raised; detach another one."""
+        if attachment.is_vital:
+            raise error
+        name = type(attachment).__name__
+        logger.warning("%s is detached: it raised %s: %s", name, type(error).__name__, error)
+        self.remove(attachment)
+
+    def _index(self) -> None:
+        """Find who overrides what, so that a call costs nothing where nobody does."""
+
+        def overriding(method: str) -> list[Attachment]:
+            default = getattr(Attachment, method)
+            return [each for each in self.all if getattr(type(each), method) is not default]
+
+        self._accept, self._hear = overriding("accept"), overriding("hear")
+        self._answers, self._before_plan = overriding("answers"), overriding("before_plan")
+        self._on_step, self._pending = overriding("on_step"), overriding("pending")

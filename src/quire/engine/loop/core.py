@@ -1,0 +1,310 @@
+"""The core: scheduler and executor in one plain loop.
+
+    add, control --> scheduler --> plan --> executor --> result --> scheduler --> outputs
+                         |                                              |
+                         +------------- attachments hear ---------------+
+
+`plan` makes a plan and submits it, `take` takes the oldest result, and `_recover` repeats a step
+that failed. Each `step` plans as far ahead as the pipeline depth allows, takes the oldest result,
+and returns what it gave each request. A caller that has other things to wait for asks `rest_s` how
+long nothing is to be done, and calls `advance`.
+
+Everything else that happens around a step attaches to this loop (`loop/attachment.py`).
+"""
+
+import dataclasses
+import logging
+
+import msgspec
+
+from quire.base.clock import Clock
+from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from quire.base.step_outputs import StepOutputs
+from quire.base.validation import RequestLimits
+from quire.engine.executors.executor import Executor
+from quire.engine.loop.attachment import Attachments, Phase
+from quire.engine.loop.bell import Bell
+from quire.engine.loop.front import Front
+from quire.engine.loop.in_flight import NO_SAMPLING, InFlight, Sampling, StepInFlight
+from quire.engine.loop.rates import StepRates
+from quire.engine.loop.recovery import combine, leave_out, reduce_plan, repeat_step
+from quire.engine.loop.step_budget import StepBudget
+from quire.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger("quire")
+
+SETTLE_S = 2.0
+MAX_WAIT_S = 0.5  # for an answer, before the loop looks whether one is overdue
+
+
+class EngineCore(Front):
+    """The loop of one model on one device.
+
+    step_budget: follows how many tokens a step has time for; None: as many as are configured.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        limits: RequestLimits,
+        step_budget: StepBudget | None = None,
+    ) -> None:
+        super().__init__(scheduler, clock, limits)
+        self.executor = executor
+        self.in_flight = InFlight(scheduler.rows.num_stages)
+        self.bell = Bell()
+        self._rates = StepRates(executor.copy_bytes_per_s(), step_budget)
+        self._carried_over: Plan | None = None  # what the next plan does for one that was skipped
+        self._dropped = StepOutputs()  # of requests that ended while no result was taken
+        self.control(self._rates.known)
+        executor.start(self.bell.ring)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._dropped)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results were not taken yet."""
+        return len(self.in_flight)
+
+    # ---- the loop ----------------------------------------------------------------------------
+
+    def step(self) -> StepOutputs:
+        """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
+        is nothing to do. Raises EngineError, then and ever after, if the core cannot go on."""
+        return self._turn(waits=True)
+
+    def advance(self) -> StepOutputs:
+        """Do what is to be done now: plan if it is time for that, take a result if it is there.
+        Raises EngineError as `step` does."""
+        return self._turn(waits=False)
+
+    def settle(self) -> None:
+        """Take steps while there is work that no request waits for, for SETTLE_S at most. Raises
+        EngineError."""
+        until_s = self._clock.now() + SETTLE_S
+        while self.scheduler.has_work and not self.requests() and self._clock.now() < until_s:
+            self._turn(waits=True)
+
+    def rest_s(self) -> float | None:
+        """Return for how long nothing is to be done; None: until a message comes or the bell rings.
+        A request may become late while nothing can be planned, if its prompt is still open."""
+        pending = self.attachments.pending
+        if self._has_lost_executor or any(each.has_answers for each in pending):
+            return 0.0
+        now = self._clock.now()
+        if not self.has_work:
+            return None if self._due_s is None else max(0.0, self._due_s - now)
+        if self._is_answered or self._death is not None:
+            return 0.0
+        if self._has_nothing_to_plan:
+            late_s = None if self.in_flight else self._next_s
+            return None if late_s is None else max(0.0, late_s - now)
+        if not self.in_flight:
+            return 0.0
+        return None if self._holds_back else max(0.0, self.in_flight.due_s - now)
+
+    def plan(self) -> Plan | None:
+        """Plan one step and submit it, if there is something to plan."""
+        for message in self.attachments.before_plan(len(self.in_flight)):
+            self.control(message)
+        decisions = self.schedule()
+        plan = decisions.plan
+        self._has_nothing_to_plan = plan is None
+        if decisions.outputs:
+            details = [*self._dropped.details, *decisions.outputs.details]
+            self._dropped = StepOutputs(details=details)
+        if plan is not None:
+            self._submit(plan, NO_SAMPLING if decisions.sampling is None else decisions.sampling)
+        return plan
+
+    def take(self) -> StepOutputs:
+        """Take the result of the oldest plan in flight."""
+        step = self.in_flight[0]
+        has_run, carried_out = step.has_run, step.carried_out
+        result = self.executor.next_result() if has_run else combine(carried_out, [])
+        self.in_flight.end(self._clock.now())
+        self._has_nothing_to_plan = False
+        if result.error is not None:
+            return self._recover(step, result.error)
+        if len(carried_out.rows):
+            rates = self._rates.observe(carried_out, result)
+            if rates is not None:
+                self.control(rates)
+        step.result = result
+        self.attachments.on_step(step, Phase.DONE)
+        if carried_out is not step.plan:
+            result = combine(step.plan, [(carried_out, result)])
+        outputs = self._update(result, list(self.in_flight))
+        if self.in_flight:
+            self.attachments.on_step(self.in_flight[0], Phase.NEXT)
+        return outputs
+
+    def take_dropped(self) -> StepOutputs:
+        """Hand out the ends of requests that ended while no plan was in flight."""
+        dropped, self._dropped = self._dropped, StepOutputs()
+        return dropped
+
+    def wait_for_answers(self) -> None:
+        """Take what attachments answer; if there is nothing, wait a little for it."""
+        self.bell.forget()
+        if not self._take_answers():
+            self.bell.wait(MAX_WAIT_S)
+            self._take_answers()
+
+    def close(self) -> None:
+        """End: first the attachments, in their order, then the executor."""
+        self.attachments.close(self)
+        self._void(list(self.in_flight)[1:])
+        self.executor.close()
+        self.attachments = Attachments()  # which may hold a model
+
+    # ------------------------------------------------------------------------------------------
+
+    def _turn(self, waits: bool) -> StepOutputs:
+        """Do one turn of the loop. waits: for a result, or an attachment's answer."""
+        if self._death is not None:
+            raise EngineError(f"the engine has stopped: {self._death}")
+        try:
+            if self._has_lost_executor:
+                self.executor.next_result()  # raises
+            self._take_answers()
+            while not self._holds_back and (waits or self._is_due):
+                if self.plan() is None and not (waits and self._has_waited()):
+                    break
+            outputs = StepOutputs()
+            if not self.in_flight:
+                outputs = self.take_dropped()
+            elif waits or self._is_answered:
+                outputs = self.take()
+                if not waits and self.in_flight and not self._holds_back and self._is_due:
+                    self.plan()  # before the outputs go out: steps are short
+        except EngineError as error:
+            self._death = str(error)
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
+        self.publish()
+        return outputs
+
+    def _take_answers(self) -> bool:
+        """Give the scheduler what attachments answer; tell whether there was something."""
+        answers = self.attachments.answers(self._clock.now())
+        for answer in answers:
+            self.control(answer)
+        return bool(answers)
+
+    def _has_waited(self) -> bool:
+        """Wait for an answer if nothing else is to be done, and tell so."""
+        is_idle = not self.in_flight and not self._dropped and self.has_work
+        if not (is_idle and any(each.num_open for each in self.attachments.pending)):
+            return False
+        self.wait_for_answers()
+        return True
+
+    @property
+    def _has_lost_executor(self) -> bool:
+        """Whether the executor reports, with nothing in flight, that it cannot go on."""
+        return not self.in_flight and self.executor.is_ready()
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the oldest plan in flight has a result."""
+        if not self.in_flight:
+            return False
+        return not self.in_flight[0].has_run or self.executor.is_ready()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether to plan the next step now: nothing runs, or not for much longer."""
+        if self._has_nothing_to_plan:
+            late_s = self._next_s
+            return late_s is not None and late_s <= self._clock.now()
+        if not self.in_flight or self._is_answered:
+            return True
+        return self.in_flight.due_s <= self._clock.now()
+
+    @property
+    def _next_s(self) -> float | None:
+        """When something becomes due by itself, or an attachment wants to be asked."""
+        times = [self._due_s, *(each.next_s for each in self.attachments.pending)]
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether the next plan waits for a result: the pipeline is full, or an attachment wants no
+        other plan in flight."""
+        if len(self.in_flight) >= self.scheduler.depth:
+            return True
+        return bool(self.in_flight) and self.attachments.holds_plans
+
+    def _submit(
+        self, plan: Plan, sampling: Sampling, left_out: frozenset[int] = frozenset()
+    ) -> None:
+        """Submit a plan without the rows in left_out. If every row was dropped, still carry out the
+        plan's block moves; if it has none, skip it and merge its other work into the next plan."""
+        carried_out, carried_over = plan, self._carried_over
+        if left_out or carried_over is not None:
+            carried_out = reduce_plan(plan, left_out, carried_over)
+        masks = MaskPromise() if len(carried_out.masked_rows) else None
+        num_tokens = carried_out.num_scheduled_tokens
+        step = StepInFlight(plan, sampling, carried_out, num_tokens, masks, left_out)
+        self.in_flight.begin(step, self._clock.now())
+        if len(self.in_flight) == 1:  # before the executor, which may carry it out at once
+            self.attachments.on_step(step, Phase.NEXT)
+        has_run = step.has_run
+        self._carried_over = None if has_run else carried_out
+        if has_run:
+            self.executor.submit(carried_out, masks)
+
+    def _recover(self, failed: StepInFlight, error: str) -> StepOutputs:
+        """Repeat the oldest plan, which failed, in parts, or without its rows. Then submit the
+        later plans without rows of sequences that this ended or preempted: their tables are old."""
+        later = self.in_flight.take_all()
+        self._void(later)
+        for step in later:
+            if step.has_run:
+                self.executor.next_result()
+        self._death = "it was interrupted while it repeated a step that had failed"
+        scheduler = self.scheduler
+        part = leave_out(failed.carried_out, failed.left_out)
+        is_repeatable, has_stages = scheduler.may_repeat_steps, scheduler.has_stages
+        plans = [step.carried_out for step in later]
+        result = repeat_step(
+            self.executor, part, plans, failed.masks, error, is_repeatable, has_stages
+        )
+        self._carried_over = None  # of one of these, if there is something; it is made again below
+        if result.error or len(result.row_errors) == len(part.rows):
+            # Perhaps no part of the plan was carried out. All but its moves may be done again; of
+            # those the result tells whether they are lost.
+            empty = leave_out(part, set(part.rows.tolist()))
+            self._carried_over = dataclasses.replace(empty, moves=())
+        outputs = self._update(combine(failed.plan, [(part, result)]), later)
+        for step in later:
+            again = dataclasses.replace(step.plan, moves=()) if has_stages else step.plan
+            self._submit(again, step.sampling, step.left_out)
+        self._death = None
+        return outputs
+
+    def _void(self, steps: list[StepInFlight]) -> None:
+        """Let attachments give up steps: the executor may wait for their masks."""
+        for step in steps:
+            self.attachments.on_step(step, Phase.VOID)
+
+    def _update(self, result: StepResult, later: list[StepInFlight]) -> StepOutputs:
+        """Give the scheduler a result. later: the steps in flight after it."""
+        decisions = self.update(result)
+        for step, left_out in zip(later, decisions.left_out, strict=True):
+            step.left_out = left_out
+        outputs = decisions.outputs
+        if dropped := self.take_dropped().details:
+            outputs = msgspec.structs.replace(outputs, details=[*dropped, *outputs.details])
+        for update, finish in outputs.finished:
+            if finish.reason == "error" and finish.error is not None:
+                logger.error("request %s failed: %s", update.request_id, finish.error.message)
+        return outputs

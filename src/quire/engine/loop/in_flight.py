@@ -1,0 +1,100 @@
+"""The steps in flight, and when to plan the next one: late, so that requests which arrive meanwhile
+are in it, and early enough that the device does not wait for it."""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+
+Sampling = npt.NDArray[np.object_]
+NO_SAMPLING: Sampling = np.empty(0, object)
+SHARE = 0.75  # of the time until the device runs out of plans: steps may be shorter than expected
+LEAD_S = 0.002  # planning, handing over, and waking up
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan in flight, as the loop knows it."""
+
+    plan: Plan  # as the scheduler made it
+    sampling: Sampling  # the sequences of its sample_rows
+    carried_out: Plan  # as the executor got it: without rows left out, with a plan carried over
+    num_tokens: int  # of carried_out
+    masks: MaskPromise | None  # of its masked rows
+    left_out: frozenset[int] = frozenset()  # rows whose results are void
+    result: StepResult | None = None  # once it has come
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the executor got it: it has rows, or moves blocks, or was made without rows."""
+        has_work = len(self.carried_out.rows) > 0 or len(self.carried_out.moves) > 0
+        return has_work or len(self.plan.rows) == 0
+
+
+class Pacing:
+    """Expects a step to take what the last one took, or less if it has fewer tokens.
+
+    So it seldom expects more time than a step takes. Where it does, only the lead of one plan is
+    lost: a result that comes early makes the loop plan at once. num_stages: plans that the model's
+    stages carry out at the same time; until that many are in flight, the next one is due.
+    """
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self._num_stages = num_stages
+        self._num_tokens = 1
+        self._duration_s = 0.0
+        self._began_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """Note that the device begins the oldest plan in flight."""
+        self._began_s = now_s
+
+    def end(self, num_tokens: int, now_s: float) -> None:
+        """Note that the device has carried out a plan of so many tokens and begins the next."""
+        self._num_tokens = max(1, num_tokens)
+        self._duration_s = now_s - self._began_s
+        self._began_s = now_s
+
+    def due_s(self, in_flight: Collection[int]) -> float:
+        """Return when to plan the next step. in_flight: tokens of each plan in flight."""
+        if len(in_flight) < self._num_stages:
+            return self._began_s
+        if SHARE * self._duration_s * len(in_flight) <= LEAD_S:
+            return self._began_s
+        per_token_s = self._duration_s / self._num_tokens
+        expected_s = sum([min(self._duration_s, per_token_s * num) for num in in_flight])
+        return self._began_s + SHARE * expected_s - LEAD_S
+
+
+class InFlight(deque[StepInFlight]):
+    """The steps in flight, oldest first. Change it by these methods alone, which keep the pace."""
+
+    def __init__(self, num_stages: int) -> None:
+        super().__init__()
+        self._pacing = Pacing(num_stages)
+
+    @property
+    def due_s(self) -> float:
+        """When to plan the next step, while steps are in flight."""
+        return self._pacing.due_s([step.num_tokens for step in self])
+
+    def begin(self, step: StepInFlight, now_s: float) -> None:
+        """Add a step that is submitted."""
+        if not self:
+            self._pacing.begin(now_s)
+        self.append(step)
+
+    def end(self, now_s: float) -> None:
+        """Remove the oldest step, whose result has come."""
+        self._pacing.end(self.popleft().num_tokens, now_s)
+
+    def take_all(self) -> list[StepInFlight]:
+        """Remove all steps."""
+        steps = list(self)
+        self.clear()
+        return steps

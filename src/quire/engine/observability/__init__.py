@@ -1,0 +1,1 @@
+"""What an engine shows of itself: metrics, timelines, heartbeats, the live view, the log."""

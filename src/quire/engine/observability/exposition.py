@@ -1,0 +1,217 @@
+"""Metrics in Prometheus' text format, under the names that vLLM's dashboards know.
+
+With the prefix `vllm` those that vLLM has, too, and that mean the same there, have its full names:
+pickers of endpoints and dashboards know no others. What is ours alone stays under `quire:`.
+Every series carries `model_name` and `engine`, the core's number. The process's own numbers
+(`process_*`: memory, processor time, open files) are those of the core.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from quire.base.cache_config import CacheConfig
+from quire.base.secrets import MASK, public_value
+from quire.engine.observability.metrics import HISTOGRAMS, EngineMetrics
+from quire.engine.observability.rank_times import RankTimes
+from quire.scheduler.decisions import SchedulerView
+
+OURS = "quire"
+LABELS = ("model_name", "engine")
+VLLM_NAMES = frozenset(HISTOGRAMS) | {
+    "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
+    "kv_cache_usage_perc", "cache_config_info", "prompt_tokens", "generation_tokens",
+    "prompt_tokens_cached", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
+    "request_success", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
+}  # fmt: skip
+
+
+class Exposition(Collector):
+    """Makes metric families of what events counted and of what the scheduler holds right now."""
+
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        view: Callable[[], SchedulerView],
+        model_name: str,
+        cache: CacheConfig,
+        core_id: int = 0,
+        ranks: Sequence[RankTimes] = (),
+        prefix: str = OURS,
+    ) -> None:
+        self._prefix = prefix
+        self._metrics = metrics
+        self._view = view
+        self._cache = cache
+        self._ranks = ranks
+        self._values = (model_name, str(core_id))
+
+    def text(self) -> str:
+        """Return all metrics as they are now."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        return generate_latest(registry).decode()
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the registry holds no other names to collide with."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._of_scheduler(self._view())
+        yield from self._of_events(self._metrics)
+        yield from self._histograms(self._metrics)
+        yield from self._of_ranks()
+
+    def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
+        """Yield what the scheduler holds."""
+        waiting, pins, tier, stores = view.num_waiting, view.pins, view.tier, view.stores
+        gauge, counter = self._gauge, self._counter
+        yield gauge("num_requests_running", "Requests that hold a row.", view.num_running)
+        yield gauge("num_requests_waiting", "Requests that wait for a row.", waiting)
+        yield gauge(
+            "num_requests_waiting_by_reason",
+            "Waiting requests by what they wait for (capacity: rows, blocks, tokens of a step).",
+            waiting,
+            reason="capacity",
+        )
+        yield gauge(
+            "kv_cache_usage_perc",
+            "Share of the KV blocks that running sequences hold, from 0 to 1.",
+            view.usage,
+        )
+        yield gauge("pinned_prefixes", "Prefixes that are pinned.", pins.num_pins)
+        yield gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
+        help = "Sequences of ended requests that are held."
+        yield gauge("held_requests", help, view.held.num_sequences)
+        yield gauge("held_tokens", "Tokens of what is held.", view.held.num_tokens)
+        yield self._cache_info(view.num_blocks)
+        help = "Requests that began with a pinned prefix."
+        yield counter("pinned_prefix_hits", help, pins.num_hits)
+        help = "Prompt tokens that they did not compute."
+        yield counter("pinned_prefix_hit_tokens", help, pins.num_hit_tokens)
+        if tier is not None:
+            help = "Evicted blocks copied to host memory."
+            yield counter("kv_blocks_offloaded", help, tier.num_offloaded)
+            help = "Blocks that host memory gave back as hits."
+            yield counter("kv_blocks_loaded", help, tier.num_loaded)
+        if stores is not None:
+            yield counter("kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched)
+            yield counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
+            yield counter(
+                "kv_bytes_fetched", "Bytes of blocks from stores.", stores.num_fetched_bytes
+            )
+            yield counter("kv_bytes_kept", "Bytes that were put there.", stores.num_kept_bytes)
+            help = "Blocks of prompts that were asked for in stores which were here already."
+            yield counter("kv_blocks_not_moved", help, stores.num_here)
+
+    def _of_ranks(self) -> Iterator[Metric]:
+        """Yield what the processes that compute the model together do."""
+        if not self._ranks:
+            return
+        seconds = {rank: times.seconds for rank, times in enumerate(self._ranks)}
+        steps = {rank: times.num_steps for rank, times in enumerate(self._ranks)}
+        help = "Time that steps took, by rank, with waiting for others."
+        yield self._counters("rank_step_seconds", help, "rank", seconds)
+        yield self._counters("rank_steps", "Steps, by rank.", "rank", steps)
+        pairs = {rank: times.expert_pairs for rank, times in enumerate(self._ranks)}
+        if any(pairs.values()):
+            help = "Pairs of a token and an expert of a mixture that a rank computed (CPUs)."
+            yield self._counters("rank_expert_pairs", help, "rank", pairs)
+
+    def _cache_info(self, num_blocks: int) -> Metric:
+        cache = self._cache
+        settings = {f.name: _label(f, getattr(cache, f.name)) for f in dataclasses.fields(cache)}
+        settings["num_gpu_blocks"] = str(num_blocks)
+        help = "Settings of the KV cache, as labels."
+        return self._gauge("cache_config_info", help, 1, **settings)
+
+    def _of_events(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        for name, help, number in (
+            ("prompt_tokens", "Prompt tokens, counted at the first token.",
+             metrics.num_prompt_tokens),
+            ("generation_tokens", "Tokens written.", metrics.num_generation_tokens),
+            ("prompt_tokens_cached", "Those of the prompt tokens that were in the prefix cache.",
+             metrics.num_prompt_tokens_cached),
+            ("prefix_cache_queries",
+             "Prompt tokens of admitted requests, looked up in the prefix cache.",
+             metrics.num_prefix_queries),
+            ("prefix_cache_hits", "Those of them that it had.", metrics.num_prefix_hits),
+            ("num_preemptions", "Times that a request lost its row.", metrics.num_preemptions),
+        ):  # fmt: skip
+            yield self._counter(name, help, number)
+        if metrics.num_drafts:
+            help = "Steps of a row that tried guesses."
+            yield self._counter("spec_decode_num_drafts", help, metrics.num_drafts)
+            help = "Guesses that were tried."
+            yield self._counter("spec_decode_num_draft_tokens", help, metrics.num_guessed)
+            help = "Tokens that came because guesses were right."
+            yield self._counter("spec_decode_num_accepted_tokens", help, metrics.num_accepted)
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            help = "Guesses that were right, by their place among those of a step, from 0."
+            yield self._counters(name, help, "position", dict(enumerate(metrics.accepted_at)))
+        yield from self._of_keys(metrics)
+        help = "Requests that ended, by how."
+        yield self._counters("request_success", help, "finished_reason", metrics.num_finished)
+
+    def _of_keys(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        """Yield what each API key has taken; it is named by its place, and never shown."""
+        if not metrics.of_keys:
+            return
+        for name, help, field in (
+            ("key_requests", "Requests that ended, by API key.", "num_requests"),
+            ("key_prompt_tokens", "Prompt tokens, by API key.", "num_prompt_tokens"),
+            ("key_prompt_tokens_cached", "Those of them that were in the prefix cache.",
+             "num_cached_tokens"),
+            ("key_generation_tokens", "Tokens written in requests that ended, by API key.",
+             "num_generation_tokens"),
+        ):  # fmt: skip
+            values = {key: getattr(usage, field) for key, usage in metrics.of_keys.items()}
+            yield self._counters(name, help, "key", values)
+
+    def _histograms(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        for name, histogram in metrics.histograms.items():
+            family = HistogramMetricFamily(self._full(name), HISTOGRAMS[name][1], labels=LABELS)
+            bounds = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
+            buckets = list(zip(bounds, histogram.cumulative(), strict=True))
+            family.add_metric(self._values, buckets, histogram.total)
+            yield family
+
+    def _full(self, name: str) -> str:
+        """Return a name with its prefix."""
+        return f"{self._prefix if name in VLLM_NAMES else OURS}:{name}"
+
+    def _gauge(self, name: str, help: str, value: float, **more: str) -> Metric:
+        family = GaugeMetricFamily(self._full(name), help, labels=(*LABELS, *more))
+        family.add_metric((*self._values, *more.values()), value)
+        return family
+
+    def _counters(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
+        family = CounterMetricFamily(self._full(name), help, labels=(*LABELS, label))
+        for of, value in values.items():
+            family.add_metric((*self._values, str(of)), value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(self._full(name), help, labels=LABELS)
+        family.add_metric(self._values, value)
+        return family
+
+
+def _label(item: "dataclasses.Field[Any]", value: Any) -> str:
+    """Return a setting as metrics show it: without secrets and without paths of this machine."""
+    if item.metadata["is_path"] and value is not None:
+        return MASK
+    if item.name == "kv_store":
+        value = tuple(f"dir:{MASK}" if each.startswith("dir:") else each for each in value)
+    return str(public_value(value))

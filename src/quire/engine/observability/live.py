@@ -1,0 +1,128 @@
+"""Frames of what a core is doing, made on its thread between two steps, while somebody asks.
+
+Nobody asks: nothing is made, and no event is heard. Somebody does: a frame at most every FRAME_S,
+and less often if it takes long, so that watching costs one in ONE_IN of the time; but each MOST_S
+at least, since a pause that comes by chance looks like that, too. Who asks before gets the last one
+again. The next steps never wait for a reader.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from quire.base.clock import Clock
+from quire.base.events import Event, Planned, Preempted, Stepped
+from quire.base.live import BlockEvent, LiveFrame, LiveState, StepRow
+from quire.base.plan import MoveKind, Plan
+from quire.engine.loop.core import EngineCore
+
+FRAME_S = 0.2
+ONE_IN = 200
+MOST_S = 10.0
+IDLE_S = 5.0  # after the last question nobody watches any more
+MOST_STEPS = 256  # that a frame tells
+MOST_EVENTS = 512
+
+
+class LiveTally:
+    """What happened lately: steps, what befell blocks, and counts of it. The numbers of steps and
+    events go up for ever; what was counted begins anew with `begin`."""
+
+    def __init__(self) -> None:
+        self._event_number = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.steps: deque[StepRow] = deque(maxlen=MOST_STEPS)
+        self.events: deque[BlockEvent] = deque(maxlen=MOST_EVENTS)
+        self.counts: Counter[str] = Counter()
+        self._planned: dict[int, tuple[int, int]] = {}  # step -> tokens: of prompts, of decoding
+
+    def take(self, event: Event, block_size: int) -> None:
+        if isinstance(event, Planned) and event.plan is not None:
+            self._take_plan(event.plan, block_size)
+        elif isinstance(event, Stepped):
+            prefill, decode = self._planned.pop(event.step_id, (0, event.num_tokens))
+            num_sampled = len(event.rows) + event.num_accepted
+            self.steps.append(
+                StepRow(event.step_id, event.at_s, prefill, decode, num_sampled, event.duration_s)
+            )
+        elif isinstance(event, Preempted):
+            self.counts["preemption"] += 1
+
+    def frame(self, number: int, now: float, state: LiveState) -> LiveFrame:
+        counts = dict(self.counts) | {"eviction": state.num_evicted}
+        return LiveFrame(number, now, state, [*self.steps], [*self.events], counts)
+
+    def _take_plan(self, plan: Plan, block_size: int) -> None:
+        own = plan.num_tokens - plan.num_drafts
+        prefill = int(own[own > 1].sum())
+        self._planned[plan.step_id] = prefill, plan.num_scheduled_tokens - prefill
+        if len(self._planned) > MOST_STEPS:  # of steps that were never carried out
+            del self._planned[next(iter(self._planned))]
+        loaded: set[tuple[int, int]] = set()
+        for move in plan.moves:
+            ends = move.source if move.kind is MoveKind.SWAP_OUT else move.destination
+            blocks = ends.tolist()
+            self._tell(str(move.kind), move.group, blocks)
+            if move.kind is MoveKind.LOAD:
+                loaded |= {(move.group, block) for block in blocks}
+        for start in plan.started:
+            if start.num_computed_tokens:
+                mine = _hits(plan, start.row, start.num_computed_tokens // block_size)
+                for group, blocks in mine:
+                    self._tell("hit", group, [b for b in blocks if (group, b) not in loaded])
+
+    def _tell(self, kind: str, group: int, blocks: list[int]) -> None:
+        self.counts[kind] += len(blocks)
+        for block in blocks:
+            self._event_number += 1
+            self.events.append(BlockEvent(self._event_number, kind, group, block))
+
+
+def _hits(plan: Plan, row: int, num_blocks: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield, by cache group, the blocks that a row begins with."""
+    writes = plan.block_writes
+    mine = (writes.row == row) & (writes.index < num_blocks) & (writes.block_id >= 0)
+    for group in np.unique(writes.group[mine]).tolist():
+        yield group, writes.block_id[mine & (writes.group == group)].tolist()
+
+
+class LiveFrames:
+    """The frames of one core."""
+
+    def __init__(self, core: EngineCore, clock: Clock) -> None:
+        self._core, self._clock = core, clock
+        self._block_size = core.view().block_size
+        self._tally = LiveTally()
+        self._last: LiveFrame | None = None
+        self._number = 0
+        self._next_s = self._asked_s = 0.0
+        self._is_listening = False
+
+    def frame(self) -> LiveFrame:
+        """Return what is now, or the last frame if it is too early for another."""
+        now = self._clock.now()
+        self._asked_s = now
+        if not self._is_listening:
+            self._tally.begin()
+            self._core.publish()  # what happened before is not for who begins to watch
+            self._core.subscribe(self)
+            self._is_listening = True
+            self._last = None
+        if self._last is not None and now < self._next_s:
+            return self._last
+        self._core.publish()
+        self._number += 1
+        self._last = self._tally.frame(self._number, now, self._core.scheduler.live_state())
+        rest_s = max(FRAME_S, ONE_IN * (self._clock.now() - now))
+        self._next_s = now + min(rest_s, MOST_S)
+        return self._last
+
+    def __call__(self, event: Event) -> None:
+        if event.at_s - self._asked_s > IDLE_S:
+            self._core.unsubscribe(self)
+            self._is_listening = False
+        else:
+            self._tally.take(event, self._block_size)

@@ -1,0 +1,283 @@
+"""What the engine counts of its work, learned from the core's events alone.
+
+A number is counted when what it speaks of happens: the time in the queue when a request gets its
+first row, the time to the first token with that token. What describes a whole request is counted
+when it ends by itself (`stop`, `length`): the times of an aborted one say when its client left.
+
+Per step and token there is only array arithmetic, on the time of each row's last token. Rows pass
+from request to request; what must outlast that is in `RequestTimes`, dropped when the request ends.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import MappingProxyType
+
+import numpy as np
+
+from quire.base.events import (
+    Admitted,
+    Appended,
+    Event,
+    Finished,
+    Planned,
+    Preempted,
+    Queued,
+    Stepped,
+)
+from quire.base.tenants import is_key
+from quire.engine.observability.histogram import (
+    REQUEST_S,
+    STEP_TOKENS,
+    TIMES,
+    TOKEN_S,
+    Histogram,
+    tokens_up_to,
+)
+
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "timeout", "pinned")
+TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
+HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
+    {
+        "time_to_first_token_seconds": (REQUEST_S, "From the arrival to the first token."),
+        "inter_token_latency_seconds": (TOKEN_S, "Between two tokens of a request."),
+        "request_time_per_output_token_seconds": (
+            TOKEN_S,
+            "Mean time between the tokens of a request that had at least two.",
+        ),
+        "e2e_request_latency_seconds": (REQUEST_S, "From the arrival to the end."),
+        "request_queue_time_seconds": (REQUEST_S, "From the queue to the first admission."),
+        "request_inference_time_seconds": (REQUEST_S, "First admission to last token."),
+        "request_prefill_time_seconds": (REQUEST_S, "First admission to first token."),
+        "request_decode_time_seconds": (REQUEST_S, "First token to last token."),
+        "request_prompt_tokens": (TOKENS, "Tokens of the prompt."),
+        "request_generation_tokens": (TOKENS, "Tokens written."),
+        "request_params_max_tokens": (TOKENS, "max_tokens of requests that gave it."),
+        "request_params_n": (TIMES, "Sequences of a request: its n, best_of or beams."),
+        "request_num_preemptions": (TIMES, "How often a request lost its row and blocks."),
+        "iteration_tokens_total": (STEP_TOKENS, "Tokens computed in a step."),
+    }
+)
+
+
+@dataclass(slots=True)
+class KeyUsage:
+    """What the requests of one API key have taken. num_requests: those that have ended."""
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RequestTimes:
+    """What is known of a request that has not ended. Times in seconds, NaN: not yet.
+
+    last_token_s: while the request holds `row`, the time is in `EngineMetrics.last_token_s[row]`.
+    row: that it holds or held last, -1 if another request has it now.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int | None
+    received_s: float
+    queued_s: float
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    admitted_s: float = math.nan
+    first_token_s: float = math.nan
+    last_token_s: float = math.nan
+    row: int = -1
+    tenant: str = ""
+
+
+class EngineMetrics:
+    """Counts what a core's events tell; `Exposition` gives it to Prometheus.
+
+    counts_hits: there is a prefix cache, in which every admitted prompt is looked up.
+    num_computed_prompt_tokens: tokens computed for the first token of a request, or after a
+    preemption again: the rate at which prompts are worked on, also in the middle of a long one.
+    num_drafts: how often a row tried guesses; num_guessed: these; accepted_at: how often
+    the first of a row's guesses was right, the second, and so on.
+    idle_s: time without any request between the first and the last one.
+    of_keys: what each API key has taken, by its name; output tokens when a request ends.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, counts_hits: bool) -> None:
+        self._counts_hits = counts_hits
+        self.num_prompt_tokens = 0
+        self.num_prompt_tokens_cached = 0
+        self.num_generation_tokens = 0
+        self.num_computed_prompt_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_preemptions = 0
+        self.num_drafts = 0
+        self.num_guessed = 0
+        self.accepted_at: list[int] = []
+        self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.idle_s = 0.0
+        self.of_keys: dict[str, KeyUsage] = {}
+        tokens = tokens_up_to(max_model_len)
+        self.histograms = {
+            name: Histogram(bounds or tokens) for name, (bounds, _) in HISTOGRAMS.items()
+        }
+        self.open: dict[str, RequestTimes] = {}
+        self._idle_since_s = math.nan
+        self._owners: list[RequestTimes | None] = [None] * num_rows
+        self._last_token_s = np.full(num_rows, math.nan)
+        self._since_step = np.zeros(num_rows, np.int64)  # first plan with the row's owner in it
+        self._next_step_id = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens that came because guesses were right."""
+        return sum(self.accepted_at)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Planned():
+                self._next_step_id = event.step_id + 1
+            case Stepped():
+                self._step(event)
+            case Queued():
+                self._queue(event)
+            case Appended():
+                self._append(event)
+            case Admitted():
+                self._admit(event)
+            case Preempted():
+                self._preempt(event)
+            case Finished():
+                self._finish(event)
+
+    def _step(self, event: Stepped) -> None:
+        """Count a step: rows without a last token have got their first one; for the others an
+        interval ends."""
+        rows, now = event.rows, event.at_s
+        self.num_generation_tokens += len(rows) + event.num_accepted
+        self.num_drafts += event.num_drafts
+        self.num_guessed += event.num_guessed
+        counts = zip_longest(self.accepted_at, event.accepted_at, fillvalue=0)
+        self.accepted_at = [before + more for before, more in counts]
+        self.histograms["iteration_tokens_total"].observe(event.num_tokens)
+        rows = rows[self._since_step[rows] <= event.step_id]  # others' tokens are a former owner's
+        last_token_s = self._last_token_s[rows]
+        self._last_token_s[rows] = now
+        is_first = np.isnan(last_token_s)
+        if is_first.any():
+            for row in rows[is_first].tolist():
+                self._take_first_token(row, now)
+            last_token_s = last_token_s[~is_first]
+        self.histograms["inter_token_latency_seconds"].observe_all(now - last_token_s)
+        num_prompt = event.num_tokens - event.num_guessed - len(last_token_s)
+        self.num_computed_prompt_tokens += num_prompt
+
+    def _take_first_token(self, row: int, now: float) -> None:
+        times = self._owners[row]
+        if times is None:
+            return
+        times.first_token_s = now
+        self.num_prompt_tokens += times.num_prompt_tokens
+        self.num_prompt_tokens_cached += times.num_cached_tokens
+        if is_key(times.tenant):
+            usage = self.of_keys.setdefault(times.tenant, KeyUsage())
+            usage.num_prompt_tokens += times.num_prompt_tokens
+            usage.num_cached_tokens += times.num_cached_tokens
+        self._observe_s("time_to_first_token_seconds", times.received_s, now)
+        self._observe_s("request_prefill_time_seconds", times.admitted_s, now)
+
+    def _queue(self, event: Queued) -> None:
+        if not self.open and not math.isnan(self._idle_since_s):
+            self.idle_s += max(0.0, event.at_s - self._idle_since_s)
+        self.open[event.request_id] = RequestTimes(
+            num_prompt_tokens=event.num_prompt_tokens,
+            max_tokens=event.max_tokens,
+            received_s=event.received_s or event.at_s,
+            queued_s=event.at_s,
+            tenant=event.tenant,
+        )
+
+    def _append(self, event: Appended) -> None:
+        times = self.open.get(event.request_id)
+        if times is not None:
+            times.num_prompt_tokens += event.num_tokens
+
+    def _admit(self, event: Admitted) -> None:
+        """Note that a request takes over a row, and with it the place where its last token's time
+        is kept.
+
+        Its former row may still be its own, be another one's, or be this very one.
+        """
+        times, row = self.open.get(event.request_id), event.row
+        if times is None:
+            return
+        if event.index > 0:  # the request's times are those of its first sequence
+            self._give_up_row(self._owners[row])
+            self._last_token_s[row] = math.nan
+            self._since_step[row] = self._next_step_id
+            return
+        self._give_up_row(self._owners[row])
+        self._give_up_row(times)
+        self._owners[row], times.row = times, row
+        self._last_token_s[row] = times.last_token_s
+        self._since_step[row] = self._next_step_id
+        if math.isnan(times.admitted_s):
+            times.admitted_s = event.at_s
+            times.num_cached_tokens = event.num_cached_tokens
+            self._observe_s("request_queue_time_seconds", times.queued_s, event.at_s)
+            if self._counts_hits:
+                self.num_prefix_queries += times.num_prompt_tokens
+                self.num_prefix_hits += event.num_cached_tokens
+
+    def _give_up_row(self, times: RequestTimes | None) -> None:
+        """Keep what the row's arrays hold of a request. Its tokens may come in until here, long
+        after it lost the row: those of plans that were in flight."""
+        if times is not None and times.row >= 0:
+            times.last_token_s = float(self._last_token_s[times.row])
+            self._owners[times.row] = None
+            times.row = -1
+
+    def _preempt(self, event: Preempted) -> None:
+        self.num_preemptions += 1
+        if (times := self.open.get(event.request_id)) is not None:
+            times.num_preemptions += 1
+
+    def _finish(self, event: Finished) -> None:
+        self.num_finished[event.reason] = self.num_finished.get(event.reason, 0) + 1
+        times = self.open.pop(event.request_id, None)
+        if times is None:
+            return
+        self._give_up_row(times)
+        if is_key(times.tenant):
+            usage = self.of_keys.setdefault(times.tenant, KeyUsage())
+            usage.num_requests += 1
+            usage.num_generation_tokens += event.num_output_tokens
+        if not self.open:
+            self._idle_since_s = event.at_s
+        if event.reason in ("stop", "length", "repetition"):
+            self._observe_request(times, event)
+
+    def _observe_request(self, times: RequestTimes, event: Finished) -> None:
+        """Count a request that has run to its end."""
+        first_s, last_s = times.first_token_s, times.last_token_s
+        num_tokens, histograms = event.num_output_tokens, self.histograms
+        histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
+        histograms["request_generation_tokens"].observe(num_tokens)
+        histograms["request_params_n"].observe(event.num_sequences)
+        histograms["request_num_preemptions"].observe(times.num_preemptions)
+        if times.max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(times.max_tokens)
+        self._observe_s("e2e_request_latency_seconds", times.received_s, event.at_s)
+        self._observe_s("request_inference_time_seconds", times.admitted_s, last_s)
+        self._observe_s("request_decode_time_seconds", first_s, last_s)
+        if num_tokens > 1:
+            mean_s = (last_s - first_s) / max(1.0, num_tokens / event.num_sequences - 1)
+            self._observe_s("request_time_per_output_token_seconds", 0.0, mean_s)
+
+    def _observe_s(self, name: str, start_s: float, end_s: float) -> None:
+        """Count a duration, if it both began and ended."""
+        duration_s = end_s - start_s
+        if not math.isnan(duration_s):
+            self.histograms[name].observe(max(0.0, duration_s))

@@ -1,0 +1,1 @@
+"""Recordings of the calls through the scheduler's doors: frames, files, redaction."""

@@ -1,0 +1,389 @@
+"""From a configuration to an engine: everything between a model's name and a client."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.base.clock import Clock, MonotonicClock
+from quire.base.config import EngineConfig, public_settings
+from quire.base.draft_order import DraftAnswer, DraftOrder
+from quire.base.errors import ConfigError
+from quire.base.model_spec import ModelSpec, read_config
+from quire.base.speculation import (
+    DRAFT_MODEL,
+    NGRAM,
+    Speculation,
+    parse_speculation,
+    speculation_of,
+)
+from quire.base.step_progress import StepProgress
+from quire.base.validation import RequestLimits
+from quire.engine.attachments.drafting import DraftingAttachment
+from quire.engine.attachments.grammars import GrammarAttachment
+from quire.engine.attachments.held_files import HeldFiles, keep_held
+from quire.engine.attachments.kv_events import publish_events
+from quire.engine.attachments.loading import Loading
+from quire.engine.attachments.queue_limit import QueueLimit
+from quire.engine.attachments.recorder import Recorder, make_directory
+from quire.engine.client.client import InProcessClient
+from quire.engine.client.requests import RequestMaker
+from quire.engine.drafting.device_drafting import AheadDrafting
+from quire.engine.drafting.drafting import Drafting
+from quire.engine.drafting.model_drafting import DrafterTraits, ModelDrafting
+from quire.engine.executors.executor import Executor, InProcessExecutor
+from quire.engine.executors.loaded import LoadedModel
+from quire.engine.grammars.grammars import Grammars
+from quire.engine.grammars.vocabulary import Vocabulary
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.step_budget import StepBudget
+from quire.engine.observability.rank_times import RankTimes
+from quire.engine.ranks.launch import Ranks
+from quire.engine.start.connect_stores import connect_stores
+from quire.engine.start.identity import fingerprint_of
+from quire.engine.start.prefix_file import pin_configured, read_entries
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.text import build_text_side, check_same_tokens, read_vocabulary
+from quire.kv.manager import KVManager
+from quire.kv.sizing import MemoryPlan
+from quire.models.checkpoint import checkpoint_files
+from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
+from quire.ops.threads import num_threads
+from quire.ops.torch_import import import_torch
+from quire.render.renderer import Renderer
+from quire.runner.memory_plan import block_bytes_of
+from quire.runner.step_size import first_budget
+from quire.runner.warm.model import WarmModel
+from quire.runner.warm.start import start_warm
+from quire.scheduler.memory import Memory
+from quire.scheduler.policies import POLICIES, make_policy
+from quire.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from quire.ops.attention.host_blocks import HostBlocks
+
+logger = logging.getLogger("quire")
+
+MOST_MASK_THREADS = 8  # beside a GPU
+Draft = Callable[[DraftOrder], DraftAnswer]
+Progress = Callable[[int, int], None]
+# Where blocks are kept: the settings of an engine that asks no store.
+STORE_SETTINGS = {
+    "kv_disk_dir": None,
+    "kv_store": (),
+    "kv_eager": False,
+    "kv_transfer_config": None,
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An in-process engine with its text side. config: with all derived values filled in."""
+
+    client: InProcessClient
+    renderer: Renderer
+    requests: RequestMaker
+    config: EngineConfig
+    spec: ModelSpec
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class DeviceSide:
+    """A loaded model, what carries out its plans and its drafter's orders, and the host memory of
+    its blocks, if it is this process's."""
+
+    model: LoadedModel
+    executor: Executor
+    draft: Draft
+    host_blocks: "HostBlocks | None" = None
+    rank_times: Sequence[RankTimes] = ()
+    progress: StepProgress = field(default_factory=StepProgress)
+
+
+@dataclass(frozen=True)
+class BuiltCore:
+    """A core with its model loaded. config: with all derived values filled in. grammars: the core's
+    own. rank_times: of the processes that compute it, as they are at any time. progress: within its
+    steps."""
+
+    core: EngineCore
+    config: EngineConfig
+    spec: ModelSpec
+    memory: MemoryPlan
+    grammars: Grammars
+    rank_times: Sequence[RankTimes] = ()
+    progress: StepProgress = field(default_factory=StepProgress)
+
+
+def build_engine(
+    config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None
+) -> Engine:
+    """Resolve, load, plan memory, connect. Raises ModelError, ConfigError, OutOfMemory."""
+    num_cores = config.parallel.data_parallel_size
+    if num_cores > 1:
+        raise ConfigError(
+            f"data_parallel_size={num_cores}, but an engine in this process has one core; leave it"
+            " out, or take quire serve, LLM or AsyncLLM."
+        )
+    clock = clock or MonotonicClock()
+    ranks = start_ranks(config)
+    with ended_if_raised(ranks):
+        source = resolve_source(config.model)
+        text = build_text_side(config.model, source)
+        built = build_core(config, source, clock, progress, ranks)
+    publish_events(built.core, built.config)
+    pin_configured(built.core, config.cache, text)
+    client = InProcessClient(built.core, text.tokenizer, clock)
+    return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
+
+
+def build_core(
+    config: EngineConfig,
+    source: ModelSource,
+    clock: Clock,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
+    server: str = "",
+) -> BuiltCore:
+    """Load the model, plan memory, connect scheduler and executor. With more than one plan in
+    flight the model is loaded, and does all its work, on a thread of its own. ranks: that were
+    started for it, if it is not loaded here; they are this function's, also if it raises. server:
+    tells the servers apart that this core may be of."""
+    with ended_if_raised(ranks):
+        built = _build_core(config, source, clock, progress, ranks)
+        _keep_held(built, server, clock)
+        return built
+
+
+def _keep_held(built: BuiltCore, server: str, clock: Clock) -> None:
+    """Let what is held outlive the core, where a directory keeps blocks."""
+    folders = [
+        name.removeprefix("dir:") for name in built.config.cache.stores if name.startswith("dir:")
+    ]
+    if folders:
+        fingerprint = built.core.scheduler.memory.names.fingerprint
+        files = HeldFiles.open(Path(folders[0]), fingerprint, server, clock)
+        if files is not None:
+            keep_held(built.core, files)
+
+
+def _build_core(
+    config: EngineConfig,
+    source: ModelSource,
+    clock: Clock,
+    progress: Progress | None,
+    ranks: Ranks | None,
+) -> BuiltCore:
+    _check_record(config)
+    check_before_loading(config, source)
+    if config.cache.pin_prefix is not None:
+        read_entries(Path(config.cache.pin_prefix))
+    _check_drafter(config, source)
+    is_asked_for = config.scheduler.max_num_batched_tokens is not None
+    side = _load(config, source, progress, ranks)
+    built, executor = side.model, side.executor
+    config = built.config
+    if not config.disable_log_stats:
+        _log_start(built, source)
+    core = EngineCore(
+        make_scheduler(built, source),
+        executor,
+        clock,
+        RequestLimits(
+            built.spec.vocab_size,
+            config.model.max_model_len or 0,
+            config.max_logprobs,
+            config.scheduler.max_num_seqs or 0,
+            config.logits_processors,
+            takes_functions=ranks is None,
+            pools=built.spec.pooling is not None,
+            tells_texts=built.spec.pooling is not None and built.spec.pooling.tells_texts,
+            takes_grammars=True,
+        ),
+        None if is_asked_for else _step_budget(built),
+    )
+    if (limit := config.scheduler.max_num_queued_reqs) is not None:
+        core.attach(QueueLimit(core.scheduler, limit))
+    connect_stores(core, config.cache, side.host_blocks, built.backend_name, clock)
+    if isinstance(built, WarmModel):
+        core.attach(Loading(built.needs_whole, built.load, core.bell.ring))
+    grammars = _make_grammars(core, built, source)
+    core.attach(GrammarAttachment(grammars))
+    speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
+    if speculation is not None:
+        drafter = _make_drafting(core, built, speculation, grammars, side.draft)
+        core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
+    if config.record is not None:
+        settings = public_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
+        settings |= STORE_SETTINGS  # a replay asks no store
+        path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
+        core.attach(
+            Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
+        )
+    return BuiltCore(
+        core, config, built.spec, built.memory, grammars, side.rank_times, side.progress
+    )
+
+
+def _make_drafting(
+    core: EngineCore,
+    built: LoadedModel,
+    speculation: Speculation,
+    grammars: Grammars,
+    draft: Draft,
+) -> Drafting | ModelDrafting:
+    """Make what guesses. draft: carries out what a model is to guess."""
+    drafter, num_rows = built.spec.drafter, built.config.scheduler.max_num_seqs or 0
+    if built.drafts_ahead is None or drafter is None:
+        scheduler, is_ngram = core.scheduler, speculation.method == NGRAM
+        is_sure = scheduler.depth == 1 or scheduler.has_stages or scheduler.memory.kv.has_states
+        kind = AheadDrafting if is_ngram and not is_sure else Drafting
+        return kind(speculation, grammars, num_rows)
+    traits = DrafterTraits(
+        speculation.num_tokens,
+        built.config.scheduler.max_num_batched_tokens or 0,
+        drafter.max_position,
+        built.config.cache.block_size,
+        reads=built.drafts_ahead,
+        may_lag=not built.drafts_ahead and all(g.keeps_all for g in drafter.own_groups),
+    )
+    return ModelDrafting(traits, grammars, draft, core.scheduler.drafts.holders)
+
+
+def _step_budget(built: LoadedModel) -> StepBudget | None:
+    """Make what follows the time of steps, on a CPU; a GPU's are short, and nobody decodes
+    beside prompts that are computed whole."""
+    if built.device_type != "cpu" or built.is_async or built.spec.is_encoder:
+        return None
+    return StepBudget(first_budget(built.config, built.spec, built.num_threads))
+
+
+def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) -> Grammars:
+    """Make what follows grammars. On a CPU the step needs the cores; it has the time."""
+    model, vocab_size, num_cores = built.config.model, built.spec.vocab_size, num_threads()
+    load = built.load if isinstance(built, WarmModel) else None
+
+    def make_vocabulary() -> Vocabulary:
+        vocabulary = read_vocabulary(model, source, vocab_size)
+        if load is not None:
+            load()
+        return vocabulary
+
+    num = num_cores // 4 if built.device_type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
+    return Grammars(make_vocabulary, vocab_size, max(1, num), core.bell.ring)
+
+
+def _check_record(config: EngineConfig) -> None:
+    """Raise ConfigError for an engine that cannot be recorded, but shall be."""
+    policy = config.scheduler.scheduling_policy
+    if config.record is not None and policy not in POLICIES:
+        raise ConfigError(
+            f"record={config.record!r} cannot keep the scheduling policy {policy!r}, which another"
+            f" package brings; leave record out, or take one of {', '.join(POLICIES)}."
+        )
+    if config.record is not None:
+        make_directory(Path(config.record))
+
+
+def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
+    """Raise ModelError for a draft model or head whose files are none, and ConfigError for a draft
+    model of other tokens, before anything is loaded."""
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is None or speculation.model is None:
+        return
+    drafter = resolve_model(speculation.model)
+    read_config(drafter.directory)
+    if load_format_of(config, drafter) != "dummy":
+        checkpoint_files(drafter.directory)
+    if speculation.method == DRAFT_MODEL:
+        check_same_tokens(config.model, source, drafter)
+
+
+def _load(
+    config: EngineConfig, source: ModelSource, progress: Progress | None, ranks: Ranks | None
+) -> DeviceSide:
+    """Let the model be loaded, by ranks or here."""
+    if ranks is not None:
+        loaded = ranks.load(config, source, progress)
+        executor = loaded.executor
+        return DeviceSide(
+            loaded.model,
+            executor,
+            executor.draft,
+            rank_times=executor.times,
+            progress=executor.progress,
+        )
+    if (warm := start_warm(config, source)) is not None:
+        return DeviceSide(warm, InProcessExecutor(warm), warm.guess, progress=warm.progress)
+    import_torch()
+    from quire.engine.executors.local import build_local  # torch, which the others do without
+    from quire.runner.build import build_runner
+
+    depth = config.scheduler.pipeline_depth or 1  # of a CPU
+    local = build_local(
+        lambda: build_runner(config, source, progress), config.device, is_threaded=depth > 1
+    )
+    memory = local.built.runner.backend.host_blocks
+    return DeviceSide(local.built, local.executor, local.draft, memory)
+
+
+def start_ranks(config: EngineConfig) -> Ranks | None:
+    """Start the processes of a model that is not computed in this one; None if it is."""
+    if not config.parallel.has_rank_processes:
+        return None
+    if config.cache.stores:
+        raise ConfigError(
+            f"{config.cache.stores[0]} is for a model in the engine's own process; leave it out, or"
+            " distributed_executor_backend, and take one device."
+        )
+    return Ranks(config)
+
+
+@contextmanager
+def ended_if_raised(ranks: Ranks | None) -> Iterator[None]:
+    """End ranks that nobody will."""
+    try:
+        yield
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
+    """Make the scheduler of a runner, over pools of the size that its memory plan found."""
+    config = built.config
+    kv = KVManager(
+        built.spec.cache_groups,
+        built.memory.num_blocks,
+        config.cache.block_size,
+        config.cache.enable_prefix_caching,
+        block_bytes=block_bytes_of(config, built.spec),
+        host_limits=built.host_limits,
+    )
+    most_tokens = config.scheduler.max_num_batched_tokens or 0
+    memory = Memory(kv, most_tokens, config.cache.watermark, fingerprint_of(built, source))
+    return Scheduler(
+        memory,
+        config.scheduler,
+        config.model.most_tokens,
+        make_policy(config.scheduler.scheduling_policy),
+        num_stores=len(config.cache.stores) if built.host_limits else 0,
+        num_stages=config.parallel.pipeline_parallel_size,
+        kept=config.cache.kept,
+    )
+
+
+def _log_start(built: LoadedModel, source: ModelSource) -> None:
+    logger.info(
+        "model %s (%s, %s) on %s, attention: %s",
+        source.name, built.spec.model_type, str(built.dtype).removeprefix("torch."),
+        built.device_type, built.backend_name,
+    )  # fmt: skip
+    if built.draft_source is not None and built.spec.drafter is not None:
+        drafter = built.spec.drafter
+        logger.info("guesses: %s (%s)", built.draft_source.name, drafter.model_type)
+    logger.info("%s", built.memory.describe())

@@ -1,0 +1,65 @@
+"""What tells the blocks of one cache from another's: everything that can change a key or a value.
+
+Blocks outlive an engine in a directory or a store, where another engine finds them by the digests
+of their tokens. These chains begin with the fingerprint made here, so what it leaves out comes back
+as another model's keys and values. It is better that it covers too much: then there is a miss.
+"""
+
+from quire.base.config import EngineConfig
+from quire.engine.executors.loaded import LoadedModel
+from quire.kv.digest import cache_fingerprint
+from quire.models.checkpoint import checkpoint_files
+from quire.models.file_identity import file_identity
+from quire.models.formats import weight_formats
+from quire.models.source import ModelSource, load_format_of
+from quire.ops.formats import ATTENTION, FORMATS, chosen_variants
+from quire.ops.native_types import BLOCK_LAYOUT
+
+
+def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
+    """Return the fingerprint of a runner's cache. Raises OSError for weights that cannot be
+    read."""
+    config, cache = built.config, built.config.cache
+    return cache_fingerprint(
+        source.name,
+        config.model.revision or "",
+        weights_identity(config, source),
+        built.spec.identity,
+        repr(weight_formats(config.model)),
+        repr(sorted(built.kv_scales.items())),
+        str(built.dtype),
+        built.device_type,
+        built.backend_name,
+        str(cache.block_size),
+        cache.kv_cache_dtype,
+        "deterministic" if config.deterministic else "",
+        _kernels(built),
+        *_of_drafter(built),
+    )
+
+
+def _of_drafter(built: LoadedModel) -> tuple[str, ...]:
+    """Name the model whose keys and values stand beside the served one's, if one guesses."""
+    source, spec = built.draft_source, built.spec.drafter
+    if source is None or spec is None:
+        return ()
+    return source.name, weights_identity(built.config, source), spec.identity
+
+
+def _kernels(built: LoadedModel) -> str:
+    """Name the layout of the core's blocks and the instruction sets whose rounding is in them.
+    Integers have the same bits in all."""
+    if built.device_type != "cpu":
+        return ""
+    dtype = str(built.dtype).removeprefix("torch.")
+    chosen = chosen_variants(each for each in (dtype, ATTENTION) if each in FORMATS)
+    return repr((BLOCK_LAYOUT, chosen))
+
+
+def weights_identity(config: EngineConfig, source: ModelSource) -> str:
+    """Return what tells the weights from others of that name, where blocks outlive the engine."""
+    if not config.cache.stores:
+        return ""
+    if load_format_of(config, source) == "dummy":
+        return f"random numbers by name of seed {config.model.seed}"
+    return repr([file_identity(file) for file in checkpoint_files(source.directory)])

@@ -1,0 +1,85 @@
+"""The text side of an engine: what turns text into requests. It needs no torch."""
+
+from dataclasses import dataclass
+
+from quire.base.config import ModelConfig
+from quire.base.errors import ConfigError
+from quire.base.settings import json_object
+from quire.engine.client.requests import RequestMaker
+from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
+from quire.engine.start.preflight import tokenizer_place
+from quire.models.source import ModelSource
+from quire.render.answers.detect import check_names
+from quire.render.generation import read_generation_defaults
+from quire.render.renderer import Renderer
+from quire.render.template_pool import TemplatePool
+from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer_files import has_tokenizer
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """tokenizer: None for a model without one, which takes token ids only."""
+
+    renderer: Renderer
+    tokenizer: Tokenizer | None
+    requests: RequestMaker
+
+
+def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0) -> TextSide:
+    """Read tokenizer, chat template and generation defaults. Raises ModelError, ConfigError.
+
+    maker_id: tells the front ends of one engine apart, so that their seeds differ.
+    """
+    check_names(config.tool_call_parser, config.reasoning_parser)
+    tokenizer = _read_tokenizer(config, source)
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    use_sampling = config.generation_config == "auto"
+    override = json_object("override_generation_config", config.override_generation_config)
+    defaults = read_generation_defaults(source.directory, eos, use_sampling, override)
+    return TextSide(
+        Renderer(
+            tokenizer,
+            config.chat_template,
+            templates=TemplatePool(),
+            parsers=(config.tool_call_parser, config.reasoning_parser),
+            template_kwargs=json_object(
+                "default_chat_template_kwargs", config.default_chat_template_kwargs
+            ),
+        ),
+        tokenizer,
+        RequestMaker(tokenizer, defaults, config.seed, maker_id, config.stream_interval),
+    )
+
+
+def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -> Vocabulary:
+    """Read what grammars need of a model. vocab_size: of its logits. Raises ModelError,
+    ConfigError, MissingDependency."""
+    tokenizer = _read_tokenizer(config, source)
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    override = json_object("override_generation_config", config.override_generation_config)
+    defaults = read_generation_defaults(source.directory, eos, False, override)
+    return make_vocabulary(tokenizer, vocab_size, defaults.eos_token_ids)
+
+
+def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSource) -> None:
+    """Raise ConfigError if a draft model has other tokens than the model that is served; one
+    without a tokenizer has the same."""
+    ours = _read_tokenizer(config, source)
+    if ours is None or not has_tokenizer(drafter.directory):
+        return
+    theirs = Tokenizer.from_directory(drafter.directory)
+    num = min(ours.vocab_size, theirs.vocab_size)
+    pairs = zip(ours.tokens(range(num)), theirs.tokens(range(num)), strict=True)
+    found = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
+    if found is not None:
+        raise ConfigError(
+            f"the draft model {drafter.name} has other tokens than {source.name}: token {found} is"
+            f" {theirs.token(found)!r}, not {ours.token(found)!r}. Take a draft model of the same"
+            " family, with the same tokenizer."
+        )
+
+
+def _read_tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
+    directory = tokenizer_place(config, source).directory
+    return Tokenizer.from_directory(directory) if has_tokenizer(directory) else None

@@ -1,0 +1,1 @@
+"""A core and its clients in different processes: messages, the server, child processes."""

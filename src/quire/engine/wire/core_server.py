@@ -1,0 +1,294 @@
+"""A core that serves clients over a Unix socket: one thread, one plain loop.
+
+It waits in one place, in `select`: for what clients send, for the executor's bell, and for the time
+to plan the next step; never for long, so that its heartbeat shows at rest too that it lives. A
+request that comes while a step runs is in the next plan. It sends each client one message per step.
+When a client is gone, its requests end.
+"""
+
+import contextlib
+import logging
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from quire.base.clock import Clock
+from quire.base.durations import bounded_wait_s
+from quire.base.errors import EngineBusy, EngineError, RequestError
+from quire.base.kv_orders import KEEP_AT_END_S
+from quire.base.messages import (
+    Abort,
+    Append,
+    AskCancel,
+    AskHeld,
+    AskLive,
+    AskMetrics,
+    AskPrefixes,
+    AskTimeline,
+    Cancel,
+    Cancelled,
+    HeldList,
+    Live,
+    Metrics,
+    Prefixes,
+    Ready,
+    Refused,
+    Request,
+    TimelineText,
+    ToCore,
+)
+from quire.base.step_outputs import StepOutputs
+from quire.engine.loop.core import EngineCore
+from quire.engine.observability.heartbeat import Heartbeat
+from quire.engine.observability.live import LiveFrames
+from quire.engine.wire.core_choice import OpenLoad
+from quire.engine.wire.step_routing import StepRouter
+from quire.engine.wire.wire import NO_RESOURCES, CoreConnection, core_codec
+
+logger = logging.getLogger("quire")
+
+ACCEPT_PAUSE_S = 1.0  # after `accept` found no resources
+
+
+class StatusSource(Protocol):
+    def line(self, now_s: float) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class CoreReports:
+    """What the core tells of itself: to Prometheus, to the log (None: nothing) and to its watcher;
+    and of one request, by id and tenant, to a client that asks."""
+
+    metrics_text: Callable[[], str]
+    status: StatusSource | None = None
+    heartbeat: Heartbeat | None = None
+    timeline_text: Callable[[str, str | None], str] = lambda request_id, tenant: ""
+
+
+class CoreServer:
+    """Serves an `EngineCore` to the clients that connect to `listener` (listening, Unix)."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        listener: socket.socket,
+        ready: Ready,
+        reports: CoreReports,
+        clock: Clock,
+    ) -> None:
+        self.core = core
+        self._listener = listener
+        self._ready = ready
+        self._reports = reports
+        self._clock = clock
+        self._live = LiveFrames(core, clock)
+        self._codec = core_codec()
+        self._clients: dict[int, CoreConnection] = {}
+        self._owners: dict[str, int] = {}  # request id -> client
+        self._load = OpenLoad()  # of those
+        self._router = StepRouter(ready.max_num_seqs, self._owners.get)
+        self._num_clients = 0
+        self._stopping = False
+        self._accept_again_s: float | None = None
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        core.bell.wake_up = self._wake
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises EngineError if the core cannot go on."""
+        try:
+            while not self._stopping:
+                self._poll(self._wait_s())
+                if self.core.has_work or self.core.rest_s() == 0.0:
+                    self._advance()
+        finally:
+            if self._reports.heartbeat is not None:
+                self._reports.heartbeat.wait(self._clock.now(), KEEP_AT_END_S)
+            for client in list(self._clients.values()):
+                client.close()
+            self._listener.close()
+            self._selector.close()
+
+    def stop(self) -> None:
+        """End `run` after the present step; from a signal handler or another thread."""
+        self._stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let `select` return; from any thread."""
+        with contextlib.suppress(OSError):  # full: it will wake up; or closed
+            self._wake_in.send(b"x")
+
+    def _wait_s(self) -> float:
+        """Return how long to wait for the next thing to happen. While a step is under way its
+        deadline stands."""
+        wait_s, heartbeat = bounded_wait_s(self.core.rest_s()), self._reports.heartbeat
+        if heartbeat is not None and not self.core.num_in_flight:
+            heartbeat.wait(self._clock.now(), wait_s)
+        return wait_s
+
+    def _advance(self) -> None:
+        heartbeat, status = self._reports.heartbeat, self._reports.status
+        has_plans = self.core.num_in_flight > 0  # while there are any, their deadline stands
+        if heartbeat is not None and not has_plans:
+            heartbeat.begin(self._clock.now())
+        self._send(self.core.advance())
+        if status is not None and (line := status.line(self._clock.now())) is not None:
+            logger.info("%s", line)
+
+    # ---- messages out ------------------------------------------------------------------------
+
+    def _send(self, outputs: StepOutputs) -> None:
+        """Send one message to each client that has something to get."""
+        messages = self._router.split(outputs)
+        for update, _ in outputs.finished:  # all sequences of a request may have ended in this step
+            self._forget(update.request_id)
+        for client_id, message in messages.items():
+            client = self._clients.get(client_id)
+            if client is not None:
+                client.send(message)
+                self._watch(client)
+
+    def _forget(self, request_id: str) -> None:
+        """Forget whose request it was, once the last of its sequences has ended."""
+        if not self.core.has(request_id):
+            self._disown(request_id)
+
+    def _disown(self, request_id: str) -> None:
+        self._owners.pop(request_id, None)
+        self._load.remove(request_id)
+        self._tell_load()
+
+    def _tell_load(self) -> None:
+        if self._reports.heartbeat is not None:
+            self._reports.heartbeat.tell_load(self._load.total)
+
+    def _watch(self, client: CoreConnection) -> None:
+        """Wait for room in the socket only while something could not be sent."""
+        wanted = selectors.EVENT_READ
+        if client.has_unsent:
+            wanted |= selectors.EVENT_WRITE
+        if self._selector.get_key(client.socket).events != wanted:
+            self._selector.modify(client.socket, wanted, client)
+
+    # ---- messages in -------------------------------------------------------------------------
+
+    def _poll(self, timeout_s: float) -> None:
+        if self._accept_again_s is not None and self._accept_again_s <= self._clock.now():
+            self._accept_again_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_out:
+                self._wake_out.recv(64)
+            else:
+                self._serve(key.data, events)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # or it has gone already
+            if error.errno in NO_RESOURCES:
+                self._rest_from_accepting(error)
+            return
+        client = CoreConnection(sock, self._num_clients, self._codec)
+        self._num_clients += 1
+        self._clients[client.client_id] = client
+        self._selector.register(sock, selectors.EVENT_READ, client)
+        client.send(msgspec.structs.replace(self._ready, client_id=client.client_id))
+        self._watch(client)
+
+    def _rest_from_accepting(self, error: OSError) -> None:
+        """Let new connections wait; otherwise `select` would return again and again."""
+        self._selector.unregister(self._listener)
+        self._accept_again_s = self._clock.now() + ACCEPT_PAUSE_S
+        logger.error(
+            "the engine cannot take a connection (%s); it tries again every %g s, and all else"
+            " goes on.",
+            error.strerror, ACCEPT_PAUSE_S,
+        )  # fmt: skip
+
+    def _serve(self, client: CoreConnection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            client.flush()
+            self._watch(client)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            messages = client.receive()
+        except EngineError as error:
+            logger.error("client %d is cut off: %s", client.client_id, error)
+            messages = None
+        if messages is None:
+            self._drop(client)
+            return
+        for message in messages:
+            self._take(client, message)
+        self._watch(client)
+
+    def _take(self, client: CoreConnection, message: ToCore) -> None:
+        if isinstance(message, Request):
+            self._add(client, message)
+        elif isinstance(message, AskMetrics):
+            self.core.publish()
+            client.send(Metrics(message.ask_id, self._reports.metrics_text()))
+        elif isinstance(message, AskTimeline):
+            self.core.publish()
+            text = self._reports.timeline_text(message.request_id, message.tenant)
+            client.send(TimelineText(message.ask_id, text))
+        elif isinstance(message, AskLive):
+            client.send(Live(message.ask_id, self._live.frame()))
+        elif isinstance(message, AskPrefixes):
+            client.send(Prefixes(message.ask_id, self.core.prefixes(message.tenant)))
+        elif isinstance(message, AskHeld):
+            found = self.core.held(message.request_id, message.index, message.tenant)
+            client.send(HeldList(message.ask_id, found))
+        elif isinstance(message, AskCancel):
+            requests = [each.request for each in self.core.requests()]
+            names = [each.request_id for each in requests if message.means(each)]
+            for name in names:
+                self.core.control(Cancel(name))
+            client.send(Cancelled(message.ask_id, names))
+        elif isinstance(message, Abort):
+            if self._owners.get(message.request_id) == client.client_id:
+                self.core.control(message)
+                if message.index < 0:
+                    self._disown(message.request_id)
+                else:
+                    self._forget(message.request_id)
+        elif isinstance(message, Append):
+            if self._owners.get(message.request_id) == client.client_id:
+                self.core.control(message)
+        else:
+            self.core.control(message)
+
+    def _add(self, client: CoreConnection, request: Request) -> None:
+        try:
+            self.core.add(request)
+        except RequestError as error:
+            is_busy = isinstance(error, EngineBusy)
+            client.send(Refused(request.request_id, str(error), is_busy, error.field))
+        else:
+            self._owners[request.request_id] = client.client_id
+            self._load.add(request)
+            self._tell_load()
+
+    def _drop(self, client: CoreConnection) -> None:
+        """Drop a client that is gone, and end its requests, which nobody waits for."""
+        self._selector.unregister(client.socket)
+        client.close()
+        del self._clients[client.client_id]
+        mine = [name for name, owner in self._owners.items() if owner == client.client_id]
+        for request_id in mine:
+            self._disown(request_id)
+            self.core.control(Abort(request_id))

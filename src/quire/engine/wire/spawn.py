@@ -1,0 +1,48 @@
+"""Starting a Python module as a child that dies with this process."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from quire.base.secrets import KEY_VARIABLES, reveal_secret
+
+
+def start_child(
+    module: str,
+    arguments: list[str],
+    config: object,
+    fds: tuple[int, ...],
+    log_level: str,
+    environment: dict[str, str] | None = None,
+    stderr: int | None = None,
+) -> "subprocess.Popen[bytes]":
+    """Start a module as a child (engine/wire/child.py), tied to the calling thread.
+
+    config: sent as JSON on its standard input, the one place where secrets are in the clear. fds:
+    descriptors that it inherits. stderr: as `Popen` takes it.
+
+    It is in a process group of its own, so that Ctrl-C reaches only this process.
+    """
+    command = [sys.executable, "-P", "-m", "quire.engine.wire.child", str(os.getpid()), module]
+    process = subprocess.Popen(
+        [*command, *arguments, "--log-level", log_level],
+        stdin=subprocess.PIPE,
+        stderr=stderr,
+        pass_fds=fds,
+        process_group=0,
+        env=_without_keys(environment),
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died; its exit status says so
+        process.stdin.write(msgspec.json.encode(config, enc_hook=reveal_secret))
+        process.stdin.close()
+    return process
+
+
+def _without_keys(environment: dict[str, str] | None) -> dict[str, str]:
+    """Return a child's environment without the API keys, which it gets with its configuration."""
+    given = os.environ if environment is None else environment
+    return {name: value for name, value in given.items() if name not in KEY_VARIABLES}

@@ -1,0 +1,181 @@
+"""What is held comes back with the next engine over the same directory: its tokens, whose it is,
+until when; and what is damaged, late, another server's or another model's does not."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.messages import Fork, HeldRequest, PutBack
+from quire.engine.attachments.held_files import HeldFiles
+from quire.engine.recording.files import read_recording
+from quire.tools.replay import replay_all
+from tests.engine.loop.test_sessions import Engine, needs_core
+
+TOKENS = np.arange(5, 45, dtype=np.int32)
+PRINT = b"\1\2"
+
+
+def told(name: str = "cmpl-a", index: int = 0, **more: Any) -> HeldRequest:
+    fields = {"keep_s": 60.0, "tenant": "", "cache_salt": "salt", "expires_in_s": 50.0} | more
+    return HeldRequest(name, index, 30, len(TOKENS), 0, **fields)
+
+
+def opened(folder: Path, server: str = "one", fingerprint: bytes = PRINT) -> HeldFiles:
+    files = HeldFiles.open(folder, fingerprint, server, FakeClock())
+    assert files is not None
+    return files
+
+
+def kept(folder: Path, *held: HeldRequest, server: str = "one") -> None:
+    files = opened(folder, server)
+    files.submit({(one.id, one.index): (one, TOKENS) for one in held})
+    files.close()
+
+
+def loaded(folder: Path, **more: Any) -> list[PutBack]:
+    files = opened(folder, **more)
+    found = list(files.load())
+    files.close()
+    return found
+
+
+def names(folder: Path, **more: Any) -> list[str]:
+    return [message.request_id for message in loaded(folder, **more)]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.held"))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    kept(tmp_path, told(), told("cmpl-a", 1), told("../b", tenant="user 1", adapter_id="x"))
+    found = {(each.request_id, each.index): each for each in loaded(tmp_path)}
+    assert sorted(found) == [("../b", 0), ("cmpl-a", 0), ("cmpl-a", 1)]
+    one = found["../b", 0]
+    assert one.token_ids == TOKENS.tolist() and one.num_prompt_tokens == 30
+    assert (one.tenant, one.cache_salt, one.keep_s) == ("user 1", "salt", 60.0)
+    assert (one.adapter_id, one.media_ids) == ("x", ())
+    assert 40 < one.left_s <= 50
+    folders = {path.parent for path in files_in(tmp_path)}
+    assert [folder.relative_to(tmp_path).parts for folder in folders] == [
+        ("quire-held-1", PRINT.hex(), "0")
+    ]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files_in(tmp_path))
+    assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+
+
+def test_what_is_let_go_is_deleted(tmp_path: Path) -> None:
+    files = opened(tmp_path)
+    files.submit({("cmpl-a", 0): (told(), TOKENS), ("cmpl-b", 0): (told("cmpl-b"), TOKENS)})
+    files.submit({("cmpl-a", 0): None, ("cmpl-b", 0): (told("cmpl-b"), TOKENS[:7])})
+    files.close()
+    [found] = loaded(tmp_path)
+    assert (found.request_id, found.token_ids) == ("cmpl-b", TOKENS[:7].tolist())
+
+
+def test_running_numbers_are_no_names(tmp_path: Path) -> None:
+    kept(tmp_path, told("17"))
+    assert files_in(tmp_path) == []
+
+
+def test_time_goes_on_between_two_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept(tmp_path, told("short", expires_in_s=10.0), told("long", expires_in_s=50.0))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 30.0)
+    [found] = loaded(tmp_path)
+    assert found.request_id == "long" and 19 < found.left_s <= 20.1
+    assert len(files_in(tmp_path)) == 1, "what is late is deleted"
+    monkeypatch.setattr(time, "time", lambda: now - 1e6)  # the clock was set back
+    assert loaded(tmp_path)[0].left_s == 60.0
+
+
+def test_keys_of_another_server_may_be_other_keys(tmp_path: Path) -> None:
+    held = told("cmpl-a", tenant="key 1"), told("cmpl-b", tenant="user 77")
+    kept(tmp_path, *held)
+    assert sorted(names(tmp_path, server="one")) == ["cmpl-a", "cmpl-b"]
+    assert names(tmp_path, server="two") == ["cmpl-b"]
+    assert names(tmp_path, server="one") == ["cmpl-b"], "it is deleted"
+
+
+def test_another_cache_has_others(tmp_path: Path) -> None:
+    kept(tmp_path, told())
+    assert names(tmp_path, fingerprint=b"\3") == []
+    assert names(tmp_path) == ["cmpl-a"]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "text"])
+def test_what_is_damaged_is_left_out(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept(tmp_path, told(), told("cmpl-b"))
+    path = files_in(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes({"flip": data, "cut": data[:-9], "empty": b"", "text": b"x" * 99}[harm])
+    logging.getLogger("quire").addHandler(caplog.handler)
+    try:
+        assert len(names(tmp_path)) == 1
+    finally:
+        logging.getLogger("quire").removeHandler(caplog.handler)
+    assert "1 files of held requests" in caplog.text and "damaged" in caplog.text
+    assert len(files_in(tmp_path)) == 1
+
+
+def test_engines_at_the_same_time_have_folders_of_their_own(tmp_path: Path) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    one.submit({("cmpl-a", 0): (told(), TOKENS)})
+    other.submit({("cmpl-b", 0): (told("cmpl-b"), TOKENS)})
+    one.close()
+    assert names(tmp_path) == ["cmpl-a"], "the other one is there"
+    other.close()
+    assert {path.parent.name for path in files_in(tmp_path)} == {"0", "1"}
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "quire-held-1").write_text("in the way")
+    logging.getLogger("quire").addHandler(caplog.handler)
+    try:
+        assert HeldFiles.open(tmp_path, PRINT, "", FakeClock()) is None
+    finally:
+        logging.getLogger("quire").removeHandler(caplog.handler)
+    assert "will not survive a restart" in caplog.text
+
+
+@needs_core
+def test_the_next_engine_holds_what_one_held(tmp_path: Path) -> None:
+    """It forks what the one before has held, with the blocks that the directory has, and gets what
+    a new request gets; what was let go or rewound stays so."""
+    settings: dict[str, Any] = {"kv_disk_dir": str(tmp_path / "blocks"), "num_blocks": 40}
+    one = Engine(**settings)
+    first, second, third = (one.kept(seed=seed) for seed in range(3))
+    tokens = first.token_ids
+    one.client.rewind(second.id, 0, 9)
+    one.client.keep(third.id, 0.0)
+    one.close()
+    record = tmp_path / "record"
+    other = Engine(**settings, record=str(record), record_tokens=True)
+    held = {each.id: each for each in other.client.held()}
+    assert held.keys() == {first.id, second.id}
+    assert all(each.num_blocks == 0 and 500 < each.expires_in_s <= 600 for each in held.values())
+    assert other.held(second.id).token_ids == tokens[:9]
+    assert other.held(first.id).token_ids == tokens
+    other.num_asked = 100  # its requests have other names
+    asked = other.ask(tokens[:30], Fork(first.id, 0, 30), max_tokens=8, seed=9, keep_s=600)
+    [output] = other.finish(asked)
+    assert output.num_cached_tokens == 16, "the directory had the full block"
+    [expected] = other.tokens(tokens[:30], max_tokens=8, seed=9, skip_reading_prefix_cache=True)
+    assert output.outputs[0].token_ids == expected
+    other.client.keep(first.id, 0.0)
+    other.close()
+    outcome = replay_all(read_recording(record))
+    assert outcome.difference is None and outcome.num_requests == 2
+    last = Engine(**settings)
+    assert {each.id for each in last.client.held()} == {second.id, asked.request_id}
+    last.close()

@@ -1,0 +1,90 @@
+"""max_num_queued_reqs: how many may wait, and what who is refused learns, also over the wire."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from quire.base.clock import MonotonicClock
+from quire.base.config import config_from_flat
+from quire.base.errors import EngineBusy, RequestError
+from quire.engine.attachments.queue_limit import QueueLimit
+from quire.engine.client.remote import RemoteClient
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import build_core
+from quire.models.source import resolve_model
+from tests.engine.client.test_remote import SETTINGS, Served, request, token_ids
+from tests.engine.stand_in import attached
+from tests.serve.checkpoints import checkpoint
+
+ROWS, QUEUED = 2, 3
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    """Two rows; three may wait beside them."""
+    settings = SETTINGS | {"max_num_seqs": ROWS, "max_num_queued_reqs": QUEUED}
+    config = config_from_flat(model=str(checkpoint("llama")), **settings)
+    return build_core(config, resolve_model(config.model.model), MonotonicClock()).core
+
+
+def test_a_burst_may_take_the_free_rows_and_the_queue(core: EngineCore) -> None:
+    for i in range(ROWS + QUEUED):
+        core.add(request(f"{i}"))
+    with pytest.raises(EngineBusy, match="wait already .5, and max_num_queued_reqs is 3"):
+        core.add(request("one more"))
+    core.step()
+    assert core.scheduler.num_waiting == QUEUED
+    with pytest.raises(EngineBusy):
+        core.add(request("still too many"))
+    while core.scheduler.num_waiting == QUEUED:
+        core.step()
+    while core.scheduler.num_waiting < QUEUED:
+        core.add(request(f"more {core.scheduler.num_waiting}"))
+    with pytest.raises(EngineBusy):
+        core.add(request("again too many"))
+
+
+def test_rows_that_are_free_do_not_help_where_somebody_is_left_waiting(core: EngineCore) -> None:
+    """The pool is what is short, not rows: newcomers would queue behind who waits."""
+    pool = core.scheduler.memory.kv.pools[0]
+    taken = [pool.allocate() for _ in range(pool.num_free)]
+    core.add(request("first"))
+    assert core.plan() is None
+    for i in range(QUEUED - 1):
+        core.add(request(f"{i}"))
+    assert core.scheduler.num_free_rows == ROWS
+    with pytest.raises(EngineBusy):
+        core.add(request("too many"))
+    for block_id in taken:
+        pool.release(block_id)
+
+
+def test_without_a_limit_everybody_may_wait(core: EngineCore) -> None:
+    limit = attached(core, QueueLimit)
+    assert limit is not None
+    core.detach(limit)
+    for i in range(100):
+        core.add(request(f"{i}"))
+    assert core.scheduler.num_waiting == 100
+
+
+def test_a_remote_client_is_told_that_it_is_only_too_many(core: EngineCore, tmp_path: Path) -> None:
+    async def run() -> None:
+        client = await RemoteClient.connect(served.path, None)
+        calls = [token_ids(client.generate(request(f"{i}", max_tokens=30))) for i in range(20)]
+        got = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [error for error in got if isinstance(error, BaseException)]
+        assert refused and all(isinstance(error, EngineBusy) for error in refused)
+        assert sum(isinstance(tokens, list) for tokens in got) >= ROWS
+        assert isinstance(refused[0], RequestError)
+        again = await token_ids(client.generate(request("later", max_tokens=3)))
+        assert len(again) == 3
+        assert client.num_unfinished == 0
+        await client.close()
+
+    served = Served(tmp_path, core)
+    try:
+        asyncio.run(run())
+    finally:
+        served.stop()

@@ -1,0 +1,324 @@
+"""Several cores behind their sockets, and one client that chooses: `CoreServer`s run in threads."""
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from quire.base.clock import MonotonicClock
+from quire.base.config import config_from_flat, flat_settings
+from quire.base.errors import ConfigError, EngineDead, RequestError
+from quire.base.messages import Ready
+from quire.engine.client.fleet import FleetClient, client_of, difference
+from quire.engine.client.remote import RemoteClient, pin
+from quire.engine.observability.exposition import Exposition
+from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader
+from quire.engine.observability.merged_metrics import merged
+from quire.engine.observability.metrics import EngineMetrics
+from quire.engine.observability.timeline import Timelines
+from quire.engine.start.build import build_core
+from quire.engine.wire.core_choice import weight
+from quire.engine.wire.core_server import CoreReports, CoreServer
+from quire.models.source import resolve_model
+from tests.engine.client.test_remote import (
+    MAX_LEN,
+    PROMPT,
+    SETTINGS,
+    request,
+    token_ids,
+    until_idle,
+)
+from tests.serve.checkpoints import checkpoint, reference_tokens
+
+SIZE = 4
+LONG = [i % 90 + 3 for i in range(40)]
+
+
+class Served:
+    """A core that serves in a thread, until `stop`."""
+
+    def __init__(self, home: Path, number: int, max_logprobs: int = 20) -> None:
+        home.mkdir(exist_ok=True)
+        config = config_from_flat(model=str(checkpoint("llama")), block_size=SIZE, **SETTINGS)
+        source = resolve_model(config.model.model)
+        built = build_core(config, source, MonotonicClock())
+        self.core, self.path, self.home = built.core, home / "core.sock", home
+        metrics, timelines = EngineMetrics(4, MAX_LEN, True), Timelines.of(built.core.view(), [])
+        self.core.subscribe(metrics)
+        self.core.subscribe(timelines)
+        text = Exposition(metrics, self.core.view, "tiny", config.cache, number).text
+        self.path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self.path))
+        listener.listen(8)
+        settings = flat_settings(built.config)
+        vocab_size = self.core.limits.vocab_size
+        ready = Ready(0, vocab_size, MAX_LEN - number, max_logprobs, 4, settings, "memory")
+        (home / "heartbeat").unlink(missing_ok=True)
+        reports = CoreReports(text, None, Heartbeat(home / "heartbeat", 1.0), timelines.text)
+        self.server = CoreServer(self.core, listener, ready, reports, MonotonicClock())
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+
+    @property
+    def load(self) -> int:
+        return HeartbeatReader(self.home / "heartbeat").load().tokens
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.thread.join()
+        self.core.close()
+
+
+@pytest.fixture
+def cores(tmp_path: Path) -> Iterator[list[Served]]:
+    made = [Served(tmp_path / str(number), number) for number in range(2)]
+    yield made
+    for core in made:
+        core.stop()
+
+
+def with_client(cores: list[Served], test: Any) -> None:
+    """Run a test, which gets a client of all cores."""
+
+    async def run() -> None:
+        client = client_of([core.path for core in cores], None)
+        assert isinstance(client, FleetClient)
+        client.start()
+        try:
+            await client.wait_until_ready()
+            await test(client)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_answers_are_those_of_one_core_and_the_work_is_shared(cores: list[Served]) -> None:
+    prompts = [[number + 3, *PROMPT] for number in range(6)]
+    expected = [reference_tokens(checkpoint("llama"), prompt, 12) for prompt in prompts]
+
+    async def test(client: FleetClient) -> None:
+        assert client.ready.max_model_len == MAX_LEN - 1, "the least of all"
+        waiting: list[Coroutine[Any, Any, list[int]]] = [
+            token_ids(client.generate(request(str(number), prompt)))
+            for number, prompt in enumerate(prompts)
+        ]
+        assert await asyncio.gather(*waiting) == expected
+        text = await client.metrics()
+        done = re.findall(r'generation_tokens_total{engine="(\d)",model_name="tiny"} (\S+)', text)
+        assert done == [("0", "36.0"), ("1", "36.0")]
+        for core in cores:
+            await until_idle(core.core)
+            assert core.load == 0
+        assert client.num_unfinished == 0
+
+    with_client(cores, test)
+
+
+def test_a_conversation_hits_as_with_one_core(cores: list[Served]) -> None:
+    async def hits(client: FleetClient | RemoteClient, salt: str) -> list[int]:
+        found, prompt = [], LONG[:20]
+        for turn in range(4):
+            asked = msgspec.structs.replace(request(f"{salt} {turn}", prompt), cache_salt=salt)
+            outputs = [output async for output in client.generate(asked)]
+            found.append(outputs[-1].num_cached_tokens or 0)
+            answer = [token for output in outputs for token in output.outputs[0].token_ids]
+            prompt = [*prompt, *answer, 5, 6]
+        return found
+
+    async def test(client: FleetClient) -> None:
+        one = await RemoteClient.connect(cores[0].path, None)
+        expected = await hits(one, "alone")
+        assert expected[0] == 0 and all(np.diff(expected) > 0)
+        several = await asyncio.gather(*(hits(client, salt) for salt in ("a", "b")))
+        assert several == [expected, expected]
+        await one.close()
+
+    with_client(cores, test)
+
+
+def test_a_core_may_be_asked_for(cores: list[Served]) -> None:
+    async def test(client: FleetClient) -> None:
+        for name in range(3):
+            asked = msgspec.structs.replace(request(str(name)), core_id=1)
+            await token_ids(client.generate(asked))
+        assert (
+            'generation_tokens_total{engine="1",model_name="tiny"} 36.0' in await client.metrics()
+        )
+        with pytest.raises(RequestError, match="there are 2 cores, 0 to 1"):
+            await token_ids(client.generate(msgspec.structs.replace(request("x"), core_id=2)))
+        one = RemoteClient(cores[0].path, None)
+        with pytest.raises(RequestError, match="there is one engine, 0"):
+            one.check(msgspec.structs.replace(request("x"), core_id=1))
+
+    with_client(cores, test)
+
+
+def test_aborts_pieces_and_timelines_go_where_the_request_is(cores: list[Served]) -> None:
+    async def test(client: FleetClient) -> None:
+        gone = [client.generate(request(str(number), max_tokens=80)) for number in range(4)]
+        for outputs in gone:
+            await anext(outputs)
+        assert all(core.load > 0 for core in cores)
+        client.abort("0")
+        client.fail("1", RuntimeError("of the reader"))
+        await token_ids(gone[0])
+        with pytest.raises(RuntimeError, match="of the reader"):
+            await token_ids(gone[1])
+        for outputs in gone[2:]:
+            await outputs.aclose()  # type: ignore[attr-defined]
+        for core in cores:
+            await until_idle(core.core)
+        opened = msgspec.structs.replace(request("open", LONG[:9]), is_open=True)
+        reading = asyncio.create_task(token_ids(client.generate(opened)))
+        await asyncio.sleep(0)
+        client.append("open", LONG[9:20], is_last=True)
+        assert await reading == reference_tokens(checkpoint("llama"), LONG[:20], 12)
+        with pytest.raises(RequestError, match="is open"):
+            client.append("open", [5])
+        assert '"open"' in await client.timeline("open")
+        assert await client.timeline("nobody") == ""
+
+    with_client(cores, test)
+
+
+def test_who_watches_names_a_core(cores: list[Served]) -> None:
+    async def test(client: FleetClient) -> None:
+        outputs = client.generate(
+            msgspec.structs.replace(request("mine", max_tokens=60), core_id=1)
+        )
+        await anext(outputs)
+        told = [[row.id for row in (await client.live(core)).state.running] for core in (0, 1)]
+        assert told == [[], ["mine"]]
+        with pytest.raises(RequestError, match="data_parallel_rank=2"):
+            await client.live(2)
+        await outputs.aclose()  # type: ignore[attr-defined]
+
+    with_client(cores, test)
+
+
+def test_pins_and_resets_are_those_of_all_cores(cores: list[Served]) -> None:
+    def pinning(name: str) -> Any:
+        return msgspec.structs.replace(request(name, LONG), pin_s=0.0)
+
+    async def hits(client: FleetClient, core: int) -> int:
+        asked = msgspec.structs.replace(request(f"on {core}", [*LONG, 5, 6]), core_id=core)
+        return [o async for o in client.generate(asked)][-1].num_cached_tokens or 0
+
+    async def test(client: FleetClient) -> None:
+        pinned = await pin(client, pinning("p"))
+        [listed] = await client.prefixes()
+        assert listed.id == pinned.id == "p" and listed.is_ready and listed.num_blocks == 20
+        assert [await hits(client, core) for core in (0, 1)] == [len(LONG)] * 2
+        assert (await client.prefixes())[0].num_hits == 2
+        with pytest.raises(RequestError):
+            await pin(client, msgspec.structs.replace(pinning("q"), pin_s=-1.0))
+        assert await client.unpin("p") and not await client.unpin("p")
+        assert await client.prefixes() == []
+        await client.reset_prefix_cache()
+        assert [await hits(client, core) for core in (0, 1)] == [0, 0]
+        names = {core.core.scheduler.memory.names.fingerprint for core in cores}
+        assert len(names) == 1, "they go on to find each other's blocks in stores"
+
+    with_client(cores, test)
+
+
+def test_a_core_that_dies_fails_its_requests_and_comes_back_knowing_nothing(
+    cores: list[Served], tmp_path: Path
+) -> None:
+    async def test(client: FleetClient) -> None:
+        await token_ids(client.generate(msgspec.structs.replace(request("x", LONG), core_id=0)))
+        open_ones = [client.generate(request(str(n), [n + 3], max_tokens=80)) for n in range(2)]
+        for outputs in open_ones:
+            await anext(outputs)
+        await asyncio.to_thread(cores[0].stop)
+        ends = await asyncio.gather(*map(token_ids, open_ones), return_exceptions=True)
+        assert sum(isinstance(end, EngineDead) for end in ends) == 1
+        assert client.is_alive
+        await token_ids(client.generate(request("y", LONG)))  # the other one takes it
+        with pytest.raises(EngineDead, match="core 0 of 2"):
+            await token_ids(client.generate(msgspec.structs.replace(request("z"), core_id=0)))
+        assert 'engine="0"' not in await client.metrics()
+        cores[0] = await asyncio.to_thread(Served, tmp_path / "0", 0)
+        while len(client._usable()) < 2:
+            await asyncio.sleep(0.01)
+        again = [o async for o in client.generate(request("again", LONG))]
+        assert (again[-1].num_cached_tokens or 0) > 0, "of the core that lived"
+        assert 'engine="0"' in await client.metrics()
+
+    # The client gives up where nobody listens; a supervisor keeps the socket.
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("quire.engine.client.remote.NO_SOCKET", ())
+    monkey.setattr("quire.engine.client.remote.AGAIN_S", 0.02)
+    try:
+        with_client(cores, test)
+    finally:
+        monkey.undo()
+
+
+def test_cores_must_be_alike(tmp_path: Path) -> None:
+    cores = [Served(tmp_path / str(number), 0, 20 - number) for number in range(2)]
+    try:
+        with pytest.raises(ConfigError, match=r"core 1 is unlike.*max_logprobs: 20 and 19"):
+            with_client(cores, lambda _: asyncio.sleep(0))
+    finally:
+        for core in cores:
+            core.stop()
+
+
+def test_what_is_one_core_s_own_is_no_difference() -> None:
+    one = Ready(0, 97, 96, 20, 4, {"model": "a", "record": "x/0", "max_model_len": 96}, "m")
+    own = {"model": "a", "record": "x/1", "max_model_len": 90}
+    assert difference(one, msgspec.structs.replace(one, settings=own, client_id=5)) == ""
+    assert "model: 'a' and 'b'" in difference(
+        one, msgspec.structs.replace(one, settings=own | {"model": "b"})
+    )
+
+
+def test_loads_of_other_clients_count(cores: list[Served]) -> None:
+    async def test(client: FleetClient) -> None:
+        other = await RemoteClient.connect(cores[0].path, None)
+        busy = [other.generate(request(str(n), LONG, max_tokens=50)) for n in range(3)]
+        for outputs in busy:
+            await anext(outputs)
+        assert cores[0].load == 3 * weight(request("", LONG))
+        for number in range(2):
+            await token_ids(client.generate(request(str(number), [number + 3])))
+        text = await client.metrics()
+        assert (
+            'request_success_total{engine="1",finished_reason="length",model_name="tiny"} 2' in text
+        )
+        for outputs in busy:
+            await outputs.aclose()  # type: ignore[attr-defined]
+        await other.close()
+
+    with_client(cores, test)
+
+
+def test_metrics_have_one_head_for_each_family() -> None:
+    def text(value: int, more: str = "") -> str:
+        return (
+            f'# HELP a x {{y}} z\n# TYPE a gauge\na{{engine="{value}"}} {value}\n{more}'
+            f"# HELP process_b c\n# TYPE process_b gauge\nprocess_b {value}\n"
+        )
+
+    extra = "# HELP c d\n# TYPE c counter\nc_total 5\nc_created 6\n"
+    assert merged({0: text(0), 1: text(1, extra)}) == (
+        '# HELP a x {y} z\n# TYPE a gauge\na{engine="0"} 0\na{engine="1"} 1\n'
+        '# HELP process_b c\n# TYPE process_b gauge\nprocess_b{engine="0"} 0\n'
+        'process_b{engine="1"} 1\n# HELP c d\n# TYPE c counter\nc_total{engine="1"} 5\n'
+        'c_created{engine="1"} 6\n'
+    )
+
+
+def test_one_core_has_a_plain_client(tmp_path: Path) -> None:
+    assert isinstance(client_of([tmp_path], None), RemoteClient)

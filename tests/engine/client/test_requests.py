@@ -1,0 +1,61 @@
+"""Requests of answers that have a form: their grammar, and the tokens that end them."""
+
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.sampling_params import SamplingParams
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.engine.client.requests import RequestMaker
+from quire.render.generation import GenerationDefaults
+from quire.render.renderer import RenderedPrompt
+from quire.render.structured import grammar_of
+from tests.render.tiny import tokenizer
+
+TOK = tokenizer("byte_level")
+DEFAULTS = GenerationDefaults(eos_token_ids=(2, 3))
+PROMPT = RenderedPrompt([5, 6])
+FORM = StructuredOutputsParams(choice=["a", "b"])
+
+
+def test_the_grammar_follows_from_the_parameters() -> None:
+    maker = RequestMaker(TOK, DEFAULTS, 0)
+    params = SamplingParams(structured_outputs=FORM)
+    request = maker.make(PROMPT, params)
+    assert request.grammar == grammar_of(FORM, TOK.added_ids)
+    assert request.params.structured_outputs is None  # the core needs the grammar only
+    assert params.structured_outputs is FORM
+    assert maker.make(PROMPT, params, grammar="start: /x/").grammar == "start: /x/"
+    assert maker.make(PROMPT, SamplingParams()).grammar == ""
+
+
+@pytest.mark.parametrize("grammar", ["", "start: /x/"])
+def test_end_tokens_that_are_ignored_end_an_answer_with_a_grammar(grammar: str) -> None:
+    maker = RequestMaker(TOK, DEFAULTS, 0)
+    request = maker.make(PROMPT, SamplingParams(ignore_eos=True), grammar=grammar)
+    expected = (2, 3) if grammar else ()
+    assert request.stop_token_ids == request.eos_token_ids == expected
+
+
+def test_a_form_needs_a_tokenizer() -> None:
+    maker = RequestMaker(None, DEFAULTS, 0)
+    with pytest.raises(RequestError, match="needs a tokenizer") as raised:
+        maker.make(PROMPT, SamplingParams(structured_outputs=FORM))
+    assert raised.value.field == "structured_outputs"
+
+
+def test_parameters_have_one_form() -> None:
+    for fields, says in (
+        ({}, "got none of them"),
+        ({"json": {}, "regex": "a"}, "got json and regex"),
+        ({"json_object": False}, "got none"),
+        ({"choice": []}, "choice must be a list"),
+        ({"choice": ["a", ""]}, "choice must be a list"),
+        ({"json": 5}, "json must be a schema"),
+        ({"regex": 5}, "regex must be a text"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "leave one out"),
+    ):
+        with pytest.raises(RequestError, match=says) as raised:
+            StructuredOutputsParams(**fields)  # type: ignore[arg-type]
+        assert raised.value.field == "structured_outputs"
+    with pytest.raises(RequestError, match="must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""The device guesses, and plans follow each other: the same answers in fewer steps, at any depth.
+
+The whole engine on a CPU, by torch's operations and by the C++ core. `tests/runner/gpu` has the
+kernels.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.events import Event, Planned, Stepped
+from quire.base.sampling_params import StructuredOutputsParams
+from quire.engine.drafting.device_drafting import AheadDrafting
+from quire.engine.drafting.draft_pace import StepTimes
+from quire.engine.recording.files import read_recording
+from quire.tools.replay import replay_all
+from quire.tools.replay_model import replay_with_model
+from tests.engine.stand_in import drafter_of
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+TEXTS = [
+    "one two three. one two three. one two three. one two",
+    "The little fox said: 1, 2, 3, 1, 2, 3,",
+    "Once upon a time",
+    "def add(x, y):\n    return x + y\n\ndef add(x, y):",
+]
+COMMON: dict[str, Any] = {"ignore_eos": True, "logprobs": 1}
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=50, **COMMON),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=44, n=2, top_p=0.9, **COMMON),
+    SamplingParams(temperature=0.0, max_tokens=40, frequency_penalty=0.2, xtc_probability=0.3,
+                   repetition_penalty=1.1, **COMMON),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=60, min_tokens=20, stop=["x"],
+                   bad_words=["add"], logit_bias={40: 1.0}, logprobs=1),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that may be guessed is guessed, however fast the machine is."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+
+
+def engine(depth: int, method: Any = NGRAM, **settings: Any) -> LLM:
+    common = {"speculative_config": method, "dtype": "float32", "max_num_seqs": 8}
+    return LLM(
+        "demo", max_model_len=112, disable_log_stats=True, block_size=16, pipeline_depth=depth,
+        **(common | {"kv_cache_memory_bytes": 8 << 20} | settings),
+    )  # fmt: skip
+
+
+class Plans:
+    """What plans an engine makes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_guessing = self.num_behind = self.num = 0
+        self._flown: dict[int, set[int]] = {}  # rows that try guesses, of plans in flight
+        llm.engine.client.core.subscribe(self.note)
+
+    def note(self, event: Event) -> None:
+        """Doors tell in the order in which they were called."""
+        if isinstance(event, Stepped):
+            self._flown.pop(event.step_id)
+        elif isinstance(event, Planned) and event.plan is not None:
+            self.num += 1
+            self.num_guessing += event.plan.is_guessing
+            rows = set(event.plan.rows.tolist())
+            self.num_behind += any(not rows.isdisjoint(tried) for tried in self._flown.values())
+            self._flown[event.step_id] = {draft.row for draft in event.plan.drafts}
+
+
+def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
+    outputs = llm.generate(TEXTS[: len(params)], params, use_tqdm=False)
+    return [
+        [(tuple(c.token_ids), c.finish_reason, c.cumulative_logprob) for c in output.outputs]
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": "bfloat16", "quantization": "int8"},
+        {"kv_cache_memory_bytes": 1 << 20, "preemption_mode": "swap", "max_num_seqs": 5},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["float32", "int8", "few blocks", "two ranks"],
+)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_no_answer_changes(depth: int, settings: dict[str, Any]) -> None:
+    with engine(1, {"method": "none"}, **settings) as llm:
+        plain = answers(llm)
+    with engine(depth, **settings) as llm:
+        assert isinstance(drafter_of(llm.engine.client.core), AheadDrafting)
+        plans = Plans(llm)
+        assert answers(llm) == plain
+    assert plans.num_guessing >= 10 and plans.num_behind >= 10
+
+
+def test_no_answer_changes_by_torchs_operations() -> None:
+    """Whose attention pads rows by what the host knows of them: tokens are the same."""
+    torch_only = {"attention_backend": "torch"}
+    with engine(1, {"method": "none"}, **torch_only) as llm:
+        plain = answers(llm)
+    with engine(2, **torch_only) as llm:
+        plans, found = Plans(llm), answers(llm)
+    assert [[c[:2] for c in each] for each in found] == [[c[:2] for c in each] for each in plain]
+    assert plans.num_guessing >= 10 and plans.num_behind >= 10
+
+
+def test_repeated_text_takes_fewer_steps() -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=60, allowed_token_ids=[40])]
+    with engine(2) as llm:
+        plans = Plans(llm)
+        [[(token_ids, _, _)]] = answers(llm, params)
+    assert token_ids == (40,) * 60
+    assert plans.num < 30
+
+
+def test_a_grammar_is_still_the_hosts_matter() -> None:
+    """Its forced tokens are guessed between plans; other rows go on, and after it the device does
+    the guessing again."""
+    forced = SamplingParams(temperature=0.0, max_tokens=30)
+    forced.structured_outputs = StructuredOutputsParams(choice=["the little fox ran home again"])
+    params = [PARAMS[0], PARAMS[1], forced]
+    with engine(1, {"method": "none"}) as llm:
+        plain = answers(llm, params)
+    with engine(2) as llm:
+        plans = Plans(llm)
+        kinds: list[bool] = []
+        llm.engine.client.core.subscribe(
+            lambda event: (
+                kinds.append(event.plan.is_guessing)
+                if isinstance(event, Planned) and event.plan and event.plan.drafts
+                else None
+            )
+        )
+        assert answers(llm, params) == plain
+    assert plans.num_guessing > 5 and not all(kinds) and kinds[-1]
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_a_replay_needs_nobody_who_guesses(tmp_path: Path, keeps_tokens: bool) -> None:
+    """The recording says where the device guessed, and what came of it; a model guesses anew."""
+    settings = {"record": str(tmp_path), "record_tokens": keeps_tokens, "max_num_seqs": 5}
+    with engine(3, kv_cache_memory_bytes=1 << 20, **settings) as llm:
+        plans = Plans(llm)
+        answers(llm)
+    assert plans.num_behind >= 10
+    outcome = replay_all(read_recording(tmp_path))
+    assert outcome.difference is None and outcome.num_steps == plans.num
+    if keeps_tokens:
+        outcome = replay_with_model(read_recording(tmp_path), {})
+        assert outcome.difference is None
+        assert "sampled tokens are identical" in outcome.notes[-1]
+
+
+def test_what_the_device_guesses_in_vain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times that say that guesses cost much, and are wrong, steps are soon plain ones."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda times, num: float(num))
+    with engine(2) as llm:
+        plans = Plans(llm)
+        answers(llm)
+    assert plans.num_guessing < plans.num / 2

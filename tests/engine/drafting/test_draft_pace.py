@@ -1,0 +1,108 @@
+"""How many guesses are worth their time."""
+
+import pytest
+
+from quire.engine.drafting.draft_pace import FIRST_CHANCE, FORGOTTEN, Chance, StepTimes, lengths
+
+
+def times_of(**seconds: float) -> StepTimes:
+    """`t4=1.0`: a step of 4 tokens takes a second."""
+    times = StepTimes()
+    for name, each in seconds.items():
+        times.observe(int(name[1:]), each)
+    return times
+
+
+def test_steps_between_two_sizes_lie_between_their_times() -> None:
+    times = times_of(t1=1.0, t4=4.0)
+    assert times.seconds(3) == pytest.approx(3.0)
+    assert times.seconds(4) == 4.0
+    assert times.seconds(64) == 4.0, "what was never tried is to be tried"
+    assert StepTimes().seconds(1) is None
+
+
+def test_times_follow_what_is_seen() -> None:
+    times = times_of(t2=1.0)
+    for _ in range(60):
+        times.observe(2, 3.0)
+    assert times.seconds(2) == pytest.approx(3.0, rel=0.01)
+
+
+def test_what_was_seen_long_ago_is_tried_again() -> None:
+    """One slow step, while somebody else had the processor, is not believed for ever."""
+    times = times_of(t8=100.0)
+    for _ in range(FORGOTTEN):
+        times.observe(1, 1.0)
+    assert times.seconds(8) == 100.0
+    times.observe(1, 1.0)
+    assert times.seconds(8) == 1.0
+
+
+def test_where_tokens_are_free_all_are_tried() -> None:
+    times = times_of(t1=1.0, t64=1.0)
+    assert lengths([4, 2, 0], [0.5, 0.9, 0.9], 1, times) == [4, 2, 0]
+
+
+def test_where_each_token_costs_as_much_none_are() -> None:
+    times = times_of(t1=1.0, t64=64.0)
+    assert lengths([4, 4], [0.6, 0.9], 0, times) == [0, 0]
+
+
+def test_those_that_are_likely_come_first() -> None:
+    """Four tokens cost as two, eight as much as eight."""
+    times = times_of(t2=2.0, t4=2.0, t8=8.0)
+    assert lengths([4, 4], [0.9, 0.3], 0, times) == [2, 0]
+
+
+def test_a_run_may_pay_though_its_first_guess_does_not() -> None:
+    """Two tokens cost half as much again, and so do six."""
+    times = times_of(t1=1.0, t2=1.7, t6=1.75)
+    assert lengths([5], [0.7], 0, times) == [5]
+    assert lengths([1], [0.75], 0, times) == [1]
+    assert lengths([1], [0.6], 0, times) == [0]
+
+
+def test_nothing_is_known_at_first() -> None:
+    assert lengths([3, 1], [0.1, 0.1], 0, StepTimes()) == [3, 1]
+
+
+def test_a_chance_follows_what_was_put_to_the_test() -> None:
+    right, wrong, half = Chance(), Chance(), Chance()
+    for _ in range(60):
+        right.observe(4, 4)
+        wrong.observe(4, 0)
+        half.observe(1, 1)
+        half.observe(1, 0)
+    assert right.value > 0.99
+    assert wrong.value < 0.01
+    assert 0.4 < half.value < 0.6
+    for _ in range(1000):
+        wrong.hope()
+    assert wrong.value == FIRST_CHANCE, "it is tried again"
+
+
+def test_what_guessing_takes_counts() -> None:
+    """Guesses that are always right are not worth it where making them takes as long as a step."""
+    times = StepTimes()
+    times.observe(1, 1.0)
+    times.observe(8, 1.0)
+    assert lengths([4], [1.0], 0, times) == [4]
+    assert lengths([4], [1.0], 0, times, lambda num: 0.2 * num) == [4]
+    assert lengths([4], [1.0], 0, times, lambda num: 1.1 * num) == [0]
+    assert lengths([4, 4], [0.9, 0.1], 0, times, lambda num: 0.3 * num)[1] <= 1
+
+
+def test_the_first_guess_pays_for_the_step_that_tries_it() -> None:
+    """A step that tries any takes half as much again."""
+    times, tried = times_of(t1=1.0, t64=1.0), times_of(t8=1.5)
+    assert lengths([1], [0.4], 0, times, tried=tried) == [0]
+    assert lengths([1], [0.6], 0, times, tried=tried) == [1]
+    assert lengths([4], [0.4], 0, times, tried=tried) == [3]
+
+
+def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
+    tried = times_of(t8=100.0)
+    for _ in range(FORGOTTEN + 1):
+        assert tried.seconds(8) == 100.0
+        tried.pass_one()
+    assert tried.seconds(8) is None

@@ -1,0 +1,175 @@
+"""The engine's side of guessing: who is guessed for, what becomes of it, and what is forgotten."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.events import Event, Planned, Stepped
+from quire.base.messages import Draft
+from quire.base.plan import Plan, StepResult
+from quire.engine.drafting import drafting
+from quire.engine.drafting.draft_pace import StepTimes
+from quire.engine.drafting.drafting import Drafting
+from quire.scheduler.sequence import Sequence
+from tests.engine.stand_in import drafter_of
+
+
+@pytest.fixture(autouse=True)
+def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is guessed does not depend on how fast the machine is: nothing is known of that."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+
+
+SETTINGS = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
+}
+TEXT = "one two three. one two three. one two three. one two"
+
+
+def steps_of(llm: LLM) -> list[Stepped]:
+    steps: list[Stepped] = []
+    core = llm.engine.client.core
+    core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
+    return steps
+
+
+def engine(**settings: object) -> LLM:
+    return LLM(
+        "demo", max_model_len=96, dtype="float32", disable_log_stats=True,
+        kv_cache_memory_bytes=8 << 20, **({"speculative_config": SETTINGS} | settings),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [SETTINGS, {"method": "suffix", "num_speculative_tokens": 4}])
+def test_repeated_text_takes_fewer_steps(method: dict[str, object]) -> None:
+    """A bias makes the answer certain: the same token over and over."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
+    with engine(speculative_config=method) as llm:
+        steps = steps_of(llm)
+        [output] = llm.generate([TEXT], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == [40] * 40
+    assert sum(step.num_accepted for step in steps) + len(steps) >= 40
+    assert len(steps) < 30
+
+
+def test_an_answer_that_was_given_before() -> None:
+    """The second one takes a part of the steps, if tenant and salt are the same."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    suffix = {"method": "suffix", "num_speculative_tokens": 8}
+    with engine(speculative_config=suffix) as llm:
+        steps, nums, answers = steps_of(llm), [], []
+        for salt in ("a", "b", "a"):
+            prompt = {"prompt": "Once upon a time", "cache_salt": salt}
+            [output] = llm.generate([prompt], params, use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+            nums.append(len(steps))
+            steps.clear()
+    assert answers[0] == answers[1] == answers[2]
+    assert nums[2] < 10 < 30 < nums[1], nums
+
+
+def test_a_wrong_guess_costs_no_token() -> None:
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=60, ignore_eos=True)
+    with engine() as llm:
+        steps = steps_of(llm)
+        [output] = llm.generate([TEXT], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 60
+    assert sum(step.num_guessed for step in steps) > sum(step.num_accepted for step in steps)
+
+
+def test_guesses_stay_within_the_limit() -> None:
+    """The last token is never one too many, and no guess is behind it."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, allowed_token_ids=[40])
+    with engine() as llm:
+        plans: list[Planned] = []
+        core = llm.engine.client.core
+        core.subscribe(lambda event: plans.append(event) if isinstance(event, Planned) else None)
+        [output] = llm.generate([TEXT + " !!!!"], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == [40] * 3
+    drafts = [draft for each in plans if each.plan for draft in each.plan.drafts]
+    assert all(len(draft.token_ids) <= 1 for draft in drafts)
+
+
+def test_who_has_ended_is_forgotten() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    with engine(max_num_seqs=4) as llm:
+        llm.generate([f"{i} {TEXT}" for i in range(60)], params, use_tqdm=False)
+        drafting = drafter_of(llm.engine.client.core)
+        assert drafting is not None
+        assert len(drafting._of) <= 4 + 4
+
+
+def test_who_cannot_be_guessed_for_rests() -> None:
+    """Where nothing ever stands twice the sequence is looked at less and less often."""
+    asked = []
+    with engine() as llm:
+        core = llm.engine.client.core
+        drafting = drafter_of(core)
+        assert drafting is not None
+        guess = drafting.guess
+
+        def noted(sequences: list[Sequence], num_running: int) -> list[Draft]:
+            asked.append(len(sequences))
+            return guess(sequences, num_running)
+
+        drafting.guess = noted  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        params.allowed_token_ids = list(range(40, 80))
+        params.logit_bias = dict.fromkeys(params.allowed_token_ids, 90.0)
+        params.repetition_penalty = 50.0  # so each comes once
+        llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)
+    assert sum(asked) <= 16
+
+
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("depth", "method"), [(1, SETTINGS), (1, SUFFIX), (2, SUFFIX), (3, SUFFIX)]
+)
+def test_plans_follow_each_other_until_there_is_something_to_guess(
+    depth: int, method: dict[str, object]
+) -> None:
+    """The host's guesses are tried at any depth, and no plan is behind one that tries them."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    again = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
+    with engine(pipeline_depth=depth, speculative_config=method) as llm:
+        core, in_flight = llm.engine.client.core, list[tuple[int, bool]]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Planned) and event.plan is not None:
+                earlier = [step.plan for step in core.in_flight]
+                is_behind = any(plan.drafts for plan in earlier)
+                in_flight.append((len(earlier), is_behind or bool(event.plan.drafts and earlier)))
+
+        core.subscribe(note)
+        steps = steps_of(llm)
+        [output] = llm.generate([TEXT], again, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == [40] * 40
+        assert sum(step.num_accepted for step in steps) >= 15
+        llm.generate(["Once upon"], params, use_tqdm=False)
+    assert not any(is_wrong for _, is_wrong in in_flight)
+    assert max(num for num, _ in in_flight) == depth - 1
+
+
+def test_a_steps_time_is_its_own_also_behind_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second by this clock; many of them are not looked at, nothing being guessed."""
+    now_s, seen = [0.0], list[float]()
+    carried_out = Drafting.observe
+
+    def observe(guesses: Drafting, plan: Plan, result: StepResult) -> None:
+        now_s[0] += 1.0
+        carried_out(guesses, plan, result)
+
+    monkeypatch.setattr(Drafting, "observe", observe)
+    monkeypatch.setattr(StepTimes, "observe", lambda _times, _num, seconds: seen.append(seconds))
+    monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    with engine() as llm:
+        llm.generate([TEXT.replace(" ", str(i)) for i in range(3)], params, use_tqdm=False)
+    assert 5 < len(seen) < now_s[0]
+    assert set(seen) == {1.0}

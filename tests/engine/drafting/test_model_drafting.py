@@ -1,0 +1,125 @@
+"""A model that guesses, as an engine has it: what does not fit, what it takes, what is recorded."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.errors import ConfigError, ModelNotFound, OutOfMemory
+from quire.engine.drafting.draft_pace import StepTimes
+from quire.engine.recording.files import read_recording
+from quire.engine.start.build import make_scheduler
+from quire.models.draft_model import with_drafter
+from quire.models.source import ModelSource, resolve_model
+from quire.runner.build import build_runner
+from quire.tools.replay import replay_all
+from quire.tools.replay_model import replay_with_model
+from tests.render.tiny import fresh_directory, write_directory
+from tests.serve.checkpoints import checkpoint, text_checkpoint, write_checkpoint
+
+PROMPTS = [[5, 9, 13, 2, 40], [7] * 17, list(range(20, 60))]
+PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+FEW: dict[str, Any] = {"max_model_len": 96, "dtype": "float32", "kv_cache_memory_bytes": 4 << 20}
+
+
+@pytest.fixture(autouse=True)
+def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+
+
+def guessed_by(model: str | Path, **more: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "draft_model", "model": str(model)} | more}
+
+
+def engine(model: str | Path, **settings: Any) -> LLM:
+    return LLM(str(model), disable_log_stats=True, **(FEW | settings))
+
+
+def config_of(model: str | Path, **settings: Any) -> tuple[EngineConfig, ModelSource]:
+    config = config_from_flat(model=str(model), **(FEW | settings))
+    return config, resolve_model(config.model.model)
+
+
+# ---- what does not fit -----------------------------------------------------------------------
+
+
+def test_another_vocabulary() -> None:
+    with pytest.raises(ConfigError, match=r"has 120 tokens, and .* served 97.*same family"):
+        engine(checkpoint("llama"), **guessed_by(checkpoint("llama", 120)))
+
+
+def test_other_tokens(tmp_path: Path) -> None:
+    """As many, but not the same ones."""
+    other = write_checkpoint(write_directory(fresh_directory(), "metaspace"), "llama", 424)
+    with pytest.raises(ConfigError, match=r"has other tokens than .*: token \d+ is .*, not "):
+        engine(text_checkpoint("llama"), **guessed_by(other))
+    engine(text_checkpoint("llama"), **guessed_by(checkpoint("gpt2", 424))).close()
+
+
+def test_a_draft_model_with_states() -> None:
+    with pytest.raises(ConfigError, match=r"layers that remember a state.*one without"):
+        engine(checkpoint("llama"), **guessed_by(checkpoint("qwen3_5")))
+
+
+def test_a_head_is_no_model(tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"is an EAGLE-3 head.*method eagle3"):
+        engine(checkpoint("llama"), **guessed_by(tmp_path / "head"))
+
+
+def test_no_such_model() -> None:
+    with pytest.raises(ModelNotFound, match="/no/where"):
+        engine(checkpoint("llama"), **guessed_by("/no/where"))
+
+
+def test_no_room_for_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, source = config_of(checkpoint("llama"), **guessed_by("demo"))
+    monkeypatch.setattr("quire.models.draft_model._check", lambda *_: None)
+    monkeypatch.setattr("quire.runner.build.available_cpu_bytes", lambda: 4 << 20)
+    with pytest.raises(OutOfMemory, match=r"weights .* exceed the free memory"):
+        build_runner(config, source)
+
+
+# ---- names ---------------------------------------------------------------------------------
+
+
+def test_its_weights_are_part_of_the_cache_s_name(tmp_path: Path) -> None:
+    """Also where only a number of them differs."""
+    found = []
+    stored = {"kv_disk_dir": str(tmp_path / "blocks")}
+    for i, seed in enumerate((0, 1, None)):
+        draft = {}
+        if seed is not None:
+            draft = guessed_by(write_checkpoint(tmp_path / str(i) / "draft", "llama", 97, seed))
+        config, source = config_of(checkpoint("qwen3"), **stored, **draft)
+        found.append(make_scheduler(build_runner(config, source), source).memory.names.fingerprint)
+    assert len(set(found)) == 3
+
+
+def test_the_spec_of_the_model_itself_stays() -> None:
+    config, source = config_of(checkpoint("qwen3"))
+    spec, nobody = with_drafter(build_runner(config, source).spec, None)
+    assert nobody is None and spec.drafter is None
+    assert spec.cache_groups == spec.own_groups
+
+
+# ---- recordings ------------------------------------------------------------------------------
+
+
+def test_a_recording_is_replayed_without_it_and_with_the_model(tmp_path: Path) -> None:
+    model, draft = checkpoint("llama"), checkpoint("gpt2")
+    settings = {"record": str(tmp_path), "record_tokens": True, **guessed_by(draft)}
+    with engine(model, **settings) as llm:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    outcome = replay_all(read_recording(tmp_path))
+    assert outcome.difference is None
+    outcome = replay_with_model(read_recording(tmp_path), {})
+    assert outcome.difference is None
+    assert "sampled tokens are identical" in outcome.notes[-1]

@@ -1,0 +1,185 @@
+"""Guesses by what most often followed, beside a search through everything."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from quire.base.speculation import Suffixes
+from quire.engine.drafting import ngram_index as places
+from quire.engine.drafting.ngram_index import LONG, SHORT
+from quire.engine.drafting.suffixes import BULK, OWN_TOKENS, PIECE, Answers, SuffixGuesser
+
+TEXTS = st.lists(st.integers(0, 2), max_size=40)
+ALL = Suffixes(depth=10_000, factor=100.0, least_chance=0.0)
+ALONE = Suffixes(depth=10_000, num_answers=0, factor=1.0, least_chance=0.3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_place() -> Iterator[None]:
+    """The search below looks at every place, so the guesser must, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "MOST_PLACES", 10_000)
+        yield
+
+
+def guesser(
+    prompt: list[int], answers: Answers, limits: Suffixes = ALL, tenant: str = "", salt: str = ""
+) -> SuffixGuesser:
+    made = SuffixGuesser(limits, len(prompt), answers, answers.writer(tenant, salt))
+    made.extend(prompt)
+    return made
+
+
+Way = tuple[int, list[int]]  # how many tokens led to it; how it goes on
+
+
+def ways(text: list[int], first: int, last: list[int]) -> list[Way]:
+    """All ways on from places of a text, from one on, before which the last of `last` stand."""
+    found = []
+    for place in range(max(first, LONG), len(text)):
+        pairs = zip(reversed(text[:place]), reversed(last), strict=False)
+        differ = [one != other for one, other in pairs]
+        num_same = differ.index(True) if True in differ else len(differ)
+        found.append((num_same, text[place:]))
+    return found
+
+
+def most_frequent(found: list[Way], num: int, limits: Suffixes) -> tuple[float, list[int]]:
+    """Of the ways to which most tokens led, the newest last, the most frequent one."""
+    longest = max((length for length, _ in found), default=0)
+    if longest < SHORT:
+        return 0.0, []
+    alive = [way for length, way in reversed(found) if length == longest]
+    guesses, chance, expected = list[int](), 1.0, 0.0
+    while len(guesses) < min(num, max(1, int(limits.factor * longest))):
+        nexts = [way[len(guesses)] for way in alive if len(way) > len(guesses)]
+        if not nexts:
+            break
+        best = max(nexts, key=nexts.count)  # the newest of those that are as frequent
+        chance *= nexts.count(best) / len(nexts)
+        if chance < limits.least_chance:
+            break
+        guesses.append(best)
+        expected += chance
+        alive = [way for way in alive if way[: len(guesses)] == guesses]
+    return expected, guesses
+
+
+def of_itself(text: list[int], num: int, limits: Suffixes) -> tuple[float, list[int]]:
+    """The search in a text, which goes on from its end as it did from the place."""
+    if len(text) < LONG:
+        return 0.0, []
+    found = [(length, (way * num)[:num]) for length, way in ways(text, 0, text)]
+    return most_frequent(found, num, limits)
+
+
+@settings(max_examples=200, deadline=None)
+@given(prompt=TEXTS, pieces=st.lists(TEXTS, max_size=6), num=st.integers(1, 8))
+@example(prompt=[0, 0, 1, 0, 1, 0, 0, 1, 0, 1], pieces=[[0]], num=2)  # its beginning comes again
+@example(prompt=[0, 0, 0, 2, 2, 2, 2, 0, 2, 2], pieces=[[2]], num=2)  # a part of that
+def test_a_sequence_alone_as_a_search_would_find(
+    prompt: list[int], pieces: list[list[int]], num: int
+) -> None:
+    """Also where what was found is followed, and in a prompt that is put at once."""
+    prompt = prompt * (BULK // max(1, len(prompt)) + 1 if num % 2 else 1)
+    made, text = guesser(prompt, Answers(1), ALONE), list(prompt)
+    for piece in [[], *pieces]:
+        made.extend(piece)
+        text += piece
+        assert made.guess(num) == of_itself(text, num, ALONE)[1], text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    others=st.lists(st.tuples(TEXTS, TEXTS), max_size=5), prompt=TEXTS, num=st.integers(1, 8),
+    is_running=st.booleans(),
+)  # fmt: skip
+def test_in_others_answers_as_a_search_would_find(
+    others: list[tuple[list[int], list[int]]], prompt: list[int], num: int, is_running: bool
+) -> None:
+    """The better of what a sequence has itself and of what they have; theirs, if it is longer."""
+    answers, found = Answers(8), list[Way]()
+    running = []
+    for other, answer in others:
+        made = guesser(other, answers)
+        for token_id in answer:  # in steps, in which it guesses itself
+            made.extend([token_id])
+            made.guess(num)
+        running += [made] if is_running else []
+        before = other[-LONG:]
+        found += ways(before + answer, len(before), prompt)
+    own = of_itself(prompt, num, ALL)
+    there = most_frequent(found, num, ALL) if len(prompt) >= LONG else (0.0, [])
+    assert guesser(prompt, answers).guess(num) == (own if own[0] >= there[0] else there)[1]
+
+
+OWNERS = st.sampled_from([("", ""), ("ann", ""), ("bob", ""), ("ann", "s"), ("", "s")])
+SMALL = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(turns=st.lists(st.tuples(OWNERS, st.booleans(), SMALL), max_size=60), data=st.data())
+def test_nothing_is_seen_by_another_tenant_or_under_another_salt(
+    turns: list[tuple[tuple[str, str], bool, list[int]]], data: st.DataObject
+) -> None:
+    """All say the same and then a secret of their own. There is so little room that pieces pass
+    from one to the other while somebody follows what it has found in them."""
+    answers = Answers(data.draw(st.integers(1, 3)))
+    prompt, names = [0, 1, 2, 3, 0, 1, 2, 3], dict[tuple[str, str], int]()
+    running: dict[tuple[str, str], SuffixGuesser] = {}
+    for (tenant, salt), is_new, tokens in turns:
+        owner = tenant, salt
+        secret = 100 * (1 + names.setdefault(owner, len(names)))
+        if is_new or owner not in running:
+            running[owner] = guesser([secret + 50, *prompt], answers, tenant=tenant, salt=salt)
+        made = running[owner]
+        made.extend([token_id + secret * (token_id == 3) for token_id in tokens])
+        for each, one in running.items():
+            own = 100 * (1 + names[each])
+            assert all(t < 4 or t == own + 3 for t in one.guess(8)), "a secret of somebody else"
+
+
+def test_others_see_an_answer_only_with_the_same_tenant_and_salt() -> None:
+    answers, prompt = Answers(8), [1, 2, 3, 4, 5, 6]
+    guesser(prompt, answers, tenant="ann", salt="s").extend([7, 8, 9])
+    seen = guesser(prompt, answers, tenant="ann", salt="s").guess(4)
+    assert seen == [7, 8, 9]
+    for tenant, salt in [("", ""), ("ann", ""), ("", "s"), ("bob", "s"), ("ann", "t")]:
+        assert guesser(prompt, answers, tenant=tenant, salt=salt).guess(4) == []
+    off = Suffixes(num_answers=0)
+    assert guesser(prompt, answers, off, tenant="ann", salt="s").guess(4) == []
+
+
+def test_prompts_are_seen_by_nobody_else() -> None:
+    answers, prompt = Answers(8), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    guesser(prompt, answers).extend([11])
+    assert guesser(prompt[:8], answers).guess(4) == []
+    assert guesser(prompt, answers).guess(4) == [11]
+
+
+def test_the_oldest_answers_make_room() -> None:
+    answers = Answers(4)
+    for i in range(20):
+        guesser([10 * i + j for j in range(6)], answers).extend([1000 + i] * 9)
+    assert len(answers.places.tokens) == 4 * PIECE
+    seen = [guesser([10 * i + j for j in range(6)], answers).guess(2) for i in range(20)]
+    assert seen == [[]] * 16 + [[1000 + i] * 2 for i in range(16, 20)]
+
+
+def test_an_answer_of_many_pieces() -> None:
+    """All of it is found, and what stood before each piece."""
+    answers = Answers(8)
+    text = list(range(10_000, 10_000 + 3 * PIECE))
+    guesser(text[:6], answers).extend(text[6:])
+    for end in range(6, len(text) - 1):
+        assert guesser(text[end - 6 : end], answers).guess(1) == [text[end]]
+
+
+def test_of_a_long_prompt_the_newest_tokens_count() -> None:
+    old, new = [1, 2, 3, 4, 5, 6, 7], [11, 12, 13, 14, 15, 16, 17]
+    filler = list(range(100, 100 + OWN_TOKENS))
+    prompt = old + filler[: OWN_TOKENS // 2] + new + filler[OWN_TOKENS // 2 :]
+    assert guesser(prompt + new[:6], Answers(1)).guess(1) == [17]
+    assert guesser(prompt + old[:6], Answers(1)).guess(1) == []

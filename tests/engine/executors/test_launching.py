@@ -1,0 +1,224 @@
+"""An executor that launches ahead: order, what fails, what poisons the device, the end."""
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from quire.engine.executors import launching, threaded
+from quire.engine.executors.launching import LaunchingExecutor
+from quire.engine.executors.threaded import DeviceThread
+
+WAIT_S = 10.0
+
+
+def plan(number: int) -> Plan:
+    return Plan(number, rows=np.zeros(1, np.int32))
+
+
+class Step:
+    """Done when the test says so."""
+
+    def __init__(self, step: Plan) -> None:
+        self._step = step
+        self.gate: queue.Queue[str] = queue.Queue()
+
+    def is_done(self) -> bool:
+        return not self.gate.empty()
+
+    def result(self) -> StepResult:
+        trouble = self.gate.get(timeout=WAIT_S)
+        if trouble:
+            raise RuntimeError(trouble)
+        return StepResult(self._step.step_id, np.zeros((1, 1), np.int32), np.ones(1, np.int32))
+
+
+class Runner:
+    """Launches what it gets, but for plans that it shall refuse."""
+
+    launches = True
+
+    def __init__(self) -> None:
+        self.launched: queue.Queue[Step] = queue.Queue()
+        self.refuses: set[int] = set()
+        self.idles = 0
+        self.was_idle = threading.Event()
+
+    def launch(self, step: Plan, masks: MaskPromise | None = None) -> Step:
+        if step.step_id in self.refuses:
+            raise ValueError(f"no {step.step_id}")
+        made = Step(step)
+        self.launched.put(made)
+        return made
+
+    def idle(self) -> bool:
+        self.idles += 1
+        if self.idles == 3:
+            self.was_idle.set()
+        return self.idles < 3
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner()
+
+
+@pytest.fixture
+def executor(runner: Runner) -> Any:
+    built: Any = SimpleNamespace(
+        runner=runner, copy_bytes_per_s=5.0, device=SimpleNamespace(type="cpu")
+    )
+    made = LaunchingExecutor(built, DeviceThread())
+    yield made
+    while not runner.launched.empty():
+        runner.launched.get().gate.put("")
+    made.close()
+
+
+def test_a_step_is_launched_before_the_last_one_has_ended(
+    executor: LaunchingExecutor, runner: Runner
+) -> None:
+    rung: queue.Queue[None] = queue.Queue()
+    executor.start(lambda: rung.put(None))
+    executor.submit(plan(1))
+    executor.submit(plan(2))
+    first, second = (runner.launched.get(timeout=WAIT_S) for _ in range(2))
+    assert not executor.is_ready()
+    second.gate.put("")  # it cannot overtake
+    assert rung.empty() and not executor.is_ready()
+    first.gate.put("")
+    rung.get(timeout=WAIT_S)
+    assert executor.is_ready()
+    assert [executor.next_result().step_id for _ in range(2)] == [1, 2]
+
+
+def test_what_cannot_be_launched_takes_what_is_built_on_it_along(
+    executor: LaunchingExecutor, runner: Runner
+) -> None:
+    runner.refuses = {2}
+    for number in (1, 2, 3):
+        executor.submit(plan(number))
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    results = [executor.next_result() for _ in range(3)]
+    assert [result.error for result in results] == [
+        None, "ValueError: no 2", "a step before it failed"
+    ]  # fmt: skip
+    assert runner.launched.empty(), "the third was launched"
+    executor.submit(plan(4))  # nothing is built on the failed one any more
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    assert executor.next_result().error is None
+
+
+def test_what_the_device_meets_with_ends_the_engine(
+    executor: LaunchingExecutor, runner: Runner
+) -> None:
+    executor.submit(plan(1))
+    runner.launched.get(timeout=WAIT_S).gate.put("an illegal memory access")
+    with pytest.raises(EngineError, match="illegal memory access.*must be started again"):
+        executor.next_result()
+
+
+def test_a_launch_that_cannot_be_repeated_ends_the_engine(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(step: Plan, masks: MaskPromise | None = None) -> Step:
+        raise EngineError("half of it was launched")
+
+    monkeypatch.setattr(runner, "launch", launch)
+    executor.submit(plan(1))
+    with pytest.raises(EngineError, match="half of it"):
+        executor.next_result()
+
+
+def test_a_device_that_is_lost_at_a_launch(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_lost(device: Any) -> None:
+        raise RuntimeError("the context is gone")
+
+    monkeypatch.setattr(launching, "check_usable", is_lost)
+    runner.refuses = {1}
+    executor.submit(plan(1))
+    with pytest.raises(EngineError, match=r"raised ValueError: no 1.*the context is gone"):
+        executor.next_result()
+
+
+def test_idle_moments_are_used_until_nothing_is_left(
+    executor: LaunchingExecutor, runner: Runner
+) -> None:
+    executor.submit(plan(1))
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    assert executor.next_result().error is None
+    assert runner.was_idle.wait(WAIT_S)
+    executor.close()
+    assert runner.idles == 3
+
+
+def test_between_two_steps_nothing_else_is_done(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with one plan in flight, when each result leaves nothing to do for a moment."""
+    monkeypatch.setattr(threaded, "IDLE_S", WAIT_S)
+    for number in range(5):
+        executor.submit(plan(number))
+        runner.launched.get(timeout=WAIT_S).gate.put("")
+        assert executor.next_result().step_id == number
+    executor.close()
+    assert runner.idles == 0
+
+
+def test_a_device_that_works_is_not_idle(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has nothing to launch, but the next plan shall not wait for anything."""
+    monkeypatch.setattr(threaded, "IDLE_S", 0.0)
+    executor.submit(plan(1))
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    executor.next_result()
+    assert runner.was_idle.wait(WAIT_S)
+    executor.submit(plan(2))
+    step = runner.launched.get(timeout=WAIT_S)
+    executor._launching.do_when_idle(executor._steps.idle)
+    executor._launching.call(lambda: None)
+    assert executor._launching.call(executor._steps.idle), "there may be something to do later"
+    assert runner.idles == 3
+    step.gate.put("")
+    executor.next_result()
+
+
+def test_closing_waits_for_what_was_launched(executor: LaunchingExecutor, runner: Runner) -> None:
+    executor.submit(plan(1))
+    step = runner.launched.get(timeout=WAIT_S)
+    closing = threading.Thread(target=executor.close)
+    closing.start()
+    assert closing.is_alive()
+    step.gate.put("")
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    with pytest.raises(AssertionError, match="closed"):
+        executor.submit(plan(2))
+
+
+def test_closing_waits_for_what_idle_moments_launched(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a device that is lost does not keep anybody from closing."""
+    seen: list[int] = []
+
+    def is_lost(device: Any) -> None:
+        seen.append(runner.idles)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(launching, "check_usable", is_lost)
+    executor.submit(plan(1))
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    executor.next_result()
+    assert runner.was_idle.wait(WAIT_S)
+    executor.close()
+    assert seen == [runner.idles] == [3]

@@ -1,0 +1,288 @@
+"""The model on a thread of its own: the same answers, failures, ends and signs of life."""
+
+import _thread
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
+from quire.base.clock import FakeClock
+from quire.base.config import SchedulerConfig
+from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
+from quire.base.messages import Abort
+from quire.base.plan import Plan, StepResult
+from quire.base.validation import RequestLimits
+from quire.engine.executors.executor import failed_step
+from quire.engine.executors.threaded import DeviceThread, ThreadedExecutor
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.in_flight import LEAD_S, SHARE, Pacing
+from quire.engine.observability.beating import BeatingExecutor
+from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader
+from tests.engine.bench import Bench, prompt, with_poison
+from tests.serve.checkpoints import checkpoint
+
+WAIT_S = 60.0  # a limit, not a time that passes
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return checkpoint("llama")
+
+
+class Gated(RandomExecutor):
+    """Carries out a plan when it is let through. began: set when the first one has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Semaphore(0)
+        self.began = threading.Event()
+        self.fails: Callable[[Plan], bool] = lambda plan: False
+        self.ran: list[int] = []
+        self.threads: set[str] = set()
+        self.failure: StepResult | None = None
+
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
+        self.began.set()
+        assert self.gate.acquire(timeout=WAIT_S)
+        self.ran.append(plan.step_id)
+        self.threads.add(threading.current_thread().name)
+        if self.fails(plan):
+            self.failure = failed_step(plan, "made to fail")
+        super().submit(plan, masks)
+
+    def next_result(self) -> StepResult:
+        result = super().next_result()
+        failure, self.failure = self.failure, None
+        return failure or result
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Gated, ThreadedExecutor]]:
+    inner = Gated()
+    executor = ThreadedExecutor(inner)
+    yield inner, executor
+    inner.gate.release(100)
+    executor.close()
+
+
+def test_submit_does_not_wait_and_results_ring(gated: tuple[Gated, ThreadedExecutor]) -> None:
+    inner, executor = gated
+    rung = threading.Semaphore(0)
+    executor.start(rung.release)
+    for step_id in range(3):
+        executor.submit(Plan(step_id))
+    assert not executor.is_ready()
+    for step_id in range(3):
+        inner.gate.release()
+        assert rung.acquire(timeout=WAIT_S)
+        assert executor.is_ready()
+        assert executor.next_result().step_id == step_id
+    assert inner.threads == {"quire-device"}
+
+
+def test_plans_behind_a_failed_one_are_not_carried_out(
+    gated: tuple[Gated, ThreadedExecutor],
+) -> None:
+    """Until all were answered; then the next one is."""
+    inner, executor = gated
+    inner.fails = lambda plan: plan.step_id == 1
+    inner.gate.release(100)
+    for step_id in range(4):
+        executor.submit(Plan(step_id))
+    errors = [executor.next_result().error for _ in range(4)]
+    assert errors == [None, "made to fail", *["a step before it failed"] * 2]
+    executor.submit(Plan(4))
+    assert executor.next_result().error is None
+    assert inner.ran == [0, 1, 4]
+
+
+def test_closing_waits_for_the_present_step_only(gated: tuple[Gated, ThreadedExecutor]) -> None:
+    inner, executor = gated
+    for step_id in range(3):
+        executor.submit(Plan(step_id))
+    assert inner.began.wait(WAIT_S)
+    closer = threading.Thread(target=executor.close)
+    closer.start()
+    inner.gate.release()
+    closer.join(WAIT_S)
+    assert not closer.is_alive() and inner.ran == [0]
+    with pytest.raises(AssertionError, match="the executor is closed"):
+        executor.submit(Plan(3))
+    executor.close()
+
+
+def test_an_interrupt_is_the_callers_and_the_step_goes_on(
+    gated: tuple[Gated, ThreadedExecutor],
+) -> None:
+    """Ctrl-C while the main thread waits for a result: the result is there afterwards."""
+    inner, executor = gated
+    executor.submit(Plan(7))
+    assert inner.began.wait(WAIT_S)
+    timer = threading.Thread(target=_thread.interrupt_main)
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        executor.next_result()
+    timer.join()
+    inner.gate.release()
+    assert executor.next_result().step_id == 7
+
+
+def test_what_breaks_the_executor_stops_the_core() -> None:
+    config = SchedulerConfig(4, 16, pipeline_depth=2)
+    scheduler, inner = dry_run(8, 4, config, 32, False)
+
+    def break_down(plan: Plan, masks: MaskPromise | None = None) -> None:
+        raise EngineError("the device is lost")
+
+    inner.submit = break_down  # type: ignore[method-assign]
+    core = EngineCore(scheduler, ThreadedExecutor(inner), FakeClock(), RequestLimits(9, 32, 0, 4))
+    core.add(dry_request("a", [1, 2], 4))
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the device is lost"):
+            core.step()
+    core.close()
+
+
+def test_a_core_that_nobody_holds_takes_its_thread_along(folder: Path) -> None:
+    bench = threaded_bench(folder, 2)
+    bench.add("a", prompt(1, 9), 3)
+    bench.finish()
+    thread = next(t for t in threading.enumerate() if t.name == "quire-device")
+    runner = weakref.ref(bench.runner)
+    del bench
+    gc.collect()
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and runner() is None
+
+
+def test_what_a_function_raises_comes_back() -> None:
+    thread = DeviceThread()
+    assert thread.call(lambda: threading.current_thread().name) == "quire-device"
+    with pytest.raises(ZeroDivisionError):
+        thread.call(lambda: 1 // 0)
+    thread.close()
+    thread.close()
+
+
+# ---- steps that fail ---------------------------------------------------------------------------
+
+
+def threaded_bench(folder: Path, depth: int, **settings: object) -> Bench:
+    bench = Bench(folder, pipeline_depth=depth, **settings)  # type: ignore[arg-type]
+    executor = ThreadedExecutor(bench.core.executor)
+    executor.start(bench.core.bell.ring)
+    bench.core.executor = executor
+    return bench
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, when: str) -> None:
+    bench = threaded_bench(folder, depth, when=when, max_num_seqs=3)
+    bench.add("before", prompt(1, 9), 3)
+    bench.add("poisoned", with_poison(prompt(2, 20), 11))
+    for i in range(4):
+        bench.add(f"later {i}", prompt(3 + i, 5 + 7 * i))
+    bench.finish()
+    assert bench.failed() == {"poisoned"}
+    bench.assert_exact("before", *(f"later {i}" for i in range(4)))
+    bench.core.close()
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_steps_that_fail_by_chance_and_aborts(folder: Path, depth: int) -> None:
+    """As when memory is short for moments, while requests come and go: nobody else notices."""
+    bench = threaded_bench(folder, depth, max_num_seqs=3)
+    names = [f"r{i}" for i in range(8)]
+    for i, name in enumerate(names):
+        bench.add(name, prompt(10 + i, 4 + 5 * i))
+    bench.runner.raises = lambda plan: (
+        plan.step_id % 3 == 0 and bench.runner.num_raised * 3 < plan.step_id + 1
+    )
+    for _ in range(6):
+        bench.step()
+    bench.core.control(Abort("r4"))
+    bench.finish()
+    assert bench.runner.num_raised > 2
+    assert bench.failed() == set()
+    bench.assert_exact(*(name for name in names if name != "r4"))
+    bench.core.close()
+
+
+# ---- signs of life, and when to plan -------------------------------------------------------------
+
+
+def test_a_step_that_hangs_is_seen(tmp_path: Path, gated: tuple[Gated, ThreadedExecutor]) -> None:
+    """Also if another plan is handed over behind it, and messages come in."""
+    inner, threaded = gated
+    clock, reader = FakeClock(100.0), HeartbeatReader(tmp_path / "beat")
+    beat = Heartbeat(tmp_path / "beat", 0.0)
+    executor = BeatingExecutor(threaded, beat, clock)
+    executor.submit(Plan(0))
+    clock.advance(6.0)
+    executor.submit(Plan(1))
+    assert not reader.is_stuck(clock.now())
+    clock.advance(5.0)
+    assert reader.is_stuck(clock.now())
+    inner.gate.release()
+    executor.next_result()  # it was only slow: the one behind it has ten times that
+    assert not reader.is_stuck(clock.now() + 100.0)
+    assert reader.is_stuck(clock.now() + 120.0)
+    inner.gate.release()
+    executor.next_result()
+    beat.wait(clock.now(), 1.0)  # at rest it promises its next look
+    assert not reader.is_stuck(clock.now() + 10.9)
+    assert reader.is_stuck(clock.now() + 11.1)
+
+
+def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
+    """Steps of a second: the core plans behind the present one when it is nearly over, and a
+    request that came by then is in that plan."""
+    clock, inner = FakeClock(50.0), Gated()
+    config = SchedulerConfig(4, 16, pipeline_depth=2)
+    scheduler, _ = dry_run(32, 4, config, 32, False)
+    executor = ThreadedExecutor(inner)
+    core = EngineCore(scheduler, executor, clock, RequestLimits(50_000, 32, 0, 4))
+    rung = threading.Semaphore(0)
+    core.bell.wake_up = rung.release
+    assert core.rest_s() is None
+    core.add(dry_request("first", [1, 2], 12))
+    assert core.rest_s() == 0.0
+    for _ in range(2):  # nothing is known of the steps' time: both are planned at once
+        core.advance()
+    assert [flight.plan.step_id for flight in scheduler.planner.in_flight] == [0, 1]
+    assert core.rest_s() is None
+    clock.advance(1.0)
+    inner.gate.release()
+    assert rung.acquire(timeout=WAIT_S)
+    assert core.rest_s() == 0.0
+    assert len(core.advance().rows) == 1
+    pause = core.rest_s()
+    assert pause == pytest.approx(SHARE / 2 - LEAD_S)  # half as many tokens as the step before
+    assert not core.advance() and len(scheduler.planner.in_flight) == 1
+    core.add(dry_request("second", [3, 4], 2))
+    clock.advance(pause + 0.01)
+    assert core.rest_s() == 0.0
+    core.advance()
+    assert scheduler.planner.in_flight[-1].plan.num_scheduled_tokens == 1 + 2
+    inner.gate.release(100)
+    while core.has_work:
+        core.step()
+    core.close()
+
+
+def test_pacing_expects_no_more_than_the_last_step_took() -> None:
+    pacing = Pacing()
+    assert pacing.due_s([8]) == 0.0
+    pacing.begin(10.0)
+    pacing.end(8, 12.0)
+    assert pacing.due_s([4]) == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
+    assert pacing.due_s([100]) == pytest.approx(12.0 + SHARE * 2.0 - LEAD_S)
+    assert pacing.due_s([4, 100]) == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
+    pacing.end(4, 12.001)  # so short that there is no time to wait
+    assert pacing.due_s([100]) == 12.001

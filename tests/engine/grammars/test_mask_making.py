@@ -1,0 +1,230 @@
+"""Masks behind guesses: what a matcher of its own would say there, whatever was guessed before."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+
+from quire.base.messages import Draft
+from quire.engine.attachments.recorder import Recorder
+from quire.engine.grammars import compiler as grammar_compiler
+from quire.engine.grammars.compiler import Compiler
+from quire.engine.grammars.mask_making import MaskMaker
+from quire.engine.grammars.matchers import Guided, Wanted
+from quire.engine.recording.files import read_recording
+from quire.scheduler.sequence import Sequence
+from quire.tools.replay import replay_all
+from tests.engine.grammars.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
+from tests.engine.guided import END, GuidedBench, allowed_ids, lark, vocabulary
+from tests.engine.stand_in import StandIn, draft_with
+from tests.scheduler.device import VOCAB, Curse, make_request, next_token
+from tests.updates import error_of, reason_of
+
+ENDS = lark('"a" /[0-9]/ "bc"')
+
+
+def ids_of(text: str) -> list[int]:
+    return vocabulary().tokens.tokenize_str(text)
+
+
+def behind(grammar: str, token_ids: list[int]) -> list[int]:
+    matcher = LLMatcher(vocabulary().tokens, grammar)
+    assert matcher.consume_tokens(token_ids)
+    return allowed_ids(np.frombuffer(matcher.compute_bitmask(), np.int32)[:2])
+
+
+class Maker:
+    def __init__(self) -> None:
+        self.compiler = Compiler(vocabulary)
+        self.masks = MaskMaker(self.compiler, VOCAB, 1)
+
+    def guided(self, grammar: str, **params: Any) -> Guided:
+        request = make_request("0", [1], grammar=grammar, **params)
+        return Guided(request, self.compiler.compile(grammar))
+
+    def made(
+        self, guided: Guided, token_ids: list[int], guesses: list[int], row: int = 3
+    ) -> list[list[int]]:
+        wanted = Wanted(row, guided, 0, np.array(token_ids, np.int32), tuple(guesses))
+        masks = self.masks.make(np.array([row], np.int32), [wanted])
+        assert not masks.errors
+        return [allowed_ids(words) for words in masks.words[0]]
+
+
+@pytest.mark.parametrize("grammar", [WORDS, NUMBERS, JSON])
+def test_each_position_is_behind_its_guess(grammar: str) -> None:
+    """Also after guesses that were wrong, and those that were right."""
+    choose, maker = random.Random(1), Maker()
+    guided, known = maker.guided(grammar), []
+    while True:
+        guesses: list[int] = []
+        for _ in range(choose.randrange(5)):
+            allowed = behind(grammar, known + guesses)
+            guesses.append(choose.choice(allowed))
+            if guesses[-1] == END:
+                break
+        found = maker.made(guided, known, guesses)
+        for i, allowed in enumerate(found):
+            is_end = i > 0 and guesses[i - 1] == END
+            assert allowed == ([] if is_end else behind(grammar, known + guesses[:i]))
+        num_right = choose.randrange(len(guesses) + 1)
+        known += guesses[:num_right]
+        if END in known or END in behind(grammar, known) or len(known) > 15:
+            return
+        known.append(choose.choice(behind(grammar, known)))
+
+
+def test_nothing_is_allowed_behind_a_guess_that_cannot_stand() -> None:
+    maker = Maker()
+    guided = maker.guided(ENDS)
+    found = maker.made(guided, ids_of("a"), ids_of("1") + ids_of("a") + ids_of("bc"))
+    assert [len(allowed) for allowed in found] == [10, 1, 0, 0]
+    assert maker.made(guided, ids_of("a1"), []) == [behind(ENDS, ids_of("a1"))]
+
+
+def test_rows_have_their_own_guesses() -> None:
+    maker = Maker()
+    few, many = maker.guided(ENDS), maker.guided(WORDS)
+    nothing = np.empty(0, np.int32)
+    wanted = [
+        Wanted(5, few, 0, nothing, tuple(ids_of("a"))),
+        Wanted(2, None),
+        Wanted(1, many, 0, nothing, tuple(ids_of("dad"))),
+    ]
+    masks = maker.masks.make(np.array([5, 2, 1], np.int32), wanted)
+    first, ended, last = masks.of(np.array([5, 2, 1], np.int32))
+    assert len(first) == 4
+    assert [allowed_ids(words) for words in first] == [
+        behind(ENDS, []), behind(ENDS, ids_of("a")), [], []
+    ]  # fmt: skip
+    assert allowed_ids(ended[0]) == list(range(VOCAB)) and not ended[1:].any()
+    assert [allowed_ids(words) for words in last] == [
+        behind(WORDS, ids_of("dad")[:i]) for i in range(4)
+    ]
+
+
+def test_ends_that_are_to_be_ignored_are_at_no_position() -> None:
+    maker = Maker()
+    guided = maker.guided(lark("/[ab]{1,3}/"), ignore_eos=True)
+    found = maker.made(guided, [], ids_of("b") * 3)
+    assert [END in allowed for allowed in found] == [False, False, False, True]
+
+
+def test_a_grammar_that_meets_a_limit_behind_a_guess_ends_the_guesses(monkeypatch: Any) -> None:
+    """The request goes on: its next step asks again."""
+    monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 40)
+    maker = Maker()
+    guided = maker.guided(lark("/[a-d]{60}/"))
+    found = maker.made(guided, [], ids_of("d") * 40)
+    num = next(i for i, allowed in enumerate(found) if not allowed)
+    assert 0 < num < 40 and not any(found[num:])
+    assert maker.made(guided, ids_of("d"), [])[0]
+
+
+def test_forced_tokens_are_the_only_ones() -> None:
+    maker = Maker()
+    guided = maker.guided(JSON)
+    forced = maker.masks.forced(Wanted(0, guided, 0, np.array(ids_of("{"), np.int32)))
+    known = ids_of("{")
+    for token in forced:
+        assert behind(JSON, known) == [token]
+        known.append(token)
+    assert len(behind(JSON, known)) > 1
+    guesses = ids_of("12") + ids_of("a")
+    wanted = Wanted(0, maker.guided(NUMBERS), 0, np.empty(0, np.int32), tuple(guesses))
+    assert maker.masks.cut(wanted) == len(ids_of("12"))
+    assert maker.masks.forced(Wanted(0, None)) == [] and maker.masks.cut(Wanted(0, None)) == 0
+
+
+class Wild(StandIn):
+    """Guesses what a sequence goes on with, also behind its end; often it is wrong, and sometimes
+    it names what the grammar forbids."""
+
+    def __init__(self, right: float) -> None:
+        self._right, self._choose = right, random.Random(2)
+        self.num_tried = self.num_right = 0
+
+    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+        drafts = []
+        for sequence in sequences:
+            known = context = sequence.known_tokens.tolist()
+            matcher = None
+            if grammar := sequence.request.grammar:
+                matcher = LLMatcher(vocabulary().tokens, grammar)
+                matcher.consume_tokens(known[sequence.num_prompt_tokens :])
+            for _ in range(self._choose.randrange(1, 6)):
+                words = None if matcher is None else matcher.compute_bitmask()
+                allowed = None if words is None else allowed_ids(np.frombuffer(words, np.int32)[:2])
+                token = next_token(context, allowed or None)
+                if self._choose.random() >= self._right:
+                    token = self._choose.randrange(VOCAB)
+                context = [*context, token]
+                if matcher is not None:
+                    matcher.consume_token(token)
+            guesses, name = context[len(known) :], sequence.request.request_id
+            drafts.append(Draft(name, sequence.index, len(known), guesses))
+        return drafts
+
+
+@pytest.mark.parametrize("right", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("is_threaded", [False, True])
+def test_answers_with_guesses_are_a_matchers_own(is_threaded: bool, right: float) -> None:
+    bench = GuidedBench(1, is_threaded)
+    wild = Wild(right)
+    draft_with(bench.core, wild)
+    for i, grammar in enumerate([JSON, WORDS, "", JSON, BUDGET, WORDS, ENDS, BUDGET]):
+        bench.add(str(i), grammar, 5 + i, max_tokens=25)
+    bench.add("three", NUMBERS, n=3, max_tokens=12)
+    bench.add("beams", WORDS, n=3, max_tokens=12, use_beam_search=True)
+    bench.finish()
+    bench.assert_exact()
+    assert wild.num_tried > 20
+    bench.core.close()
+
+
+@pytest.mark.parametrize("mode", [SWAP, RECOMPUTE])
+def test_those_that_give_way_or_fail_cost_nobody_an_answer(mode: dict[str, Any]) -> None:
+    bench = GuidedBench(num_blocks=14, **mode)
+    draft_with(bench.core, Wild(0.8))
+    for i, grammar in enumerate([WORDS, NUMBERS, WORDS, "", NUMBERS]):
+        bench.add(str(i), grammar, 9, max_tokens=20)
+    bench.add("two", WORDS, 9, n=2, max_tokens=15)
+    bench.device.curses[1] = Curse(16, raises=True)
+    bench.finish()
+    assert reason_of(bench.ends["1", 0]) == "error"
+    assert 9 + len(bench.tokens["1", 0]) > 16, "a guess has cost it tokens"
+    del bench.requests["1"]
+    bench.assert_exact()
+
+
+def test_a_limit_behind_a_guess_ends_no_request_before_its_time(monkeypatch: Any) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 40)
+    found = []
+    for guesses in (None, Wild(1.0)):
+        bench = GuidedBench()
+        if guesses is not None:
+            draft_with(bench.core, guesses)
+        bench.add("long", lark("/[a-d]{60}/"), max_tokens=30)
+        bench.finish()
+        assert reason_of(bench.ends["long", 0]) == "error"
+        assert "too many states" in error_of(bench.ends["long", 0])
+        found.append(bench.tokens["long", 0])
+    assert found[0] == found[1]
+
+
+def test_a_replay_needs_neither_grammars_nor_who_guessed(tmp_path: Path, monkeypatch: Any) -> None:
+    bench, wild = GuidedBench(), Wild(0.9)
+    draft_with(bench.core, wild)
+    bench.core.attach(Recorder(bench.scheduler, tmp_path, 1 << 20, True))
+    for i, grammar in enumerate([JSON, WORDS, "", NUMBERS]):
+        bench.add(str(i), grammar, 5 + i, max_tokens=15)
+    bench.finish()
+    bench.core.close()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    outcome = replay_all(read_recording(tmp_path))
+    assert outcome.difference is None and outcome.num_steps > 2
+    assert wild.num_tried > 0

@@ -1,0 +1,466 @@
+"""Attachments: when they are called, in which order, and what happens if they fail. Covers
+`engine/loop/attachment.py` and `engine/loop/front.py`."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from benchmarks.virtual.dry_run import dry_request, dry_run
+from quire.base.cache_group import CacheGroup
+from quire.base.clock import FakeClock
+from quire.base.config import SchedulerConfig, config_from_flat
+from quire.base.errors import EngineError, RequestError
+from quire.base.messages import Abort, Drafted, Request
+from quire.base.plan import StepResult
+from quire.base.step_outputs import StepReader
+from quire.base.validation import RequestLimits
+from quire.engine.attachments.order import Order
+from quire.engine.attachments.recorder import Recorder
+from quire.engine.loop.attachment import Attachment, DoorWatcher, Given, Pending
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import build_core
+from quire.kv.manager import KVManager
+from quire.models.source import resolve_model
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.memory import Memory
+from quire.scheduler.scheduler import Scheduler
+from tests.engine.loop.fake_attachment import FakeAttachment
+from tests.engine.loop.token_limit import TokenLimit
+from tests.engine.stand_in import attached
+from tests.scheduler.device import Curse, FakeDevice, FakeExecutor, expected_tokens, make_request
+from tests.serve.checkpoints import checkpoint
+from tests.updates import read, reason_of
+
+BLOCK, LENGTH = 4, 64
+GROUP = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
+METHODS = {"accept", "hear", "answers", "before_plan", "on_step", "close"}
+LIMITS = RequestLimits(50_000, LENGTH, 0, 8)
+
+
+def make_core(*attachments: Attachment, depth: int = 1) -> EngineCore:
+    """A core whose executor answers with random tokens at once."""
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, pipeline_depth=depth)
+    scheduler, executor = dry_run(64, BLOCK, config, LENGTH, enable_prefix_caching=True)
+    core = EngineCore(scheduler, executor, FakeClock(), LIMITS)
+    for attachment in attachments:
+        core.attach(attachment)
+    return core
+
+
+def make_device_core(depth: int = 2) -> tuple[EngineCore, FakeDevice]:
+    """A core over a device whose rows may be cursed: it computes a plan when it is asked for the
+    result."""
+    kv = KVManager((GROUP,), (64,), BLOCK, True)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, pipeline_depth=depth)
+    scheduler = Scheduler(Memory(kv, 32, watermark=0.0), config, LENGTH)
+    device = FakeDevice((GROUP,), (64,), BLOCK, ())
+    executor: Any = FakeExecutor(device, is_lazy=True)
+    return EngineCore(scheduler, executor, FakeClock(), LIMITS), device
+
+
+def ask(core: EngineCore, name: str = "a", num_tokens: int = 3, **changed: Any) -> Request:
+    request = msgspec.structs.replace(dry_request(name, [1, 2, 3], num_tokens), **changed)
+    core.add(request)
+    return request
+
+
+def run(core: EngineCore, reader: StepReader | None = None) -> list[Any]:
+    """Take steps to the end; return all updates."""
+    reader, found = reader or StepReader(), []
+    for _ in range(200):
+        if not core.has_work:
+            return found
+        found += read(reader, core.step())
+    raise AssertionError("a request starves")
+
+
+# ---- when they are called -----------------------------------------------------------------------
+
+
+def test_the_interface_has_six_methods() -> None:
+    found = {name for name, _ in inspect.getmembers(Attachment, inspect.isfunction)}
+    assert found == METHODS
+
+
+def test_a_request_as_an_attachment_sees_it() -> None:
+    seen = FakeAttachment()
+    core = make_core(seen)
+    ask(core, num_tokens=2)
+    core.step()
+    core.step()
+    core.control(Abort("nobody"))
+    core.close()
+    assert [call.removeprefix("fake: ") for call in seen.calls] == [
+        "accept a",
+        "hear Request",
+        "answers",
+        "before_plan 0",
+        "hear plan",
+        "on_step next 0",
+        "on_step done 0",
+        "hear StepResult",
+        "answers",
+        "before_plan 0",
+        "hear plan",
+        "on_step next 1",
+        "on_step done 1",
+        "hear StepResult",
+        "hear Abort",
+        "close",
+    ]
+
+
+def test_a_step_is_next_when_all_results_before_it_are_in() -> None:
+    core, _ = make_device_core(depth=2)
+    seen = FakeAttachment()
+    core.attach(seen)
+    ask(core, num_tokens=4)
+    core.plan()
+    core.plan()
+    assert [call for call in seen.calls if "on_step" in call] == ["fake: on_step next 0"]
+    core.take()
+    assert [call for call in seen.calls if "on_step" in call][1:] == [
+        "fake: on_step done 0",
+        "fake: on_step next 1",
+    ]
+    core.plan()
+    core.close()
+    assert seen.calls[-2:] == ["fake: close", "fake: on_step void 2"]
+
+
+def test_steps_behind_one_that_failed_are_void_and_then_submitted_again() -> None:
+    core, device = make_device_core(depth=2)
+    seen = FakeAttachment()
+    core.attach(seen)
+    core.add(make_request("bad", [5, 6, 7], max_tokens=8, temperature=0.0, seed=0))
+    good = make_request("good", [8, 9], max_tokens=8, temperature=0.0, seed=1)
+    core.add(good)
+    device.curses[0] = Curse(4, raises=True)
+    found = run(core)
+    assert {each.request_id: reason_of(each) for each in found if each.finish} == {
+        "bad": "error",
+        "good": "length",
+    }
+    steps = [call.removeprefix("fake: on_step ") for call in seen.calls if "on_step" in call]
+    void = [call.split()[1] for call in steps if call.startswith("void")]
+    assert void, "no step was in flight behind the one that failed"
+    for number in void:
+        assert steps.index(f"void {number}") < steps.index(f"next {number}")
+        assert f"done {number}" in steps
+    tokens = [token for each in found if each.request_id == "good" for token in each.token_ids]
+    assert tokens == expected_tokens(good, LENGTH)
+
+
+def test_nothing_is_called_that_an_attachment_does_not_override() -> None:
+    core = make_core(Attachment())
+    found = core.attachments
+    lists = found._accept, found._answers, found._before_plan, found._on_step, found._pending
+    assert not any(lists)
+    assert [type(each).__name__ for each in found._hear] == ["EventFeed"]
+
+
+def test_a_request_is_refused_or_completed_before_the_scheduler_sees_it() -> None:
+    class Chooses(Attachment):
+        def accept(self, request: Request) -> Request:
+            if request.tenant == "bad":
+                raise RequestError("not for you")
+            return msgspec.structs.replace(request, priority=7)
+
+    core = make_core(Chooses())
+    with pytest.raises(RequestError, match="not for you"):
+        ask(core, "refused", tenant="bad")
+    assert not core.has_work
+    ask(core, "taken")
+    assert [each.request.priority for each in core.requests()] == [7]
+
+
+def test_a_request_that_the_scheduler_refuses_is_heard_with_the_refusal() -> None:
+    heard: list[tuple[Given, bool]] = []
+
+    class Hears(Attachment):
+        def hear(self, given: Given, decisions: Decisions) -> None:
+            if isinstance(given, Request):
+                heard.append((given.request_id, decisions.refusal is not None))
+
+    core = make_core(Hears())
+    ask(core, "a")
+    with pytest.raises(RequestError, match="in use"):
+        ask(core, "a")
+    assert heard == [("a", False), ("a", True)]
+
+
+# ---- what they answer ---------------------------------------------------------------------------
+
+
+def test_answers_wake_the_loop_and_reach_the_scheduler() -> None:
+    seen = FakeAttachment()
+    core = make_core(seen)
+    assert core.rest_s() is None
+    ask(core)
+    seen.next_answers = [Abort("a")]
+    seen.is_pending = Pending(has_answers=True)
+    assert core.rest_s() == 0.0
+    seen.is_pending = Pending()
+    core.advance()
+    assert not core.has_work and "fake: hear Abort" in seen.calls
+
+
+def test_messages_before_a_plan_come_before_it() -> None:
+    seen = FakeAttachment()
+    core = make_core(seen)
+    ask(core)
+    seen.next_messages = [Drafted([])]
+    core.plan()
+    assert seen.calls[-4:] == [
+        "fake: before_plan 0",
+        "fake: hear Drafted",
+        "fake: hear plan",
+        "fake: on_step next 0",
+    ]
+
+
+def test_the_loop_wakes_when_an_attachment_wants_it() -> None:
+    """A request that is held back gives the loop nothing to plan."""
+    seen = FakeAttachment()
+    core = make_core(seen)
+    ask(core, is_held_back=True)
+    core.advance()
+    assert core.rest_s() is None
+    seen.is_pending = Pending(next_s=3.0)
+    assert core.rest_s() == 3.0
+    core._clock.advance(3.0)  # type: ignore[attr-defined]
+    assert core.rest_s() == 0.0
+
+
+def test_a_step_waits_for_answers_that_are_to_come() -> None:
+    seen = FakeAttachment()
+    core = make_core(seen)
+    ask(core, is_held_back=True)
+    seen.is_pending = Pending(num_open=1)
+    waits: list[float] = []
+
+    def wait(timeout_s: float) -> None:
+        waits.append(timeout_s)
+        seen.next_answers, seen.is_pending = [Abort("a")], Pending()
+
+    core.bell.wait = wait  # type: ignore[method-assign]
+    core.step()
+    assert len(waits) == 1 and not core.has_work
+
+
+def test_plans_are_held_while_one_is_in_flight() -> None:
+    seen = FakeAttachment()
+    core, _ = make_device_core(depth=3)
+    core.attach(seen)
+    ask(core, num_tokens=9)
+    in_flight = []
+    for holds in (False, True, True):
+        seen.is_pending = Pending(holds_plans=holds)
+        core.step()
+        in_flight.append(core.num_in_flight)
+    assert in_flight == [2, 1, 0]
+    core.step()
+    assert core.num_in_flight == 0
+
+
+# ---- in which order -----------------------------------------------------------------------------
+
+
+def test_the_lowest_order_is_called_first_whenever_it_was_attached() -> None:
+    calls: list[str] = []
+    orders = {"late": 60, "first": 10, "second": 50, "third": 50}
+    core = make_core(*[FakeAttachment(name, order, calls) for name, order in orders.items()])
+    ask(core)
+    core.step()
+    core.close()
+    names = ["first", "second", "third", "late"]
+    assert calls == [
+        f"{name}: {what}"
+        for what in (
+            "accept a", "hear Request", "answers", "before_plan 0", "hear plan", "on_step next 0",
+            "on_step done 0", "hear StepResult", "close",
+        )
+        for name in names
+    ]  # fmt: skip
+
+
+def test_our_own_attachments_are_in_their_order(tmp_path: Path) -> None:
+    """Held files first of those with an end, drafting after grammars, the recorder last."""
+    settings = {
+        "max_num_queued_reqs": 9,
+        "kv_disk_dir": str(tmp_path / "blocks"),
+        "kv_host_gb": 0.001,
+        "record": str(tmp_path / "record"),
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+        "max_model_len": LENGTH,
+        "kv_cache_memory_bytes": 1 << 20,
+    }
+    config = config_from_flat(model=str(checkpoint("qwen3")), **settings)
+    core = build_core(config, resolve_model(config.model.model), FakeClock()).core
+    found = [each.order for each in core.attachments.all if each.order != Order.OTHERS]
+    core.close()
+    assert found == [
+        Order.QUEUE_LIMIT,
+        Order.HELD_FILES,
+        Order.STORES,
+        Order.GRAMMARS,
+        Order.DRAFTING,
+        Order.RECORDER,
+    ]
+    assert list(Order) == sorted(Order), "the table is in the order of the calls"
+    assert Attachment.order == Order.OTHERS
+
+
+class Watcher(DoorWatcher):
+    """Notes each call, and passes it on."""
+
+    order = Order.RECORDER
+
+    def __init__(self, scheduler: Scheduler, calls: list[str]) -> None:
+        self._scheduler, self._calls = scheduler, calls
+
+    def add(self, request: Request, now: float) -> Decisions:
+        self._calls.append(f"door: add {request.priority}")
+        return self._scheduler.add(request, now)
+
+    def control(self, message: Any, now: float) -> Decisions:
+        self._calls.append("door: control")
+        return self._scheduler.control(message, now)
+
+    def schedule(self, now: float) -> Decisions:
+        self._calls.append("door: schedule")
+        return self._scheduler.schedule(now)
+
+    def update(self, result: StepResult, now: float) -> Decisions:
+        self._calls.append("door: update")
+        return self._scheduler.update(result, now)
+
+
+def test_who_stands_at_the_doors_sees_each_call_as_the_scheduler_gets_it() -> None:
+    calls: list[str] = []
+
+    class Raises(Attachment):
+        def accept(self, request: Request) -> Request:
+            return msgspec.structs.replace(request, priority=5)
+
+    core = make_core(FakeAttachment(calls=calls))
+    watcher = Watcher(core.scheduler, calls)
+    core.attach(watcher)
+    core.attach(Raises())
+    ask(core)
+    core.step()
+    shown = [call for call in calls if "accept" in call or "hear" in call or "door" in call]
+    assert shown == [
+        "fake: accept a", "door: add 5", "fake: hear Request",
+        "door: schedule", "fake: hear plan", "door: update", "fake: hear StepResult",
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="at most one"):
+        core.attach(Watcher(core.scheduler, calls))
+    core.detach(watcher)
+    assert core.doors is core.scheduler
+
+
+def test_a_recorder_stands_at_the_doors(tmp_path: Path) -> None:
+    core = make_core()
+    recorder = Recorder(core.scheduler, tmp_path, 1 << 20)
+    core.attach(recorder)
+    assert core.doors is attached(core, Recorder) is recorder
+    core.close()
+    assert not recorder.is_recording
+
+
+# ---- if they fail -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["hear", "answers", "before_plan", "on_step"])
+def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str) -> None:
+    core = make_core()
+    ask(core)
+    core.attach(FakeAttachment(raises_in=method))
+    with pytest.raises(EngineError, match="cannot go on: ValueError: fake was made to fail"):
+        core.step()
+    assert core.has_failed
+    with pytest.raises(EngineError, match="has stopped: .*fake was made to fail"):
+        core.step()
+
+
+def test_an_engine_that_fails_at_a_door_has_stopped_too() -> None:
+    core = make_core(FakeAttachment(raises_in="hear"))
+    with pytest.raises(EngineError, match="cannot go on: ValueError"):
+        ask(core)
+    with pytest.raises(EngineError, match="has stopped"):
+        core.step()
+
+
+@pytest.mark.parametrize("method", sorted(METHODS - {"close"}))
+def test_another_one_is_detached_and_nobody_else_notices(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+    plain = make_core()
+    ask(plain, num_tokens=5)
+    expected = [each.token_ids for each in run(plain)]
+    core = make_core(
+        FakeAttachment("bad", 10, calls, is_vital=False, raises_in=method),
+        FakeAttachment("good", 20, calls),
+    )
+    ask(core, num_tokens=5)
+    assert [each.token_ids for each in run(core)] == expected
+    bad = [call for call in calls if call.startswith("bad")]
+    assert sum(method in call for call in bad) == 1, "it is called again after it has failed"
+    good = [call for call in calls if call.startswith("good")]
+    assert sum("on_step done" in call for call in good) == 5
+    assert "FakeAttachment is detached: it raised ValueError: bad was made to fail" in caplog.text
+
+
+def test_all_others_close_when_one_cannot(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[str] = []
+    core = make_core(
+        FakeAttachment("bad", 10, calls, raises_in="close"), FakeAttachment("good", 20, calls)
+    )
+    closed: list[bool] = []
+    core.executor.close = lambda: closed.append(True)  # type: ignore[method-assign]
+    core.close()
+    assert calls == ["bad: close", "good: close"] and closed == [True]
+    assert "FakeAttachment did not close" in caplog.text
+
+
+def test_what_a_subscriber_raises_reaches_the_caller_and_the_engine_goes_on() -> None:
+    core = make_core()
+
+    def fail(event: Any) -> None:
+        raise ValueError("a subscriber")
+
+    core.subscribe(fail)
+    ask(core)
+    with pytest.raises(ValueError, match="a subscriber"):
+        core.step()
+    core.unsubscribe(fail)
+    while core.has_work:  # its first outputs are lost
+        core.step()
+
+
+# ---- a plug-in ----------------------------------------------------------------------------------
+
+
+def test_a_plug_in_of_less_than_sixty_lines() -> None:
+    """It cancels a request of a tenant that has got too many tokens, and touches nothing else."""
+    source = Path(inspect.getfile(TokenLimit)).read_text("utf-8")
+    assert len(source.splitlines()) < 60
+    limit = TokenLimit(max_tokens=10)
+    core = make_core(limit, depth=2)
+    ask(core, "mine", 40, tenant="ours")
+    ask(core, "others", 20, tenant="theirs")
+    ask(core, "few", 4, tenant="few")
+    found = run(core)
+    ends = {each.request_id: reason_of(each) for each in found if each.finish is not None}
+    assert ends == {"mine": "abort", "others": "abort", "few": "length"}
+    num = {name: sum(len(e.token_ids) for e in found if e.request_id == name) for name in ends}
+    assert num["few"] == 4
+    assert all(10 < num[name] <= 13 for name in ("mine", "others")), num
+    assert limit.num_tokens == {"ours": num["mine"], "theirs": num["others"], "few": 4}
+    assert np.all([pool.num_used == 0 for pool in core.scheduler.memory.kv.pools])

@@ -1,0 +1,392 @@
+"""A model that raises for one token id fails the requests with that token, and nobody else.
+
+The whole engine over a tiny model whose forward pass raises; innocent requests must get the very
+tokens that transformers gives them, the engine must serve on and no block may be lost. At the end,
+the bisection by itself, on an executor that writes down what it is given.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.engine.executors.executor import failed_step
+from quire.engine.loop.recovery import bisect_step, combine, leave_out, restrict
+from tests.engine.bench import POISON, VOCAB, Bench, prompt, with_poison
+from tests.serve.checkpoints import pool_bytes, reference_tokens, write_checkpoint
+from tests.updates import error_of
+
+GREEDY_TOKENS = 6
+
+
+class PoisonedModel:
+    """Raises if a token is among the input ids: before any layer has run, or after all have."""
+
+    def __init__(self, model: Any, token_id: int, when: str = "before") -> None:
+        self.model, self.token_id, self.when = model, token_id, when
+        self.num_raised = 0
+        self.logits = model.logits
+
+    def __call__(self, input_ids_T: torch.Tensor, *rest: Any) -> torch.Tensor:
+        raises = self.token_id in input_ids_T.tolist()
+        hidden_TD: torch.Tensor | None = None
+        if not raises or self.when == "after":
+            hidden_TD = self.model(input_ids_T, *rest)
+        if raises or hidden_TD is None:
+            self.num_raised += 1
+            raise RuntimeError(f"token {self.token_id} is too much")
+        return hidden_TD
+
+
+def poisoned_bench(
+    folder: Path, token_id: int = POISON, when: str = "before", **settings: Any
+) -> tuple[Bench, PoisonedModel]:
+    bench = Bench(folder, **settings)
+    bench.runner.raises = lambda plan: False
+    model = PoisonedModel(bench.runner.runner.model, token_id, when)
+    bench.runner.runner.model = model
+    return bench, model
+
+
+def finish_and_go_on(bench: Bench, guilty: set[str]) -> None:
+    """Run to the end; the guilty alone have failed. Then serve those again that have not."""
+    bench.finish()
+    assert bench.failed() == guilty
+    for name in guilty:
+        assert "is too much" in error_of(bench.last[name])
+    innocent = bench.requests.keys() - guilty
+    bench.assert_exact(*innocent)
+    for name in innocent:
+        bench.add(f"{name} again", bench.requests[name].prompt_token_ids, GREEDY_TOKENS)
+    bench.finish()
+    assert bench.failed() == guilty
+    bench.assert_exact(*(f"{name} again" for name in innocent))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models by architecture that do not write the poison themselves."""
+    found = {}
+    for architecture in ("llama", "mistral"):
+        folder = tmp_path_factory.mktemp(architecture)
+        found[architecture] = write_checkpoint(folder, architecture, VOCAB)
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        tensors["lm_head.weight"][POISON] = 0.0
+        save_file(tensors, file, {"format": "pt"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["llama"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_alone(folder: Path, depth: int) -> None:
+    bench, model = poisoned_bench(folder, pipeline_depth=depth)
+    bench.add("guilty", with_poison(prompt(1, 9), 4))
+    finish_and_go_on(bench, {"guilty"})
+    assert bench.tokens["guilty"] == []
+    bench.add("innocent", prompt(2, 9))
+    finish_and_go_on(bench, {"guilty"})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("guilty", [{0}, {2}, {4}, {1, 3}, {0, 1, 2, 3, 4}])
+def test_in_a_batch(folder: Path, guilty: set[int], depth: int, caching: bool, when: str) -> None:
+    bench, model = poisoned_bench(
+        folder, when=when, pipeline_depth=depth, enable_prefix_caching=caching
+    )
+    for i in range(5):
+        tokens = prompt(10 + i, 5 + 4 * i)
+        bench.add(f"r{i}", with_poison(tokens, 3 + i) if i in guilty else tokens)
+    finish_and_go_on(bench, {f"r{i}" for i in guilty})
+    assert model.num_raised <= 1 + len(guilty) * 4
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_beside_those_that_have_begun(folder: Path, depth: int) -> None:
+    """A successor of the step that fails is in flight, and the others are amid their output."""
+    bench, _ = poisoned_bench(folder, pipeline_depth=depth)
+    for i in range(3):
+        bench.add(f"r{i}", prompt(20 + i, 5 + i), 12)
+    for _ in range(4):
+        bench.step()
+    bench.add("guilty", with_poison(prompt(25, 9), 8))
+    bench.add("late", prompt(26, 9))
+    bench.step()
+    assert len(bench.core.scheduler.planner.in_flight) == depth - 1
+    finish_and_go_on(bench, {"guilty"})
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_token_that_the_model_writes(folder: Path, depth: int, caching: bool) -> None:
+    """The model raises when the token is its input; until then its request gets its tokens."""
+    wanted = reference_tokens(folder, prompt(30, 7), 12)
+    others = [prompt(31 + i, 6 + i) for i in range(3)]
+    seen = {token for line in others for token in [*line, *reference_tokens(folder, line, 6)]}
+    at, token_id = next(
+        (i, t) for i, t in enumerate(wanted[:-1]) if i > 2 and t not in {*seen, *prompt(30, 7)}
+    )
+    at = wanted.index(token_id)
+    bench, _ = poisoned_bench(folder, token_id, pipeline_depth=depth, enable_prefix_caching=caching)
+    bench.add("guilty", prompt(30, 7), 12)
+    for i, line in enumerate(others):
+        bench.add(f"r{i}", line)
+    finish_and_go_on(bench, {"guilty"})
+    assert bench.tokens["guilty"] == wanted[: at + 1]
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
+    """The row that fails does not sample in that step."""
+    bench, _ = poisoned_bench(folder, max_num_batched_tokens=10, pipeline_depth=depth)
+    bench.add("before", prompt(40, 4))
+    bench.add("guilty", with_poison(prompt(41, 40), 14))
+    bench.add("after", prompt(42, 25))
+    finish_and_go_on(bench, {"guilty"})
+    assert error_of(bench.last["guilty"]) and bench.tokens["guilty"] == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_prefix_computed_in_the_same_step(
+    folders: dict[str, Path], depth: int, when: str, architecture: str
+) -> None:
+    """The others hold blocks that the guilty one was to compute, or that those computed on top."""
+    bench, _ = poisoned_bench(folders[architecture], when=when, pipeline_depth=depth)
+    shared, more = prompt(50, 8), prompt(51, 9)
+    bench.add("guilty", [*shared, *with_poison(prompt(52, 6), 3)])
+    bench.add("on top", [*shared, *more])
+    bench.add("on top of that", [*shared, *more[:8], *prompt(53, 5)])
+    bench.add("scored", [*shared, *prompt(54, 5)], prompt_logprobs=0, logprobs=0)
+    bench.add("other", prompt(55, 9))
+    if depth > 1:
+        bench.step()
+        bench.add("next step", [*shared, *more[:4], *prompt(56, 3)])
+    finish_and_go_on(bench, {"guilty"})
+    sent_back = {name for name, last in bench.last.items() if last.num_preemptions}
+    assert {"on top", "on top of that"} <= sent_back and "other" not in sent_back
+    assert sum(len(o.prompt_candidates or []) for o in bench.history["scored"]) == 12
+
+
+def test_blocks_from_before_the_step_are_no_reason_to_go_back(folder: Path) -> None:
+    bench, _ = poisoned_bench(folder)
+    shared = prompt(60, 12)
+    bench.add("first", [*shared, 1], 2)
+    bench.finish()
+    bench.add("guilty", [*shared, *with_poison(prompt(61, 6), 3)])
+    bench.add("sharing", [*shared, *prompt(62, 6)])
+    bench.finish()
+    assert bench.failed() == {"guilty"}
+    assert bench.last["sharing"].num_preemptions == 0
+    assert bench.last["sharing"].num_cached_tokens == 12
+    bench.assert_exact("first", "sharing")
+
+
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_tight_pool(folder: Path, depth: int) -> None:
+    """Rows are taken away and given to others while steps fail."""
+    memory = pool_bytes(folder, 18, 4)
+    bench, _ = poisoned_bench(
+        folder,
+        pipeline_depth=depth,
+        kv_cache_memory_bytes=memory,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    shared = prompt(70, 12)
+    for i in range(12):
+        tokens = [*shared[: 4 * (i % 4)], *prompt(71 + i, 5 + i)]
+        bench.add(f"r{i}", with_poison(tokens, len(tokens) - 2) if i % 3 == 1 else tokens, 12)
+    finish_and_go_on(bench, {"r1", "r4", "r7", "r10"})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_all_that_the_others_asked_for(folder: Path, depth: int) -> None:
+    """Random tokens, log-probabilities, penalties: as without the guilty one."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_p": 0.9},
+        {"logprobs": 3, "temperature": 0.7},
+        {"prompt_logprobs": 2},
+        {"frequency_penalty": 1.0, "logit_bias": {5: 2.0}},
+    ]
+    histories = []
+    for has_guilty in (False, True):
+        bench, _ = poisoned_bench(folder, pipeline_depth=depth, max_num_batched_tokens=24)
+        for i, kind in enumerate(kinds):
+            if has_guilty and i == 2:
+                bench.add("guilty", with_poison(prompt(80, 7), 3), logprobs=1, prompt_logprobs=1)
+            bench.add(f"r{i}", prompt(81 + i, 6 + i), **kind)
+        bench.finish()
+        assert bench.failed() == ({"guilty"} if has_guilty else set())
+        bench.history.pop("guilty", None)
+        histories.append({name: gathered(outputs) for name, outputs in bench.history.items()})
+    without, beside = histories
+    for name in without:
+        for ours, theirs in zip(beside[name], without[name], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-9)
+
+
+def gathered(outputs: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Tokens, and the log-probabilities of output and prompt."""
+    tokens = [t for o in outputs for t in o.token_ids]
+    scored = [c.logprobs.tolist() for o in outputs for c in o.candidates or []]
+    prompts = [c.logprobs.tolist() for o in outputs for c in o.prompt_candidates or []]
+    return tokens, scored, prompts
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_row_that_cannot_start(folder: Path, depth: int) -> None:
+    """What raises is not the forward pass: nothing of the step, and of its part, was carried out,
+    and the row that was to be released is still to be."""
+    bench, _ = poisoned_bench(folder, pipeline_depth=depth, max_num_seqs=3)
+    sampler = bench.runner.runner.sampler
+    start_row = sampler.start_row
+
+    def fails_to_start(start: RowStart) -> None:
+        start_row(start)
+        if start.params.logprobs == 13:
+            raise ValueError("is too much")
+
+    sampler.start_row = fails_to_start
+    for i in range(9):
+        bench.add(f"r{i}", prompt(90 + i, 4 + i), **({"logprobs": 13} if i % 4 == 1 else {}))
+    finish_and_go_on(bench, {"r1", "r5"})
+
+
+# ---- the bisection by itself -----------------------------------------------------------------
+
+
+class NotingExecutor:
+    """Fails plans that hold one of the guilty rows; notes what it is given."""
+
+    def __init__(self, guilty: set[int]) -> None:
+        self.guilty = guilty
+        self.plans: list[Plan] = []
+
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
+        self.plans.append(plan)
+
+    def next_result(self) -> StepResult:
+        plan = self.plans[-1]
+        if self.guilty & set(plan.rows.tolist()):
+            return failed_step(plan, "guilty")
+        token_ids = plan.sample_rows.reshape(-1, 1) * 10
+        return StepResult(
+            plan.step_id, token_ids, np.ones(len(token_ids), np.int32), duration_s=1.0
+        )
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def make_plan(num_rows: int) -> Plan:
+    """Rows in descending order; those of even number sample, row 2 starts."""
+    rows = np.arange(num_rows, dtype=np.int32)[::-1]
+    samples = rows[rows % 2 == 0]
+    return Plan(
+        step_id=7,
+        rows=rows,
+        num_tokens=rows + 1,
+        computed_bound=rows + 100,
+        sample_rows=samples,
+        num_candidates=samples - 1,
+        started=(RowStart(2, ints(1, 2, 3), 0, 3, SamplingParams(), 0),),
+        released=ints(2, 50),
+        block_writes=BlockWrites(ints(0, 1, 0), ints(2, 2, 4), ints(5, 6, 7), ints(8, 9, 10)),
+    )
+
+
+def test_a_restricted_plan_keeps_what_its_rows_need() -> None:
+    plan = make_plan(6)
+    part = restrict(plan, ints(4, 1, 0))
+    assert part.rows.tolist() == [4, 1, 0]
+    assert part.num_tokens.tolist() == [5, 2, 1]
+    assert part.computed_bound.tolist() == [104, 101, 100]
+    assert part.sample_rows.tolist() == [4, 0] and part.num_candidates.tolist() == [3, -1]
+    assert part.started == () and part.released.tolist() == [2, 50]
+    writes = part.block_writes
+    columns = (writes.group, writes.row, writes.index, writes.block_id)
+    assert [column.tolist() for column in columns] == [[0], [4], [7], [10]]
+    assert leave_out(plan, {5, 3, 2}).rows.tolist() == [4, 1, 0]
+    assert leave_out(plan, set()) is plan
+    assert leave_out(plan, {2, 4}).block_writes.row.tolist() == []
+
+
+@pytest.mark.parametrize("guilty", [set(), {0}, {5}, {2, 3}, set(range(6))])
+def test_results_stand_at_their_places(guilty: set[int]) -> None:
+    plan, executor = make_plan(6), NotingExecutor(guilty)
+    result = bisect_step(executor, plan)  # type: ignore[arg-type]
+    assert result.row_errors == dict.fromkeys(guilty, "the step failed: guilty")
+    wanted = [0 if row in guilty else row * 10 for row in plan.sample_rows.tolist()]
+    assert result.token_ids[:, 0].tolist() == wanted
+    assert result.num_accepted.tolist() == [1] * len(wanted)
+    assert result.step_id == 7 and result.error is None
+    done = [p for p in executor.plans if not executor.guilty & set(p.rows.tolist())]
+    assert np.concatenate([ints(), *(p.rows for p in done)]).tolist() == [
+        row for row in plan.rows.tolist() if row not in guilty
+    ]
+    assert result.duration_s == len(done)
+
+
+def test_deltas_beside_the_rows_go_with_each_part_until_one_succeeds() -> None:
+    plan, executor = make_plan(8), NotingExecutor({7, 6, 1})
+    bisect_step(executor, plan)  # type: ignore[arg-type]
+    released = [(p.rows.tolist(), len(p.released)) for p in executor.plans]
+    assert released == [
+        ([7, 6, 5, 4], 2),
+        ([7, 6], 2),
+        ([7], 2),
+        ([6], 2),
+        ([5, 4], 2),
+        ([3, 2, 1, 0], 0),
+        ([3, 2], 0),
+        ([1, 0], 0),
+        ([1], 0),
+        ([0], 0),
+    ]
+
+
+def test_one_of_many_is_found_in_few_runs() -> None:
+    for guilty in (0, 100, 511):
+        executor = NotingExecutor({guilty})
+        bisect_step(executor, make_plan(512))  # type: ignore[arg-type]
+        assert len(executor.plans) == 2 * math.log2(512)
+
+
+def test_nothing_is_guessed_when_a_step_is_repeated() -> None:
+    """No guess costs a request: only what its row's known tokens do is its fault."""
+    plan, executor = make_plan(6), NotingExecutor({3})
+    drafts = RowDraft(4, ints(1, 2, 3)), RowDraft(0, ints(1))
+    more = ints(0, 3, 0, 0, 0, 1)
+    guessing = dataclasses.replace(plan, num_tokens=plan.num_tokens + more, drafts=drafts)
+    result = bisect_step(executor, guessing)  # type: ignore[arg-type]
+    assert set(result.row_errors) == {3} and result.num_accepted.tolist() == [1, 1, 1]
+    num_tokens = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+    for part in executor.plans:
+        assert part.drafts == ()
+        assert part.num_tokens.tolist() == [num_tokens[row] for row in part.rows.tolist()]
+
+
+def test_a_plan_of_which_nothing_was_carried_out() -> None:
+    plan = make_plan(4)
+    nothing = combine(plan, [])
+    assert nothing.token_ids.tolist() == [[0], [0]] and nothing.row_errors == {}
+    empty = restrict(plan, ints())
+    assert bisect_step(NotingExecutor(set()), empty).token_ids.shape == (0, 1)  # type: ignore[arg-type]
+    assert dataclasses.replace(empty, released=ints()).num_scheduled_tokens == 0

@@ -1,0 +1,425 @@
+"""Steps that fail, of every kind and at every place, in a small engine with a real model.
+
+Random programs: requests of all kinds in a tight pool, on a host tier, with swaps in both
+directions. Faults come where the table of kinds and places has the fewest, and at the end no cell
+may be empty. A fault by chance costs nobody anything; one that a request brings costs that one.
+
+Covers `runner/plan_parts.py`.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.config import config_from_flat
+from quire.base.masks import MaskPromise
+from quire.base.messages import Abort, Append, Request, Unpin
+from quire.base.plan import Plan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import SequenceUpdate, StepReader
+from quire.base.validation import RequestLimits
+from quire.engine.executors.executor import Executor, InProcessExecutor
+from quire.engine.loop.core import EngineCore
+from quire.engine.start.build import make_scheduler
+from quire.models.source import resolve_model
+from quire.runner.build import BuiltRunner, build_runner
+from tests.engine.bench import prompt
+from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.updates import read
+
+MAX_LEN = 48
+GUILTY = 1000  # the seed of a request that brings its fault with it, to its prompt,
+GUILTY_LATER = 1001  # or to its second output token
+PLACES = ("begin", "tables", "forward", "after forward", "sampling", "result", "counters")
+MOVES = ("swap_out", "load", "copy")
+KINDS = (  # those that come least often first
+    "forks", "pieces", "pins", "beams", "scored", "load", "swap_out", "copy", "prompts", "outputs"
+)  # fmt: skip
+Cell = tuple[str, str]
+
+
+class StepFault(Exception):
+    pass
+
+
+Point = tuple[Any, str, str, bool]  # an object, its method, the place, whether after it
+
+
+def points_of(runner: Any) -> list[Point]:
+    """Behind `sample` come the counters, and nothing after these. A step that chooses no token
+    fails before them."""
+    last = [(runner.rows, "advance", place, False) for place in PLACES[4:]]
+    return [
+        (runner, "start_and_release", "begin", False),
+        (runner.rows, "_add_rest", "tables", True),
+        (runner.backend, "prepare", "forward", False),
+        (runner.backend, "swap_out", "swap_out", True),
+        (runner.backend, "load", "load", True),
+        (runner.backend, "copy_blocks", "copy", True),
+        (runner, "end", "after forward", False),
+        (runner.rows.ops, "choose", "sampling", True),
+        (runner.sampler, "sample", "result", True),
+        *last,
+    ]
+
+
+class Faults:
+    """A runner that raises at one place of a step.
+
+    chance: at the first try of a step, where the table has the fewest; otherwise whenever the row
+    of a guilty request is in the plan, at `place`.
+    """
+
+    def __init__(self, runner: Any, table: Counter[Cell], place: str | None) -> None:
+        self.runner = runner
+        self.table = table
+        self.place = place
+        self.pins: set[int] = set()  # seeds of prefixes to pin
+        self.places = PLACES
+        self.num_raised = 0
+        self.suspects: Any = ()  # alone in a plan, and guilty if that fails
+        self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
+        self._prompt_lens: dict[int, int] = {}
+        self.moved: set[int] = set()  # seeds of those for whom there was a move of that kind
+        self._now: str | None = None
+        self._last_step, self._last_fault = -1, -2
+        self._put_in()
+
+    def _put_in(self) -> None:
+        runner = self.runner
+        for owner, name, place, is_after in points_of(runner):
+            setattr(owner, name, self._with_fault(getattr(owner, name), place, is_after))
+
+    def _with_fault(
+        self, call: Callable[..., Any], place: str, is_after: bool
+    ) -> Callable[..., Any]:
+        def carry_out(*args: Any, **kwargs: Any) -> Any:
+            if is_after:
+                result = call(*args, **kwargs)
+            if self._now == place:
+                self.num_raised += 1
+                raise StepFault(place)
+            return result if is_after else call(*args, **kwargs)
+
+        return carry_out
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        result: StepResult = self._do(self.runner.run, plan)
+        return result
+
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Any:
+        return self._do(self.runner.launch, plan)
+
+    def idle(self) -> bool:
+        return False
+
+    def _do(self, carry_out: Callable[[Plan], Any], plan: Plan) -> Any:
+        for start in plan.started:
+            self._seeds[start.row] = start.seed, start.params.prompt_logprobs is not None
+            self._prompt_lens[start.row] = start.num_prompt_tokens
+        for fork in plan.forked:
+            self._seeds[fork.child] = self._seeds[fork.parent]
+            self._prompt_lens[fork.child] = self._prompt_lens[fork.parent]
+        self._now = self._choose(plan) if self.place is None else self._blamed(plan)
+        try:
+            return carry_out(plan)
+        except StepFault as fault:
+            for kind in self.kinds_of(plan):
+                self.table[kind, str(fault)] += 1
+            raise
+        finally:
+            self._now = None
+
+    def _blamed(self, plan: Plan) -> str | None:
+        if self.place in MOVES:
+            self._note_moved(plan)
+            return self.place
+        ends = (plan.computed_bound + plan.num_tokens).tolist()
+        for row, end in zip(plan.rows.tolist(), ends, strict=True):
+            seed = self._seeds[row][0]
+            if seed == GUILTY or (seed == GUILTY_LATER and end > self._prompt_lens[row] + 1):
+                return self.place
+        return None
+
+    def _note_moved(self, plan: Plan) -> None:
+        writes = plan.block_writes
+        for move in plan.moves:
+            if move.kind == self.place:
+                here = np.isin(writes.block_id, move.destination) & (writes.group == move.group)
+                self.moved |= {self._seeds[row][0] for row in writes.row[here].tolist()}
+
+    def _choose(self, plan: Plan) -> str | None:
+        is_first, self._last_step = plan.step_id != self._last_step, plan.step_id
+        if not is_first or not len(plan.rows) or len(self.suspects):
+            return None
+        moves = {move.kind for move in plan.moves}
+        cells = [
+            (self.table[kind, place], KINDS.index(kind), i, place)
+            for kind in self.kinds_of(plan)
+            for i, place in enumerate((*self.places, *MOVES))
+            if place in self.places or place in moves
+        ]
+        least = min(cells)
+        if least[0] and plan.step_id < self._last_fault + 2:
+            return None  # every other step fails, and all that are of use
+        self._last_fault = plan.step_id
+        return least[3]
+
+    def kinds_of(self, plan: Plan) -> list[str]:
+        rows = plan.rows.tolist()
+        sampling = set(plan.sample_rows.tolist())
+        found = {move.kind for move in plan.moves}
+        if set(rows) - sampling:
+            found.add("prompts")
+        if sampling & set(rows):
+            found.add("outputs")
+        if plan.new_forks:
+            found.add("forks")
+        if len(plan.forked) > len(plan.new_forks):
+            found.add("beams")
+        if any(host.is_prompt for host in plan.host_tokens):
+            found.add("pieces")
+        if any(self._seeds[row][0] in self.pins for row in rows):
+            found.add("pins")
+        if any(self._seeds[row][1] for row in rows):
+            found.add("scored")
+        return [kind for kind in KINDS if kind in found]
+
+
+class Engine:
+    """A core over a tiny model with faults, and what its requests were given."""
+
+    def __init__(
+        self, depth: int, num_blocks: int = 14, architecture: str = "llama", **more: Any
+    ) -> None:
+        folder = checkpoint(architecture)
+        settings: dict[str, Any] = {
+            "model": str(folder), "dtype": "float64", "block_size": 4, "max_model_len": MAX_LEN,
+            "attention_backend": "torch", "scheduling_policy": "fifo", "max_num_seqs": 8,
+            "max_num_batched_tokens": 11, "watermark": 0.0, "preemption_mode": "swap",
+            "kv_cache_memory_bytes": pool_bytes(folder, num_blocks, 4), "kv_host_gb": 1e-4,
+            "pipeline_depth": depth,
+        } | more  # fmt: skip
+        source = resolve_model(str(folder))
+        self.built = build_runner(config_from_flat(**settings), source)
+        self.source = source
+        self.core: EngineCore
+        self.faults: Faults | None = None
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.scores: dict[str, list[float]] = {}
+        self.beams: dict[str, list[list[int]]] = {}
+        self.ends: dict[str, set[str]] = {}
+        self.reader = StepReader()
+
+    def start(
+        self,
+        table: Counter[Cell] | None = None,
+        place: str | None = None,
+        make_executor: Callable[[BuiltRunner], Executor] = InProcessExecutor,
+    ) -> "Engine":
+        built = self.built
+        if table is not None:
+            self.faults = Faults(built.runner, table, place)
+            built = dataclasses.replace(built, runner=self.faults)  # type: ignore[arg-type]
+        limits = RequestLimits(97, MAX_LEN, 20, 1 << 20)
+        scheduler = make_scheduler(built, self.source)
+        self.core = EngineCore(scheduler, make_executor(built), FakeClock(), limits)
+        if self.faults is not None:
+            self.faults.suspects = scheduler.lifecycle.suspects.until
+        return self
+
+    def add(self, request: Request) -> None:
+        if request.pin_s is not None and self.faults is not None:
+            self.faults.pins.add(request.seed)
+        self.core.add(request)
+        self.ends[request.request_id] = set()
+
+    def step(self) -> None:
+        self.take(read(self.reader, self.core.step()))
+        self.core.scheduler.check_invariants()
+
+    def take(self, outputs: list[SequenceUpdate]) -> None:
+        for output in outputs:
+            name = output.request_id
+            mine = self.tokens.setdefault((name, output.index), [])
+            mine += output.token_ids
+            found = self.scores.setdefault(name, [])
+            found += [float(c.logprobs[0]) for c in output.prompt_candidates or []]
+            if output.beams is not None:
+                self.beams[name] = [beam.token_ids for beam in output.beams]
+            if output.finish is not None:
+                self.ends[name].add(output.finish.reason)
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("a request starves")
+
+
+def request(name: str, tokens: list[int], seed: int, **params: Any) -> Request:
+    more = {key: params.pop(key) for key in ("pin_s", "is_open", "timeout_s") if key in params}
+    params = {"temperature": 0.0, "ignore_eos": True} | params
+    return Request(name, tokens, SamplingParams(**params), seed=seed, **more)
+
+
+def run_program(engine: Engine, seed: int, has_guilty: bool) -> None:
+    """Requests of all kinds, pieces of prompts, an abort, a time limit; until all have ended."""
+    rng = random.Random(seed)
+    shared = prompt(seed, 14)
+    engine.add(request("pin", shared[:10], 1, max_tokens=1, pin_s=0.0))
+    engine.add(request("pieces", prompt(seed + 1, 6), 2, max_tokens=6, is_open=True))
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9}, {"n": 2, "temperature": 0.9}, {"n": 2, "use_beam_search": True},
+        {"prompt_logprobs": 0}, {"n": 2, "temperature": 0.7},
+    ]  # fmt: skip
+    for i in range(10):
+        tokens = [*shared[: rng.choice([0, 7, 10, 14])], *prompt(100 * seed + i, rng.randint(2, 9))]
+        kind = dict(kinds[i % len(kinds)])
+        is_guilty = has_guilty and i in (2, 6)
+        number = (GUILTY_LATER if i == 2 else GUILTY) if is_guilty else 10 + i
+        engine.add(
+            request(
+                f"r{i}",
+                tokens,
+                number,
+                max_tokens=min(rng.randint(3, 12), 31 - len(tokens)),
+                **kind,
+            )
+        )
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if i in (1, 2, 3, 4, 5):
+            engine.core.control(Append("pieces", prompt(seed + i, 3), is_last=i == 5))
+        if i == 7:
+            engine.add(request("gone", prompt(seed, 9), 3, max_tokens=9))
+            engine.add(request("late", prompt(seed, 12), 4, max_tokens=20, timeout_s=1.0))
+            engine.step()
+            engine.core.control(Abort("gone"))
+            engine.core._clock.advance(5.0)  # type: ignore[attr-defined]
+    engine.finish()
+    engine.core.control(Unpin("pin"))
+    engine.add(request("after", prompt(seed, 20), 5, max_tokens=4))
+    engine.finish()
+
+
+def assert_same(engine: Engine, wanted: Engine, guilty: set[str]) -> None:
+    failed = {name for name, ends in engine.ends.items() if "error" in ends}
+    assert failed == guilty
+    assert engine.ends["late"] == {"timeout"} and engine.ends["pin"] == {"pinned"}
+    for name in engine.ends.keys() - guilty - {"gone", "late"}:
+        mine = {key: value for key, value in engine.tokens.items() if key[0] == name}
+        assert mine == {key: value for key, value in wanted.tokens.items() if key[0] == name}, name
+        assert engine.beams.get(name) == wanted.beams.get(name), name
+        assert engine.scores.get(name) == pytest.approx(wanted.scores.get(name)), name
+    kv = engine.core.scheduler.memory.kv
+    assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools)), "blocks leak"
+
+
+SEEDS = {"pin": 1, "pieces": 2, "gone": 3, "late": 4, "after": 5}
+SEEDS |= {f"r{i}": 10 + i for i in range(10)}
+
+
+@cache
+def wanted(seed: int, architecture: str = "llama") -> Engine:
+    """The same program without faults, in a large pool."""
+    engine = Engine(1, 200, architecture, kv_host_gb=0.0).start()
+    run_program(engine, seed, has_guilty=False)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "depth", [2, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3))]
+)
+def test_a_fault_by_chance_costs_nobody(depth: int) -> None:
+    """Programs until there was a fault in every kind of step at every place."""
+    table: Counter[Cell] = Counter()
+    for seed in range(12):
+        engine = Engine(depth).start(table)
+        run_program(engine, seed, has_guilty=False)
+        assert_same(engine, wanted(seed), set())
+        if not empty_cells(table):
+            break
+    assert not empty_cells(table), "never tried"
+
+
+def empty_cells(table: Counter[Cell]) -> list[Cell]:
+    rows = [(kind, place) for kind in KINDS for place in PLACES]
+    own = [(place, place) for place in MOVES]
+    return [cell for cell in rows + own if not table[cell]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_more_faults_by_chance(depth: int) -> None:
+    for seed in range(20, 60):
+        engine = Engine(depth, num_blocks=14 + seed % 5).start(Counter())
+        run_program(engine, seed, has_guilty=False)
+        assert_same(engine, wanted(seed), set())
+
+
+@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((3, 2, 1)), strict=False)))
+def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) -> None:
+    run_guilty(place, depth, depth)
+
+
+@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((2, 3, 1)), strict=False)))
+def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: int) -> None:
+    """Which is found by being alone, since no step is run again."""
+    run_guilty(place, depth, depth, "qwen3_5")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(depth: int) -> None:
+    table: Counter[Cell] = Counter()
+    for seed in range(3):
+        engine = Engine(depth, architecture="qwen3_5").start(table)
+        run_program(engine, seed, has_guilty=False)
+        assert_same(engine, wanted(seed, "qwen3_5"), set())
+    assert sum(table.values()) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_more_faults_that_requests_bring(place: str, depth: int) -> None:
+    for seed in range(20, 30):
+        run_guilty(place, depth, seed)
+
+
+def run_guilty(place: str, depth: int, seed: int, architecture: str = "llama") -> None:
+    engine = Engine(depth, architecture=architecture).start(Counter(), place)
+    run_program(engine, seed, has_guilty=True)
+    assert_same(engine, wanted(seed, architecture), {"r2", "r6"})
+    assert engine.faults is not None and engine.faults.num_raised > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
+    """Whoever was to be swapped out computes again; the rows of that step are not to blame."""
+    engine = Engine(depth).start(Counter(), "swap_out")
+    run_program(engine, depth, has_guilty=False)
+    assert engine.faults is not None and engine.faults.num_raised > 0
+    assert_same(engine, wanted(depth), set())
+
+
+@pytest.mark.parametrize("place", ["load", "copy"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_move_that_fails_costs_those_whose_blocks_it_brings(depth: int, place: str) -> None:
+    engine = Engine(depth).start(Counter(), place)
+    run_program(engine, depth, has_guilty=False)
+    assert engine.faults is not None and engine.faults.num_raised > 0
+    failed = {name for name, ends in engine.ends.items() if "error" in ends}
+    assert failed and failed <= {
+        name for name, seed in SEEDS.items() if seed in engine.faults.moved
+    }
+    assert_same(engine, wanted(depth), failed)

@@ -1,0 +1,126 @@
+"""A model in stages gives what it gives as a whole, whatever the engine does meanwhile.
+
+Covers `runner/stage.py`.
+"""
+
+from typing import Any
+
+import pytest
+
+from quire.base.messages import Draft, Drafted
+from tests.engine.bench import Bench, prompt, with_poison
+from tests.engine.loop.test_beams import Searches
+from tests.engine.loop.test_groups import OTHERS, PROMPT, Groups
+from tests.serve.checkpoints import checkpoint, pool_bytes
+
+LONG = prompt(3, 30)
+
+
+class StagedGroups(Groups):
+    num_stages = 2
+
+
+class StagedSearches(Searches):
+    num_stages = 2
+
+
+def samples(kind: type[Groups], architecture: str, **settings: Any) -> Groups:
+    groups = kind(architecture, **({"max_num_seqs": 8, "max_num_batched_tokens": 12} | settings))
+    groups.ask("a", OTHERS["a"], 1, temperature=0.0)
+    groups.ask("r", PROMPT, 3)
+    groups.ask("long", LONG, 1, top_k=5, presence_penalty=0.5)
+    groups.ask("c", OTHERS["c"], 2)
+    for _ in range(4):
+        groups.step()
+    groups.ask("again", [*LONG[:16], 9, 9], 1, temperature=0.0)  # hits what is there
+    groups.finish()
+    return groups
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "mistral", "gpt2"])
+def test_tokens_are_those_of_the_whole_model(architecture: str, depth: int) -> None:
+    """Greedy and sampled ones, with chunks, prefix hits and forks; a mixture, a hybrid, windows."""
+    found = samples(StagedGroups, architecture, pipeline_depth=depth)
+    assert found.samples == samples(Groups, architecture).samples
+
+
+def test_native_programs_of_stages() -> None:
+    settings = {"dtype": "float32", "attention_backend": "cpu"}
+    found = samples(StagedGroups, "qwen3_moe", pipeline_depth=3, **settings)
+    assert found.samples == samples(Groups, "qwen3_moe", **settings).samples
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preemption(mode: str) -> None:
+    size = pool_bytes(checkpoint("llama"), 21, 4)  # of both layers; each stage has one
+    settings = {"preemption_mode": mode, "watermark": 0.0, "enable_prefix_caching": False}
+    settings |= {"max_num_batched_tokens": 64}
+    found = samples(
+        StagedGroups, "llama", pipeline_depth=3, kv_cache_memory_bytes=size // 2, **settings
+    )
+    assert found.core.scheduler.memory.kv.num_blocks == 21
+    wanted = samples(Groups, "llama", kv_cache_memory_bytes=size, **settings)
+    assert found.samples == wanted.samples
+    moves = found.num_moves["swap_out"]
+    assert (moves > 0) == (mode == "swap")
+
+
+def test_beams() -> None:
+    found = []
+    for kind in (Searches, StagedSearches):
+        searches = kind(max_num_seqs=8, max_num_batched_tokens=16, pipeline_depth=3)
+        searches.search("b", 3, 8)
+        searches.search("c", 2, 6, (5, 6, 7))
+        searches.finish()
+        found.append({n: [b.token_ids for b in beams] for n, beams in searches.beams.items()})
+    assert found[0] == found[1] and found[0]
+
+
+def test_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right ones and wrong ones: what stages took for tokens is taken back."""
+    wanted = samples(Groups, "llama").samples
+    groups = StagedGroups(max_num_seqs=8, max_num_batched_tokens=24, pipeline_depth=3)
+    groups.ask("a", OTHERS["a"], 1, temperature=0.0)
+    groups.ask("r", PROMPT, 3)
+    num_right = 0
+    while groups.core.has_work:
+        if groups.core.num_in_flight == 0:
+            drafts = []
+            for sequence in groups.core.scheduler.rows.sequences():
+                key = sequence.request.request_id, sequence.index
+                known = sequence.known_tokens.tolist()
+                answer = wanted[key][len(known) - sequence.num_prompt_tokens :]
+                guesses = [*answer[:2], 1, 1] if len(known) % 2 else [1]
+                drafts.append(Draft(*key, len(known), guesses))
+            groups.core.control(Drafted(drafts))
+            groups.core.plan()
+        updates = groups.step()
+        num_right += sum(len(update.token_ids) > 1 for update in updates)
+    assert num_right >= 3
+    assert groups.samples == {key: wanted[key] for key in groups.samples}
+
+
+class StagedBench(Bench):
+    num_stages = 2
+
+
+class TroubledLast(StagedBench):
+    troubled_stage = 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [StagedBench, TroubledLast])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+def test_who_makes_a_step_fail_fails_alone(architecture: str, kind: type, when: str) -> None:
+    """Whichever stage it is, and however far the others are."""
+    bench = kind(
+        checkpoint(architecture), when, pipeline_depth=3, max_num_seqs=6, max_num_batched_tokens=16
+    )
+    for i in range(4):
+        bench.add(f"good {i}", prompt(i, 6 + 3 * i))
+    bench.add("bad", with_poison(prompt(9, 20), 17))
+    bench.add("good 4", prompt(8, 12))
+    bench.finish()
+    assert bench.failed() == {"bad"}
+    bench.assert_exact(*(f"good {i}" for i in range(5)))

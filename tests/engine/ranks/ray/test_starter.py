@@ -1,0 +1,55 @@
+"""What is said where Ray is not, or does not answer. A cluster is tried in test_ray.py."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.base.errors import ConfigError, EngineError, MissingDependency
+from quire.engine.ranks.ray import starter as ray_starter
+from quire.engine.ranks.ray.starter import RayStarter
+from tests.engine.ranks.scenarios import COMMON
+from tests.engine.ranks.test_remote import config
+from tests.serve.checkpoints import checkpoint
+
+RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
+# Stands for the driver: says something to the core, and ends.
+DRIVER = """
+import argparse, socket, sys
+from quire.engine.ranks.ray import starter as ray_starter
+parser = argparse.ArgumentParser()
+parser.add_argument("--socket", type=int)
+parser.add_argument("--log-level")
+sock = socket.socket(fileno=parser.parse_args().socket)
+"""
+
+
+def test_a_machine_without_ray_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r'pip install "quire\[ray\]"'):
+        LLM(str(checkpoint("llama")), **COMMON, **RAY)
+
+
+def test_a_driver_that_ends_or_has_trouble_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    module = tmp_path / "driver_that_ends.py"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    started = ray_starter.start_child
+
+    def start(name: str, *rest: Any) -> Any:
+        return started("driver_that_ends", *rest)
+
+    monkeypatch.setattr(ray_starter, "start_child", start)
+    trouble = 'ray_starter._core_side().encode(ray_starter.Trouble("ConfigError", "no room"))'
+    for program, kind, said in (
+        ("sys.exit(7)", EngineError, r"has ended \(exit status 7\)"),
+        (f"sock.sendall({trouble})", ConfigError, "no room"),
+    ):
+        module.write_text(f"{DRIVER}{program}\n")
+        starter = RayStarter(config(**RAY), "warning")
+        with pytest.raises(kind, match=said):
+            starter.host()
+        starter.close()

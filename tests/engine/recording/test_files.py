@@ -1,0 +1,317 @@
+"""A recording that was changed is never taken for a whole one, wherever the change is; one that was
+cut off is told apart from it."""
+
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.cli.recordings import STATUS
+from quire.engine.attachments import recorder as record
+from quire.engine.recording.files import read_recording, read_segment, segment_paths
+from quire.engine.recording.frames import (
+    END,
+    HEAD,
+    HEAD_BYTES,
+    MAGIC,
+    SUM,
+    FrameEncoder,
+    State,
+    read_frames,
+)
+from quire.tools.replay import Outcome, replay_all
+from tests.cli.commands import run as command
+from tests.engine.bench import prompt
+from tests.engine.recordings import Run, begin_segment
+
+FIRST_FORMAT = b"quire recording\n"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A segment of many small frames."""
+    directory = tmp_path_factory.mktemp("recordings")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "FRAME_ITEMS", 3)
+        made = Run(directory)
+        for i in range(3):
+            made.ask(f"r{i}", prompt(i, 9), 16)
+        made.finish()
+    [path] = segment_paths(directory)
+    return path.read_bytes()
+
+
+def bounds(data: bytes) -> list[tuple[int, int]]:
+    """Where each frame begins and ends; the end frame is the last."""
+    at, found = len(MAGIC), []
+    while at < len(data):
+        length = HEAD.unpack_from(data, at)[0]
+        after = at + HEAD_BYTES + (0 if length == END else length)
+        found.append((at, after))
+        at = after
+    return found
+
+
+def state_of(data: bytes) -> State:
+    frames = read_frames(data)
+    assert frames is not None, "it is not even taken for a recording"
+    assert (frames.state is State.WHOLE) == (not frames.problem)
+    return frames.state
+
+
+def replayed(path: Path) -> Outcome:
+    outcome = replay_all(read_recording(path))
+    assert outcome.difference is None, "\n".join(outcome.difference.lines())
+    return outcome
+
+
+def test_the_whole_one_is_whole(whole: bytes, tmp_path: Path) -> None:
+    frames = read_frames(whole)
+    assert frames is not None and (frames.state, frames.problem) == (State.WHOLE, "")
+    assert len(frames.bodies) == len(bounds(whole)) - 1 > 20
+
+
+def test_any_bit_that_is_turned_round(whole: bytes) -> None:
+    """In MAGIC, in each byte of each head, of the end, and in some of each body."""
+    rng = random.Random(1)
+    places = set(range(len(MAGIC)))
+    for start, end in bounds(whole):
+        places |= set(range(start, min(start + HEAD_BYTES, end)))
+        places |= {rng.randrange(start, end) for _ in range(4)} | {end - 1}
+    for place in sorted(places):
+        data = bytearray(whole)
+        data[place] ^= 1 << rng.randrange(8)
+        assert state_of(bytes(data)) is State.DAMAGED, place
+
+
+CHANGES: dict[str, Callable[[bytes, int, int, random.Random], bytes]] = {
+    "a byte put in": lambda d, a, b, r: (at := r.randrange(a, b), d[:at] + b"\x00" + d[at:])[1],
+    "many bytes put in": lambda d, a, b, r: d[:a] + r.randbytes(99) + d[a:],
+    "a byte taken out": lambda d, a, b, r: (at := r.randrange(a, b - 1), d[:at] + d[at + 1 :])[1],
+    "bytes written over": lambda d, a, b, r: d[:a] + bytes(b - a) + d[b:],
+    "the frame taken out": lambda d, a, b, r: d[:a] + d[b:],
+    "the frame twice": lambda d, a, b, r: d[:b] + d[a:b] + d[b:],
+    "the frame at the end": lambda d, a, b, r: d[:a] + d[b:] + d[a:b],
+    "the frame at the beginning": lambda d, a, b, r: (
+        (n := len(MAGIC)) and d[:n] + d[a:b] + d[n:a] + d[b:]
+    ),
+    "half of it taken out": lambda d, a, b, r: d[: (a + b) // 2] + d[b:],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_damage_at_each_frame(whole: bytes, change: str) -> None:
+    rng, num = random.Random(2), 0
+    *frames, end = bounds(whole)
+    for begin, after in frames:
+        data = CHANGES[change](whole, begin, after, rng)
+        if data == whole:  # the first frame is at the beginning
+            continue
+        num += 1
+        assert state_of(data) is State.DAMAGED, (change, begin)
+    assert num >= len(frames) - 1
+    for name in ("a byte put in", "bytes written over", "the frame twice"):
+        assert state_of(CHANGES[name](whole, *end, rng)) is State.DAMAGED
+    for i in range(12):  # of the last byte of the end, one cannot know
+        data = whole[: end[0] + i] + whole[end[0] + i + 1 :]
+        assert state_of(data) is State.DAMAGED, i
+
+
+def test_frames_that_change_places(whole: bytes) -> None:
+    *frames, _ = bounds(whole)
+    for (a, b), (_, c) in zip(frames, frames[1:], strict=False):
+        assert state_of(whole[:a] + whole[b:c] + whole[a:b] + whole[c:]) is State.DAMAGED
+    lengths = {}
+    for a, b in frames[2:]:  # two of the same length far from each other
+        c, d = lengths.setdefault(b - a, (a, b))
+        if c != a and whole[a:b] != whole[c:d]:
+            data = whole[:c] + whole[a:b] + whole[d:a] + whole[c:d] + whole[b:]
+            assert len(data) == len(whole) and state_of(data) is State.DAMAGED
+
+
+def test_frames_that_were_numbered_anew(whole: bytes) -> None:
+    """A frame with a head that is right by itself still does not fit the sum of those before it."""
+    found = read_frames(whole)
+    assert found is not None
+    for left_out in range(len(found.bodies) - 1):
+        forged, honest, data = FrameEncoder(), FrameEncoder(), MAGIC
+        for number, body in enumerate(found.bodies):
+            frame = honest.frame(body)
+            if number == left_out:
+                continue
+            head = forged.frame(body)[:HEAD_BYTES]
+            length, place, _ = HEAD.unpack_from(head)
+            sums = HEAD.pack(length, place, honest.crc)
+            data += sums + SUM.pack(zlib.crc32(sums)) + frame[HEAD_BYTES:]
+        assert state_of(data) is State.DAMAGED, left_out
+
+
+def test_cut_off_anywhere_is_no_damage(whole: bytes) -> None:
+    """As after kill -9, or on a full disk: also between two frames, where nothing looks torn."""
+    for begin, end in bounds(whole):
+        for at in {begin, begin + 1, begin + 5, begin + HEAD_BYTES, (begin + end) // 2, end - 1}:
+            if at < len(whole):
+                assert state_of(whole[:at]) is State.CUT, at
+    for at in range(len(MAGIC)):
+        assert state_of(whole[:at]) is State.CUT
+
+
+def test_what_stands_is_replayed_and_the_rest_is_told(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "segment-000001.rec"
+    path.write_bytes(whole)
+    everything = replayed(path)
+    assert everything.state is State.WHOLE and not everything.notes
+    assert "all plans identical" in everything.summary()
+    begin, end = bounds(whole)[12]
+    broken = bytearray(whole)
+    broken[end - 1] ^= 4  # of the body, however short the frame is
+    found = {}
+    for state, data in ((State.DAMAGED, bytes(broken)), (State.CUT, whole[:begin])):
+        path.write_bytes(data)
+        outcome = found[state] = replayed(path)
+        assert outcome.state is state
+        assert 0 < outcome.num_calls < everything.num_calls
+        assert "all plans that can be read are identical" in outcome.summary()
+    assert found[State.DAMAGED].num_calls == found[State.CUT].num_calls
+    assert found[State.DAMAGED].notes == [
+        "segment-000001.rec is damaged: it is not what was written"
+        f" (frame 12 is not what was written (at byte {begin:,}))"
+    ]
+    assert "is cut off" in found[State.CUT].notes[0] and "has no end" in found[State.CUT].notes[0]
+
+
+def test_content_that_makes_no_sense_is_damage_too(whole: bytes, tmp_path: Path) -> None:
+    """With sums that are right: somebody wrote it so."""
+    frames = read_frames(whole)
+    assert frames is not None
+    for bodies in (
+        [*frames.bodies[:9], msgspec.msgpack.encode([[99]])],
+        [*frames.bodies[:9], b"\xc1"],
+        [msgspec.msgpack.encode({"no": "format"}), *frames.bodies[1:]],
+    ):
+        encoder = FrameEncoder()
+        data = MAGIC + b"".join(map(encoder.frame, bodies)) + encoder.end()
+        path = tmp_path / "segment-000001.rec"
+        path.write_bytes(data)
+        assert replayed(path).state is State.DAMAGED
+
+
+def test_a_damaged_beginning_leaves_nothing_to_read(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "segment-000001.rec"
+    for at in (3, len(MAGIC) + 20, bounds(whole)[1][0] + 20):
+        data = bytearray(whole)
+        data[at] ^= 1
+        path.write_bytes(data)
+        segment = read_segment(path)
+        assert segment.state is State.DAMAGED and not segment.is_readable
+        assert replayed(path).num_calls == 0
+
+
+def test_other_formats_are_refused(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "segment-000001.rec"
+    for data, number in (
+        (FIRST_FORMAT + b"\x00" * 99, 1),
+        (whole.replace(MAGIC, b"quire recording 3\n")[:99], 3),
+    ):
+        broken = bytearray(data)
+        broken[30] ^= 1
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match=f"has the format {number}; this version reads 2"):
+            read_segment(path)
+
+
+# ---- several segments ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def segments(tmp_path: Path) -> Path:
+    """Four that go on from each other, and one of a later run."""
+    for name in ("first", "second"):
+        made = Run(tmp_path / "run")
+        for i in range(4 if name == "first" else 1):
+            if i:
+                begin_segment(made.recorder)
+            made.ask(f"{name} {i}", prompt(i, 9), 20)
+            made.step(6)
+        made.finish()
+    assert len(segment_paths(tmp_path / "run")) == 5
+    outcome = replayed(tmp_path / "run")
+    assert (outcome.state, outcome.num_requests) == (State.WHOLE, 5)
+    follow = [segment.follows for segment in read_recording(tmp_path / "run")]
+    assert follow == [False, True, True, True, False]
+    return tmp_path / "run"
+
+
+def test_a_segment_that_is_missing_or_in_the_wrong_place(segments: Path) -> None:
+    first, second, third, fourth, fifth = segment_paths(segments)
+    first.unlink()  # as the engine does itself
+    assert replayed(segments).state is State.WHOLE
+    third.rename(segments / "kept")
+    outcome = replayed(segments)
+    assert outcome.state is State.DAMAGED
+    assert "segment-000002.rec ends: one between them is missing" in outcome.notes[0]
+    (segments / "kept").rename(third)
+    assert replayed(segments).state is State.WHOLE
+    second.rename(segments / "kept")
+    third.rename(second)
+    (segments / "kept").rename(third)
+    assert replayed(segments).state is State.DAMAGED
+
+
+def test_a_last_segment_that_is_missing(segments: Path) -> None:
+    *_, fourth, fifth = segment_paths(segments)
+    fourth.unlink()
+    outcome = replayed(segments)
+    assert outcome.state is State.CUT and outcome.num_segments == 4
+    assert "segment-000003.rec" in outcome.notes[0] and "goes on with" in outcome.notes[0]
+    fifth.unlink()
+    assert replayed(segments).state is State.CUT
+
+
+def test_after_damage_the_next_segment_is_read_by_itself(segments: Path) -> None:
+    second = segment_paths(segments)[1]
+    before = replayed(segments)
+    data = bytearray(second.read_bytes())
+    data[-40] ^= 1
+    second.write_bytes(data)
+    outcome = replayed(segments)
+    assert outcome.state is State.DAMAGED and len(outcome.notes) == 1
+    assert outcome.num_segments == 5 and outcome.num_calls < before.num_calls
+    second.write_bytes(data[:20])  # not even its header
+    outcome = replayed(segments)
+    assert outcome.state is State.CUT and outcome.num_segments == 5
+
+
+# ---- the commands ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["replay", "explain", "trace"])
+def test_every_command_ends_with_a_status_that_tells(
+    name: str, whole: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog
+) -> None:
+    path = tmp_path / "segment-000001.rec"
+    words = [name, str(path), *(["--output", str(tmp_path / "t")] if name == "trace" else [])]
+    begin, end = bounds(whole)[-6]
+    broken = whole[: end - 1] + bytes([whole[end - 1] ^ 1]) + whole[end:]
+    for state, data, told in (
+        (State.WHOLE, whole, ""),
+        (State.CUT, whole[:begin], "is cut off"),
+        (State.CUT, whole[:30], "is cut off"),
+        (State.DAMAGED, broken, "is damaged"),
+        (State.DAMAGED, whole[:40] + b"?" + whole[40:], "is damaged"),
+    ):
+        path.write_bytes(data)
+        caplog.clear()
+        assert command(capsys, *words)[0] == STATUS[state]
+        assert told in caplog.text and bool(told) == bool(caplog.text)
+    assert [STATUS[state] for state in State] == [0, 4, 3]
+    if name == "explain":
+        path.write_bytes(whole[:30])
+        assert command(capsys, *words, "r0")[0] == STATUS[State.CUT]
+        assert "there is no request 'r0'" in caplog.text
+    status, out, _ = command(capsys, name, "--help")
+    assert status == 0 and "3 the recording is damaged; 4 it is cut off" in " ".join(out.split())

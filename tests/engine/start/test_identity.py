@@ -1,0 +1,57 @@
+"""What makes cached blocks another engine's: its model and all that changes their bits."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.config import config_from_flat
+from quire.engine.start.build import make_scheduler
+from quire.models.source import resolve_model
+from quire.ops.formats import variants
+from quire.runner.build import BuiltRunner, build_runner
+from tests.ops.figures import keep_figures, own_figures
+from tests.serve.checkpoints import checkpoint
+
+
+@pytest.fixture(scope="module")
+def built() -> BuiltRunner:
+    path = str(checkpoint("llama"))
+    settings = {"dtype": "float32", "max_model_len": 32, "kv_cache_memory_bytes": 1 << 20}
+    return build_runner(config_from_flat(model=path, **settings), resolve_model(path))
+
+
+def fingerprint(built: BuiltRunner, **changes: Any) -> bytes:
+    source = resolve_model(str(checkpoint("llama")))
+    return make_scheduler(dataclasses.replace(built, **changes), source).memory.names.fingerprint
+
+
+def test_what_changes_the_bits_of_blocks_changes_their_names(built: BuiltRunner) -> None:
+    fixed = dataclasses.replace(built.config, deterministic=True)
+    int8 = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")
+    found = [
+        fingerprint(built),
+        fingerprint(built, config=fixed),
+        fingerprint(built, config=dataclasses.replace(built.config, cache=int8)),
+        fingerprint(built, kv_scales={0: (0.5, 1.0)}),
+        fingerprint(built, kv_scales={0: (1.0, 0.5)}),
+        fingerprint(built, backend_name="another"),
+    ]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
+def test_an_instruction_set_rounds_in_its_own_way(built: BuiltRunner, tmp_path: Path) -> None:
+    """Its blocks, on a disk, are not another's. Integers have the same bits in all."""
+    found = []
+    with own_figures(tmp_path):
+        for faster in ({}, {"float32": variants()[0]}, {"int8": variants()[0]}):
+            keep_figures(faster)
+            found.append(fingerprint(built))
+    assert found[0] == found[2] != found[1]
+
+
+def test_what_does_not_leaves_them(built: BuiltRunner) -> None:
+    eager = dataclasses.replace(built.config, enforce_eager=True, compilation="piecewise")
+    assert fingerprint(built, config=eager) == fingerprint(built)
