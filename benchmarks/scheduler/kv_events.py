@@ -55,6 +55,7 @@ class Load:
         """Switch the watching itself on or off, which an engine does once."""
         memory = self.scheduler.memory
         memory.listeners = [each for each in memory.listeners if not isinstance(each, IndexWatch)]
+        memory._connect()
         self.scheduler._collectors = []
         for pool in memory.kv.pools:
             pool.changes = None
