@@ -18,10 +18,10 @@ from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.extension import Extension
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
+from quire.scheduler.policy import PATIENCE
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Blocker, Sequence, SequenceGroup, State
 from quire.scheduler.time_limits import TimeLimits
-from quire.scheduler.two_level import PATIENCE
 
 
 class Arrivals:

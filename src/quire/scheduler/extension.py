@@ -14,15 +14,19 @@ nothing. Example: a source that remembers one system prompt needs `find`, `num_t
 from collections.abc import Callable, Collection, Mapping, Sized
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from quire.base.messages import Request
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.messages import Drafted, Request
 from quire.base.plan import Plan, StepResult
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.outputs_builder import OutputsBuilder
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.sequence import Int32, Sequence
 
 Handler = Callable[[Any, float], None]  # of a control message, at a time
 Collector = Callable[[float], Any | None]  # at a time: what has changed, if anything
@@ -112,6 +116,36 @@ class Extension:
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """Give up all that may be wrong because these have failed: the error may have come with any
         of their tokens."""
+
+
+class Forking(Protocol):
+    """Forks rows of one request, for several answers and for beams."""
+
+    def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
+        """Fork the leaders among rows that sample. Return the new rows, and the rows whose logits
+        all of them use."""
+        ...
+
+    def take_candidates(
+        self, step: InFlightStep, result: StepResult, outputs: OutputsBuilder, now: float
+    ) -> npt.NDArray[np.bool_]:
+        """Take the candidates of rows that are beams. Return which of the sampling rows are not."""
+        ...
+
+
+class DraftTokens(Protocol):
+    """Draft tokens that plans may verify. drafted: what waits for a plan."""
+
+    @property
+    def drafted(self) -> Sized: ...
+
+    def take(self, message: Drafted) -> None:
+        """Keep draft tokens."""
+        ...
+
+    def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
+        """Let rows of a plan verify drafts, within a budget; these are added to num_tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

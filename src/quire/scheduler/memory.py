@@ -129,6 +129,7 @@ class Memory:
     def _connect(self) -> None:
         """Find the methods to call: those that are not a default, which would do nothing."""
         sources, listeners = self.sources, self.listeners
+        self._finding = overriding(sources, HitSource, "find")
         self._begun = overriding(sources, HitSource, "begin")
         self._named = overriding(listeners, CacheListener, "named")
         self._copying = overriding(listeners, CacheListener, "copy_out")
@@ -258,9 +259,9 @@ class Memory:
     def find_hit(self, sequence: Sequence) -> KVBlocks:
         """Find the cached blocks that this sequence may begin with."""
         best: KVBlocks | None = None
-        for source in self.sources:
+        for source, find in self._finding:
             if source.entries:
-                best = source.find(sequence, best)
+                best = find(sequence, best)
         return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
 
     def num_found_tokens(self, sequence: Sequence) -> int:

@@ -30,7 +30,7 @@ from quire.base.prefix import (
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.block_naming import BlockNaming
-from quire.scheduler.extension import CacheListener, Extension, HitSource
+from quire.scheduler.extension import CacheListener, HitSource
 from quire.scheduler.sequence import Int32, Sequence
 
 Fields = dict[str, Any]  # of a report
@@ -79,7 +79,7 @@ class Generation:
     lost_s: dict[bytes, float] = field(default_factory=dict)
 
 
-class MissReports(HitSource, CacheListener, Extension):
+class MissReports(HitSource, CacheListener):
     """Remembers prompts, and reports of new ones what was found of them and why not more.
 
     tell: takes the report of a sequence, whether it has a hit, at a time. most_blocks: digests that
@@ -144,6 +144,9 @@ class MissReports(HitSource, CacheListener, Extension):
         found.tokens, found.sequence = sequence.known_tokens.copy(), None
         found.num_computed = num_indexed
         self._add_digests(found, num_indexed)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is left to do (`leave`)."""
 
     def _add_digests(self, found: Remembered, num: int) -> None:
         new = found.digests[found.num_digests : num]

@@ -16,9 +16,8 @@ import numpy as np
 from quire.base.events import Planned
 from quire.base.plan import Move, MoveKind, Plan
 from quire.scheduler.admission import Admission
-from quire.scheduler.branching import Branching
 from quire.scheduler.budget_shares import share_budget
-from quire.scheduler.drafts import Drafts
+from quire.scheduler.extension import DraftTokens, Forking
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
@@ -42,10 +41,10 @@ class Planner:
         memory: Memory,
         lifecycle: Lifecycle,
         progress: SchedulerProgress,
-        branching: Branching,
+        branching: Forking,
         preemption: Preemption,
         admission: Admission,
-        drafts: Drafts,
+        drafts: DraftTokens,
     ) -> None:
         self.in_flight: deque[InFlightStep] = deque()
         self.next_step_id = 0

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from quire.scheduler.sequence import Sequence
 
+# When so many times the tokens before a request have been computed, its turn has come.
+PATIENCE = 1.8
+
 
 class Progress(Protocol):
     """What a policy may know of the scheduler."""

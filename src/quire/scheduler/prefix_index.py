@@ -3,12 +3,19 @@ loading them takes less time than computing their tokens.
 """
 
 from collections.abc import Sized
+from typing import Protocol
 
 from quire.base.messages import MeasuredRates
 from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.block_naming import BlockNaming
 from quire.scheduler.extension import HitSource
-from quire.scheduler.memory import Memory
 from quire.scheduler.sequence import Sequence
+
+
+class Rated(Protocol):
+    """Somebody who knows how fast prompts are computed and blocks copied."""
+
+    rates: MeasuredRates
 
 
 class PrefixIndex(HitSource):
@@ -16,26 +23,26 @@ class PrefixIndex(HitSource):
 
     entries: Sized = (True,)  # a look-up finds out itself whether there is something
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, kv: KVManager, names: BlockNaming, rated: Rated) -> None:
+        self._kv, self._names, self._rated = kv, names, rated
 
     def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
         """See HitSource."""
         if best is not None and best.num_tokens == sequence.num_known_tokens - 1:
             return best  # nothing is longer
-        kv, (digests, num_tokens) = self._memory.kv, self._memory.names.readable(sequence)
+        kv, (digests, num_tokens) = self._kv, self._names.readable(sequence)
         hit = kv.get_computed_blocks(digests, num_tokens)
         if hit.num_loads:
             near = kv.get_computed_blocks(digests, num_tokens, on_host=False)
-            if not loading_is_cheaper(kv, hit, near, self._memory.rates):
+            if not loading_is_cheaper(kv, hit, near, self._rated.rates):
                 hit = near
         return hit if best is None or hit.num_tokens > best.num_tokens else best
 
     def num_tokens(self, sequence: Sequence) -> int:
         """See HitSource. Looked up once per change of the index."""
-        kv = self._memory.kv
+        kv = self._kv
         if sequence.found_at != kv.num_index_changes:
-            num_blocks = kv.num_computed_blocks(*self._memory.names.readable(sequence))
+            num_blocks = kv.num_computed_blocks(*self._names.readable(sequence))
             sequence.found_tokens = num_blocks * kv.block_size
             sequence.found_at = kv.num_index_changes
         return sequence.found_tokens

@@ -16,7 +16,9 @@ from quire.base.kv_transfer import EVICTED
 from quire.base.live import LiveState
 from quire.base.messages import Fork, HeldRequest, PinnedPrefix
 from quire.scheduler.block_naming import Digester, NewNames
+from quire.scheduler.branching import Branching
 from quire.scheduler.decisions import PinsView, RequestView, SchedulerView, TierView
+from quire.scheduler.drafts import Drafts
 from quire.scheduler.extension import CacheListener, of_kind
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.held import Holds
@@ -45,6 +47,8 @@ class Scheduler(SchedulerCore):
     """See SchedulerCore. num_stores: stores that are asked for blocks; kept: what they get
     (base/kv_transfer.py)."""
 
+    drafts: Drafts
+
     def __init__(
         self,
         memory: Memory,
@@ -55,14 +59,14 @@ class Scheduler(SchedulerCore):
         num_stages: int = 1,
         kept: str = EVICTED,
     ) -> None:
-        super().__init__(memory, config, max_model_len, make_policy, num_stages)
+        super().__init__(memory, config, max_model_len, Branching, Drafts, make_policy, num_stages)
         lifecycle, planner, kv = self.lifecycle, self.planner, memory.kv
         self.retained = Holds(memory, self.rows, lifecycle.sequences)
         self.pinned = PinnedPrefixes(memory)
         self.pins = Pins(memory, lifecycle, self.arrivals, self.pinned)
         self.misses = MissReports(kv, memory.names, lifecycle.report_prefix)
         self.stores: Stores | None = None
-        self.attach(self.retained, PrefixIndex(memory))
+        self.attach(self.retained, PrefixIndex(kv, memory.names, memory))
         if num_stores:
             self.stores = Stores(memory, lifecycle, planner, self.orders, num_stores, kept)
             offers = self.stores.offers

@@ -16,6 +16,7 @@ Features attach to it (extension.py); it names none of them. `depth` plans may b
 other code knows how many.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from quire.base.config import SchedulerConfig
@@ -38,12 +39,12 @@ from quire.base.validation import check_open
 from quire.kv.digest import root_digest
 from quire.scheduler.admission import Admission
 from quire.scheduler.arrivals import Arrivals
-from quire.scheduler.branching import Branching
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.drafts import Drafts
 from quire.scheduler.extension import (
     Collector,
+    DraftTokens,
     Extension,
+    Forking,
     Handler,
     StepEnd,
     StepExtension,
@@ -60,6 +61,7 @@ from quire.scheduler.renaming import rename
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Sequence, State
 from quire.scheduler.step_results import StepResults
+from quire.scheduler.tainted import Failures
 
 
 class SchedulerCore:
@@ -75,6 +77,8 @@ class SchedulerCore:
         memory: Memory,
         config: SchedulerConfig,
         max_model_len: int,
+        make_forking: Callable[[Rows, Memory, Lifecycle], Forking],
+        make_drafts: Callable[[Rows, Memory, Lifecycle], DraftTokens],
         make_policy: MakePolicy = Fifo,
         num_stages: int = 1,
     ) -> None:
@@ -92,15 +96,16 @@ class SchedulerCore:
         self.progress = progress = SchedulerProgress(rows, memory)
         self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
         self.arrivals = Arrivals(rows, memory, lifecycle, self.extensions, max_model_len)
-        branching = Branching(rows, memory, lifecycle)
+        forking = make_forking(rows, memory, lifecycle)
         mode, budget = config.preemption_mode, self.token_budget
         self.preemption = preemption = Preemption(rows, memory, lifecycle, mode)
         self.admission = Admission(rows, memory, lifecycle, preemption, budget, most_prefill)
-        self.drafts = drafts = Drafts(rows, memory, lifecycle)
+        self.drafts = drafts = make_drafts(rows, memory, lifecycle)
         self.planner = Planner(
-            rows, memory, lifecycle, progress, branching, preemption, self.admission, drafts
+            rows, memory, lifecycle, progress, forking, preemption, self.admission, drafts
         )
-        self._results = StepResults(rows, memory, lifecycle, branching, self.extensions)
+        failures = Failures(rows, memory, lifecycle, self.extensions)
+        self._results = StepResults(rows, memory, lifecycle, forking, failures)
         self._collectors: list[Collector] = []  # of what subscribers hear of
         self._handlers = self._own_handlers()
 

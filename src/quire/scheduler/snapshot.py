@@ -70,6 +70,7 @@ from quire.scheduler import (
     step_results,
     stores,
     suspects,
+    tainted,
     tenants,
     time_limits,
     two_level,
@@ -80,7 +81,7 @@ OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot bri
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
-        "Memory": ("listeners", "_begun", "_named", "_copying", "_planned"),
+        "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned"),
         "MissReports": ("_tell", "_last", "_open", "_young", "_old"),
     }
 )  # fmt: skip
@@ -92,7 +93,7 @@ OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
     block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, miss_report, offers,
     pinned, pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence,
-    srtf, step_results, stores, suspects, tenants, time_limits, two_level,
+    srtf, step_results, stores, suspects, tainted, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

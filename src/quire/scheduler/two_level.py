@@ -14,11 +14,10 @@ so that only a batch is looked up in the index. Two rules go beyond the thesis:
 import heapq
 from collections import OrderedDict
 
-from quire.scheduler.policy import Progress
+from quire.scheduler.policy import PATIENCE, Progress
 from quire.scheduler.sequence import Sequence
 
 STAGING = 8  # requests (T 4.5.3)
-PATIENCE = 1.8
 OVERDUE = -(1 << 60)
 
 
