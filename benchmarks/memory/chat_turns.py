@@ -58,7 +58,7 @@ from quire.base.model_spec import load_spec
 from quire.base.sampling_params import RequestOutputKind
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_model
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.bench.throughput import StepTimes, greedy, run_once
 from quire.tools.report import benchmark_parser, print_head

@@ -30,7 +30,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head
 

@@ -30,7 +30,7 @@ from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.kv.sizing import size_pools
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request

@@ -45,8 +45,8 @@ from demo_model import curriculum
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.sampling_params import SamplingParams
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from quire.serve.llm import LLM
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload

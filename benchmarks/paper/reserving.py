@@ -11,9 +11,8 @@ from pathlib import Path
 from benchmarks.paper.baselines.buddy import BuddyAllocator
 from benchmarks.paper.baselines.core import Job
 from benchmarks.paper.baselines.orca import Reserve, longest, oracle, pow2
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.policy import Progress
-from quire.scheduler.sequence import Sequence, State
+from quire.scheduler.core.queue import Fifo, Progress
+from quire.scheduler.core.sequence import Sequence, State
 from quire.tools.simulate.served import Served
 
 NAMES = {"orca-oracle": "Oracle", "orca-pow2": "Pow2", "orca-max": "Max"}

@@ -21,8 +21,8 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Event, Planned, Stepped
 from quire.engine.executors.executor import Executor
 from quire.kv.manager import KVManager
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory as SchedulerMemory
+from quire.scheduler.core.memory import Memory as SchedulerMemory
+from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.replica import Replica, SimulatedCore
 from quire.tools.simulate.run import Run, run_all

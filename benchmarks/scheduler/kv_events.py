@@ -30,7 +30,7 @@ from quire.engine.attachments.event_publisher import EventPublisher
 from quire.engine.attachments.kv_events import KVEvents
 from quire.engine.loop.attachment import Given
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.index_changes import IndexWatch
+from quire.scheduler.reuse.index_changes import IndexWatch
 from quire.scheduler.scheduler import Scheduler, Topic
 from quire.tools.report import benchmark_parser, print_head
 

@@ -50,7 +50,7 @@ from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
 from quire.engine.client.output import OutputProcessor
-from quire.scheduler.policies import make_policy
+from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head
 

@@ -12,9 +12,8 @@ from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.kv.manager import KVManager
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory
-from quire.scheduler.policy import MakePolicy
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 50_000

@@ -21,7 +21,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.messages import MeasuredRates
 from quire.kv.manager import KVManager
 from quire.runner.build import MEASURED_BLOCKS
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 
 

@@ -38,8 +38,8 @@ from quire.render.answers.detect import check_names
 from quire.render.answers.format import AskedAnswer, detect_format
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.render.answers.syntax import Tool
-from quire.scheduler.policies import make_policy
-from quire.scheduler.policy import Policy
+from quire.scheduler.core.queue import Policy
+from quire.scheduler.policy.policies import make_policy
 from quire.serve.hooks import Hooks
 from tests.cli.commands import run
 from tests.serve.checkpoints import checkpoint
@@ -418,7 +418,7 @@ def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
 ) -> None:
     site.install("usurper", POLICIES, "fifo", "usurper_one:Policy", "raise SystemExit\n")
     ours = make_policy("fifo")
-    assert ours.__module__ == "quire.scheduler.fifo"  # type: ignore[attr-defined]
+    assert ours.__module__ == "quire.scheduler.core.queue"  # type: ignore[attr-defined]
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError) as refused:
         make_policy("other")
     assert "usurper" not in str(refused.value)

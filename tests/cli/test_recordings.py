@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.scheduler.planning import Planner
+from quire.scheduler.core.planning import Planner
 from tests.cli.commands import run
 
 PROMPTS = ["Once upon a time there was a fox", "Once upon a time there was a cow", "The sea"]

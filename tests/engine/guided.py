@@ -21,7 +21,7 @@ from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.render.tokenizer import Tokenizer
 from quire.scheduler.beams import BeamSearch
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import (
     VOCAB,

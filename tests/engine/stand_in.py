@@ -9,7 +9,7 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.drafting.drafting import Int64
 from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
-from quire.scheduler.sequence import RowTable, Sequence
+from quire.scheduler.core.sequence import RowTable, Sequence
 
 AnAttachment = TypeVar("AnAttachment", bound=Attachment)
 

@@ -9,7 +9,7 @@ from quire.base.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import FakeDevice, make_request
 

@@ -5,6 +5,7 @@ import pytest
 
 from quire.base.cache_group import CacheGroup
 from quire.kv.digest import extend_digests
+from quire.kv.inspection import check_invariants
 from quire.kv.manager import KVManager, SequenceBlocks
 from quire.kv.table import NULL
 
@@ -67,9 +68,9 @@ def test_blocks_that_left_the_window_are_freed() -> None:
     assert kv.pools[0].num_used == 10
     assert kv.pools[1].num_used == 3  # 36 + 4 new tokens; position 36 sees 31 and later
     assert sequence.tables[1].num_dropped == 7
-    kv.check_invariants([sequence])
+    check_invariants(kv, [sequence])
     kv.free(sequence)
-    kv.check_invariants([])
+    check_invariants(kv, [])
 
 
 def test_growth_is_all_or_nothing_over_groups() -> None:
@@ -77,7 +78,7 @@ def test_growth_is_all_or_nothing_over_groups() -> None:
     sequence = kv.new_sequence()
     assert kv.allocate_slots(sequence, 12) is None
     assert [pool.num_used for pool in kv.pools] == [0, 0]
-    kv.check_invariants([sequence])
+    check_invariants(kv, [sequence])
 
 
 def test_a_hit_that_cannot_be_extended_is_put_back() -> None:
@@ -86,7 +87,7 @@ def test_a_hit_that_cannot_be_extended_is_put_back() -> None:
     second = kv.new_sequence()
     hit = kv.get_computed_blocks(digests_of(12), 30)
     assert kv.allocate_slots(second, 18, hit) is None
-    kv.check_invariants([first, second])
+    check_invariants(kv, [first, second])
 
 
 def test_admission_counts_cached_blocks_that_the_hit_wakes() -> None:
@@ -108,7 +109,7 @@ def test_what_was_freed_is_as_new() -> None:
     assert [(t.blocks, t.num_tokens, t.num_dropped) for t in sequence.tables] == [([], 0, 0)] * 2
     assert kv.allocate_slots(sequence, 6) is not None
     assert kv.index_blocks(sequence, digests_of(6), 1) == [sequence.tables[0].blocks[:1]] * 2
-    kv.check_invariants([sequence])
+    check_invariants(kv, [sequence])
 
 
 @pytest.mark.parametrize("keep", [9, 10, 11])
@@ -125,4 +126,4 @@ def test_a_block_that_is_written_again_loses_its_name_first(keep: int) -> None:
         assert kv.num_computed_blocks(digests_of(12), 13) == (3 if is_shared else 2)
         if is_shared:
             kv.free(other)
-        kv.check_invariants([sequence])
+        check_invariants(kv, [sequence])

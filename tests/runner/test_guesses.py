@@ -13,7 +13,7 @@ from quire.base.plan import Plan, RowDraft
 from quire.ops.device_guesses import NO_TOKEN
 from quire.ops.native import core
 from quire.runner.guesses import accept, places_of
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.core.sequence import Sequence
 from tests.engine.stand_in import StandIn, draft_with
 
 PROMPTS = ["Once upon a time", "The little fox said: 1, 2, 3, 1, 2, 3,", "a", "def add(x, y):"]

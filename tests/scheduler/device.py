@@ -28,7 +28,7 @@ from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.kv.table import NULL
-from quire.scheduler.sequence import Sequence, State
+from quire.scheduler.core.sequence import Sequence, State
 
 Work = tuple[Plan, MaskPromise | None]
 

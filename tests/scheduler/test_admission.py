@@ -9,8 +9,8 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted, PrefixFound
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
-from quire.scheduler import admission, memory
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.core import admission, memory
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
 from quire.tools.simulate.run import simulate

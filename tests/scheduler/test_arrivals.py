@@ -5,8 +5,8 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Append
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.sequence import State
+from quire.scheduler.core.queue import Fifo
+from quire.scheduler.core.sequence import State
 from tests.scheduler.device import make_request
 from tests.scheduler.test_policies import add, scheduler_of, step
 from tests.scheduler.test_table_4_1 import counters, open_prompt

@@ -3,7 +3,7 @@
 import numpy as np
 
 from quire.kv.digest import extend_digests
-from quire.scheduler.block_naming import Prefix, digest_blocks
+from quire.scheduler.core.names import Prefix, digest_blocks
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
 

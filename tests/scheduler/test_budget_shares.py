@@ -2,10 +2,9 @@
 
 import pytest
 
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.policy import MakePolicy
-from quire.scheduler.srtf import Srtf
-from quire.scheduler.two_level import TwoLevel
+from quire.scheduler.core.queue import Fifo, MakePolicy
+from quire.scheduler.policy.srtf import Srtf
+from quire.scheduler.policy.two_level import TwoLevel
 from tests.scheduler.test_policies import add, scheduler_of, step
 
 

@@ -9,10 +9,10 @@ from quire.base.events import Stepped
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import Plan, StepResult
 from quire.kv.manager import KVManager
-from quire.scheduler.drafts import Drafts
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.branching.drafts import Drafts
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import BLOCK, add, answer, scheduler_of, step

@@ -12,10 +12,10 @@ from quire.base.errors import RequestError
 from quire.base.messages import Cancel, Request
 from quire.base.plan import StepResult
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
-from quire.scheduler.extension import Extension, Handler, HitSource, StepEnd, StepExtension
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.extension import Extension, Handler, HitSource, StepEnd, StepExtension
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from quire.base.messages import Draft, Drafted
-from quire.scheduler.fifo import Fifo
+from quire.scheduler.core.queue import Fifo
 from tests.scheduler.device import make_request
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine

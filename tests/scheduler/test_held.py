@@ -10,9 +10,9 @@ from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import EngineBusy
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
-from quire.scheduler import held as held_file
-from quire.scheduler.decisions import HeldView
-from quire.scheduler.held import Held
+from quire.scheduler.reuse import held as held_file
+from quire.scheduler.reuse.held import Held
+from quire.scheduler.views import HeldView
 from tests.scheduler.device import Curse, expected_tokens, make_request
 from tests.scheduler.test_pins import FULL, MAX_LEN, WINDOW, Bench, copies
 

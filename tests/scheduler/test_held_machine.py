@@ -4,7 +4,7 @@ more input behind or none, rewinds, letting go, time; beside all that other requ
 Each fork must get what a request with its tokens gets, whatever it shares; what is held must be
 what its request had; and no block is left when all is let go.
 
-Covers `scheduler/held.py`.
+Covers `scheduler/reuse/held.py`.
 """
 
 import msgspec

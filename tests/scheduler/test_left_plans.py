@@ -1,5 +1,5 @@
 """What a plan does beside its rows is done, also if the plan fails or loses all its rows; and the
-core never rests while something can be planned (`scheduler/planning.py`)."""
+core never rests while something can be planned (`scheduler/core/planning.py`)."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import (
     Curse,

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from quire.base.events import Preempted, Queued
-from quire.scheduler.sequence import Sequence, State
+from quire.scheduler.core.sequence import Sequence, State
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
 

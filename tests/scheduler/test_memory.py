@@ -9,9 +9,9 @@ from quire.base.events import Preempted
 from quire.kv.manager import KVBlocks, KVManager
 from quire.kv.state_table import StateTable
 from quire.kv.table import Appended
-from quire.scheduler.memory import Memory, Needs
+from quire.scheduler.core.memory import Memory, Needs
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import answer

@@ -11,8 +11,8 @@ from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
 from quire.engine.observability.prefix_words import as_data, shown_to
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
-from quire.scheduler.miss_report import MissReports
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import make_request
 

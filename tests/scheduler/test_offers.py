@@ -11,9 +11,9 @@ from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.messages import ResetPrefixCache
 from quire.base.plan import MoveKind, Plan
 from quire.kv.manager import KVManager
-from quire.scheduler import offers as offers_file
-from quire.scheduler.offers import Offers
-from quire.scheduler.stores import WAIT_S
+from quire.scheduler.reuse import offers as offers_file
+from quire.scheduler.reuse.offers import Offers
+from quire.scheduler.reuse.stores import WAIT_S
 from tests.scheduler.device import CursedStep
 from tests.scheduler.fake_stores import BLOCK
 from tests.scheduler.test_pins import FULL

@@ -18,11 +18,11 @@ from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
-from quire.scheduler.pinned import Pin
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.sequence import Sequence
+from quire.scheduler.reuse.pinned import Pin
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import Curse, FakeDevice, FakeExecutor, expected_tokens, make_request
 from tests.updates import read
 

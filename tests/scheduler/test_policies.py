@@ -8,13 +8,12 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan, StepResult
 from quire.kv.manager import KVManager
-from quire.scheduler import policies
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory
-from quire.scheduler.policy import MakePolicy
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.queue import Fifo, MakePolicy
+from quire.scheduler.policy import policies
+from quire.scheduler.policy.srtf import Srtf
+from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.srtf import Srtf
-from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import make_request
 
 BLOCK, MAX_LEN = 4, 512

@@ -10,10 +10,10 @@ from quire.base.events import Preempted
 from quire.base.messages import Abort, MeasuredRates
 from quire.base.plan import MoveKind
 from quire.kv.manager import KVManager
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory
-from quire.scheduler.plan_builder import PlanBuilder
-from quire.scheduler.preemption import Preemption
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.preemption import Preemption
+from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import expected_tokens
 from tests.scheduler.test_pins import MAX_LEN, PREFIX, Bench

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.kv.manager import KVBlocks
-from quire.scheduler.held import Branch
+from quire.scheduler.reuse.held import Branch
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of
 

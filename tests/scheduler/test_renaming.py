@@ -1,8 +1,8 @@
-"""What a reset makes of the names of a request (`scheduler/renaming.py`)."""
+"""What a reset makes of the names of a request (`scheduler/core/names.py`)."""
 
 import pytest
 
-from quire.scheduler.renaming import rename
+from quire.scheduler.core.names import rename
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
 

@@ -5,8 +5,9 @@ common; aborts anywhere; requests that make their step raise, or whose rows comp
 point. Plans are carried out when they are made or when they are asked for. Invariants are checked
 after every operation.
 
-Covers `base/plan.py`, `scheduler/arrivals.py`, `scheduler/lifecycle.py`, `scheduler/planning.py`,
-`scheduler/queue.py`, `scheduler/rows.py` and `scheduler/step_results.py`.
+Covers `base/plan.py`, `scheduler/core/arrivals.py`, `scheduler/core/lifecycle.py`,
+`scheduler/core/planning.py`, `scheduler/core/queue.py`, `scheduler/core/rows.py`,
+`scheduler/core/scheduler_core.py` and `scheduler/core/step_results.py`.
 """
 
 import msgspec
@@ -31,11 +32,11 @@ from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.kv.sizing import LEAST_STATES
 from quire.kv.table import NULL
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.queue import Fifo
+from quire.scheduler.policy.srtf import Srtf
+from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.srtf import Srtf
-from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import (
     VOCAB,
     Curse,

@@ -18,9 +18,9 @@ from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.scheduler import snapshot
 from quire.scheduler.beams import Beam
-from quire.scheduler.block_naming import digest_blocks
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.names import digest_blocks
+from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import (
     CLASS,

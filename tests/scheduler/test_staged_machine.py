@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from quire.base.plan import Plan
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.srtf import Srtf
-from quire.scheduler.two_level import TwoLevel
+from quire.scheduler.core.queue import Fifo
+from quire.scheduler.policy.srtf import Srtf
+from quire.scheduler.policy.two_level import TwoLevel
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.staged import EarlierStage, Stage, StagedExecutor
 from tests.scheduler.test_policies import add, answer, scheduler_of, step

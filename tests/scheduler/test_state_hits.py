@@ -12,7 +12,7 @@ from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.events import Admitted
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import make_request
 from tests.scheduler.test_policies import answer

@@ -12,12 +12,12 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
 from quire.base.plan import Candidates, RowDraft, StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.scheduler.outputs_builder import OutputsBuilder
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.core.failures import Tainted
+from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.sequence import NUM_STOP_IDS, Sequence, State
+from quire.scheduler.core.step_results import _hand_out_pooled, _tell_tries
+from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import NUM_STOP_IDS, Sequence, State
-from quire.scheduler.step_results import _hand_out_pooled, _tell_tries
-from quire.scheduler.tainted import Tainted
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
 

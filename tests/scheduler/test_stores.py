@@ -16,9 +16,9 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.reuse.stores import KEEP_OLD, Stores
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.stores import KEEP_OLD, Stores
 from tests.scheduler.device import (
     GARBAGE,
     CursedStep,

@@ -12,7 +12,7 @@ from quire.base.events import Preempted
 from quire.base.kv_transfer import KVTransfer
 from quire.base.messages import Append, Draft, Drafted, MeasuredRates
 from quire.base.plan import StepResult
-from quire.scheduler.fifo import Fifo
+from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import make_request
 from tests.scheduler.fake_stores import BLOCK

@@ -9,9 +9,9 @@ from quire.base.errors import STEP_FAILED
 from quire.base.plan import Move, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
-from quire.scheduler.in_flight import InFlightStep, SharedBlocks
-from quire.scheduler.tainted import find_tainted
-from quire.scheduler.two_level import TwoLevel
+from quire.scheduler.core.failures import find_tainted
+from quire.scheduler.core.plans import InFlightStep, SharedBlocks
+from quire.scheduler.policy.two_level import TwoLevel
 from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
 
 FAILS = {0: Finish("error", error=Failure(STEP_FAILED, "it failed"))}

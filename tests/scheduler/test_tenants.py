@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 
 from quire.base.messages import Abort
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.policy import MakePolicy
-from quire.scheduler.srtf import Srtf
-from quire.scheduler.tenants import Tenants
-from quire.scheduler.two_level import TwoLevel
+from quire.scheduler.core.queue import Fifo, MakePolicy, Tenants
+from quire.scheduler.policy.srtf import Srtf
+from quire.scheduler.policy.two_level import TwoLevel
 from tests.scheduler.device import make_request
 from tests.scheduler.test_policies import add, scheduler_of, step
 
@@ -61,7 +59,7 @@ def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
     monkeypatch: pytest.MonkeyPatch, num_present: int
 ) -> None:
     """Also where somebody is always there who is never served."""
-    monkeypatch.setattr("quire.scheduler.tenants.MOST_ABSENT", 50)
+    monkeypatch.setattr("quire.scheduler.core.queue.MOST_ABSENT", 50)
     tenants = Tenants()
     for i in range(num_present):
         tenants.enter(f"stays {i}")

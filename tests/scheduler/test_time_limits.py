@@ -1,7 +1,7 @@
 """Requests that must be done by a certain time."""
 
 from quire.base.messages import MeasuredRates
-from quire.scheduler.fifo import Fifo
+from quire.scheduler.core.queue import Fifo
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
 from tests.updates import error_of
 

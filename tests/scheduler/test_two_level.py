@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.scheduler import two_level
-from quire.scheduler.two_level import TwoLevel
+from quire.scheduler.policy import two_level
+from quire.scheduler.policy.two_level import TwoLevel
 from tests.scheduler.test_policies import add, firsts, scheduler_of, step
 
 

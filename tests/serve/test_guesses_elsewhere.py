@@ -15,7 +15,7 @@ from quire import LLM, SamplingParams
 from quire.base.events import Stepped
 from quire.base.messages import Draft
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.core.sequence import Sequence
 from tests.engine.stand_in import StandIn, draft_with
 from tests.serve.checkpoints import checkpoint, reference_logits, reference_model, write_checkpoint
 

@@ -2,7 +2,7 @@
 only what is missing moves, and whatever is lost on the way is computed again.
 
 Covers `base/cache_config.py`, `base/kv_orders.py`, `base/kv_transfer.py` and
-`scheduler/offers.py`.
+`scheduler/reuse/offers.py`.
 """
 
 import time
@@ -19,9 +19,9 @@ from quire.engine.connectors import served
 from quire.engine.connectors import worker as worker_file
 from quire.engine.connectors.peer_wire import SECRET
 from quire.ops.native import core
-from quire.scheduler import stores as stores_file
-from quire.scheduler.decisions import StoresView
+from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.views import StoresView
 from tests.engine.connectors.shared_store import shared_store
 from tests.engine.connectors.store_servers import redis_server, s3_server
 from tests.engine.stand_in import stores_of

@@ -13,7 +13,7 @@ from quire.base.kv_orders import Fetch, LookUp
 from quire.engine.connectors import make as connectors
 from quire.engine.connectors.direct import Piece
 from quire.engine.connectors.store import HEADER_BYTES, seal, unseal
-from quire.scheduler.stores import WAIT_S
+from quire.scheduler.reuse.stores import WAIT_S
 from tests.engine.connectors.store_servers import StoreServer, redis_server, s3_server
 from tests.engine.connectors.test_direct import MemoryTransfer
 from tests.engine.stand_in import stores_of

@@ -12,7 +12,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
-from quire.scheduler.memory import PROMPT_TAIL
+from quire.scheduler.core.memory import PROMPT_TAIL
 from quire.tools.verify.precision import WholePrecision
 from tests.models.checkpoints import random_tokens
 from tests.serve.checkpoints import checkpoint, pool_bytes, reference_tokens

@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from quire.kv.manager import KVManager
-from quire.scheduler.sequence import RowTable
+from quire.scheduler.core.sequence import RowTable
 from tests.structure.test_house import PACKAGE, sources
 
 SCHEDULER = PACKAGE / "scheduler"

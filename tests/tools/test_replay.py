@@ -12,10 +12,10 @@ from quire.base.errors import ConfigError
 from quire.engine.recording.calls import calls_of
 from quire.engine.recording.files import read_recording
 from quire.kv.manager import KVManager
-from quire.scheduler import rows
-from quire.scheduler.block_naming import BlockNaming
+from quire.scheduler.core import rows
+from quire.scheduler.core.names import BlockNaming
+from quire.scheduler.core.planning import Planner
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.planning import Planner
 from quire.scheduler.scheduler import Scheduler
 from quire.tools import replay_model
 from quire.tools.replay import replay_all

@@ -2,9 +2,9 @@
 settings say of it, in vLLM's words.
 
 The first leg computes a prompt and gives its blocks to the stores as soon as they are computed; the
-second one, in another engine, finds them there by their digests (`scheduler/stores.py`). So nothing
-in these messages is needed to find a block. They say only for which request it is worth to hurry,
-and for which it is worth to wait a little.
+second one, in another engine, finds them there by their digests
+(`scheduler/reuse/stores.py`). So nothing in these messages is needed to find a block. They say only
+for which request it is worth to hurry, and for which it is worth to wait a little.
 """
 
 import json

@@ -41,7 +41,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     `pinned`, and the prompt stays for so many seconds, with 0.0 until `Unpin`; None is an ordinary
     request. pin_share: of what may be pinned or held, how much its tenant's may be, in (0, 1].
     keep_s: when it has come to its end, its tokens and blocks are held for so many seconds
-    (`scheduler/held.py`). fork: what it goes on from; the prompt holds those tokens too.
+    (`scheduler/reuse/held.py`). fork: what it goes on from; the prompt holds those tokens too.
     received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.

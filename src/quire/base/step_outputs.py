@@ -5,7 +5,7 @@ a sequence is its row. Who has more to tell, such as an end or log-probabilities
 its own instead. A token's way:
 
     StepResult       the device's answer                             runner/launched.py
-      StepOutputs    made by the fourth door                         scheduler/step_results.py
+      StepOutputs    made by the fourth door                         scheduler/core/step_results.py
         StepOutputs  each client's part, over its socket             engine/wire/step_routing.py
           text       detokenised, ended by stop strings              engine/client/output.py
             event    taken from a mailbox, written to the socket     serve/api/sse.py

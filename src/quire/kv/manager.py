@@ -123,25 +123,6 @@ class KVManager:
         pools = self.pools if self.tier is None else (*self.pools, *self.host_pools)
         return sum(pool.num_index_changes for pool in pools)
 
-    @property
-    def num_unindexed(self) -> int:
-        """How often a block of the device has lost its name."""
-        return sum(pool.num_unindexed for pool in self.pools)
-
-    def host_occupancy(self) -> tuple[int, int, int]:
-        """Count the blocks of host memory, over all groups: all, those that are held, and those
-        that nobody holds and the tier's index knows."""
-        pools = self.host_pools
-        return (
-            sum(pool.num_blocks for pool in pools),
-            sum(pool.num_used for pool in pools),
-            sum(pool.num_cached for pool in pools),
-        )
-
-    def occupancy(self, g: int) -> tuple[list[int], list[int]]:
-        """Return the reference counts of a group's blocks, and which of them the index names."""
-        return self.pools[g].all_refs(), self.pools[g].indexed_blocks()
-
     def new_sequence(self) -> SequenceBlocks:
         pairs = zip(self.pools, self.groups, strict=True)
         kinds = ((pool, StateTable if group.kind == STATE else BlockTable) for pool, group in pairs)
@@ -199,7 +180,7 @@ class KVManager:
 
     def fits(self, needs: Iterable[int], reserve: int = 0) -> bool:
         """Tell whether so many blocks, by cache group, are free now, and `reserve` more of each."""
-        return _fit(needs, self.pools, reserve)
+        return fit(needs, self.pools, reserve)
 
     def needs_with_hit(self, num_tokens: int, hit: KVBlocks, chunk: int) -> list[int]:
         """Count the free blocks, by cache group, that `num_tokens` tokens take which begin with a
@@ -451,48 +432,6 @@ class KVManager:
             found.append(sum(1 for _ in free))
         return found
 
-    def swap_out(
-        self, sequences: Sequence[SequenceBlocks]
-    ) -> tuple[list[SequenceBlocks], list[Copies]] | None:
-        """Give up the device's blocks of these sequences for host blocks, as shared as they were.
-
-        Returns the sequences' tables over host blocks, and by cache group (from, to) of the copies
-        that this needs; None if the host has too few blocks.
-        """
-        needs = self.num_distinct(sequences)
-        if not _fit(needs, self.host_pools):
-            return None
-        tables, copies = self._transfer(sequences, self.host_pools)
-        if self.tier is not None:
-            for g, (_, destination) in enumerate(copies):
-                for block_id in destination:
-                    self.tier.hold(g, block_id)
-        return tables, copies
-
-    def swap_in(
-        self, sequences: Sequence[SequenceBlocks]
-    ) -> tuple[list[SequenceBlocks], list[Copies]]:
-        """Bring them back, as `swap_out` took them; the device must have the blocks."""
-        if self.tier is not None:  # nothing else goes there before it was read
-            for g in range(len(self.pools)):
-                for block_id in {b for s in sequences for b in s.tables[g].live_blocks}:
-                    self.tier.hold(g, block_id)
-        return self._transfer(sequences, self.pools)
-
-    def _transfer(
-        self, sequences: Sequence[SequenceBlocks], pools: Sequence[BlockPool]
-    ) -> tuple[list[SequenceBlocks], list[Copies]]:
-        moved: list[list[BlockTable]] = [[] for _ in sequences]
-        copies: list[Copies] = []
-        for g, pool in enumerate(pools):
-            places: dict[int, int] = {}
-            for tables, sequence in zip(moved, sequences, strict=True):
-                tables.append(sequence.tables[g].moved_to(pool, places))
-            copies.append((list(places), list(places.values())))
-        for sequence in sequences:
-            self.free(sequence)
-        return [SequenceBlocks(tuple(tables)) for tables in moved], copies
-
     def free(self, sequence: SequenceBlocks) -> None:
         for table in sequence.tables:
             table.free()
@@ -511,27 +450,6 @@ class KVManager:
         for pool in (*self.pools, *self.host_pools):
             for digest in digests:
                 pool.forget(digest)
-
-    def check_invariants(
-        self,
-        sequences: Iterable[SequenceBlocks],
-        swapped: Iterable[SequenceBlocks] = (),
-        on_order: Callable[[int], list[int]] = lambda g: [],
-    ) -> None:
-        """Assert that pools and tables agree; sequences: all that hold blocks; swapped: all that
-        hold host blocks; on_order: host blocks of a group that stores read or write."""
-        alive, away = list(sequences), list(swapped)
-        for g, pool in enumerate(self.host_pools):
-            held = [b for blocks in away for b in blocks.tables[g].live_blocks]
-            moving = [] if self.tier is None else self.tier.held_blocks(g)
-            pool.check_invariants(held + moving + on_order(g))
-        for g, pool in enumerate(self.pools):
-            tables = [sequence.tables[g] for sequence in alive]
-            pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)
-            for table in tables:
-                waste = table.capacity - table.num_tokens
-                assert 0 <= waste < self.block_size, "a table holds a block that it does not fill"
-                assert NULL not in table.live_blocks, "a live entry is null"
 
     def _is_on_device(self, g: int, digest: bytes) -> bool:
         block_id = self.pools[g].lookup(digest)
@@ -601,5 +519,5 @@ class KVManager:
         return blocks, host
 
 
-def _fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
+def fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
     return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))

@@ -10,8 +10,10 @@ from quire.base.errors import RequestError
 from quire.base.events import Event
 from quire.base.kv_orders import Order
 from quire.base.messages import Request
-from quire.base.plan import Plan
-from quire.base.step_outputs import StepOutputs
+from quire.base.plan import Candidates, Plan
+from quire.base.step_outputs import BeamOutput, Finish, RowName, SequenceUpdate, StepOutputs
+from quire.scheduler.beams import Hypothesis
+from quire.scheduler.core.sequence import Int32, Int64, Sequence
 
 NO_OUTPUTS = StepOutputs()
 
@@ -39,77 +41,81 @@ class Decisions:
     next_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
-    """A request that has not ended. num_cached_tokens: -1 before its first admission. rows: that
-    its sequences hold; filling: those of them whose sequences have no output yet. is_waiting: some
-    of them wait in the queue."""
+class OutputsBuilder:
+    """Gathers tokens in columns, and an update for each sequence that has more to tell. ended:
+    sequences whose clients are told that they have ended."""
 
-    request: Request
-    num_prompt_tokens: int
-    arrival_s: float
-    num_cached_tokens: int
-    rows: tuple[int, ...]
-    filling: tuple[int, ...]
-    is_waiting: bool
+    def __init__(self) -> None:
+        self._rows = self._token_ids = np.empty(0, np.int32)
+        self._arrivals: Int64 = np.empty(0, np.int64)
+        self._names: list[RowName] = []
+        self.ended: list[tuple[Sequence, SequenceUpdate]] = []
+        self._updates: dict[int, SequenceUpdate] = {}  # by arrival
+        self._candidates: dict[int, tuple[Sequence, list[Candidates]]] = {}  # by arrival
+
+    def update_of(self, sequence: Sequence) -> SequenceUpdate:
+        """Return the update of a sequence that has more to tell than a token."""
+        found = self._updates.get(sequence.arrival)
+        if found is None:
+            found = self._updates[sequence.arrival] = SequenceUpdate(
+                sequence.request.request_id,
+                sequence.index,
+                num_cached_tokens=max(0, sequence.num_cached_tokens),
+                num_preemptions=sequence.num_preemptions,
+            )
+        return found
+
+    def set_tokens(self, rows: Int32, arrivals: Int64, token_ids: Int32) -> None:
+        """Give one token each to the sequences that hold these rows."""
+        self._rows, self._arrivals, self._token_ids = rows, arrivals, token_ids
+
+    def name_row(self, row: int, sequence: Sequence) -> None:
+        """Tell who has taken a row with this step."""
+        num_cached = max(0, sequence.num_cached_tokens)
+        self._names.append(RowName(row, sequence.request.request_id, sequence.index, num_cached))
+
+    def set_candidates(self, sequence: Sequence, candidates: list[Candidates]) -> None:
+        """Add the log-probabilities of the tokens that the sequence gets, as far as it does."""
+        self._candidates[sequence.arrival] = sequence, candidates
+
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        """Tell that a sequence has ended."""
+        update = self.update_of(sequence)
+        update.finish = finish
+        self.ended.append((sequence, update))
+
+    def finish_search(self, leader: Sequence, hypotheses: list[Hypothesis]) -> None:
+        """End a request with all results of its beam search."""
+        update = self.update_of(leader)
+        update.beams = [_beam(leader.request, hypothesis) for hypothesis in hypotheses]
+        update.finish = update.beams[0].finish
+        update.prefix = leader.report
+
+    def build(self) -> StepOutputs:
+        rows, token_ids, arrivals = self._rows, self._token_ids, self._arrivals
+        if self._candidates:
+            with_token = {arrival for arrival, told in self._updates.items() if told.token_ids}
+            in_columns = set(arrivals.tolist())
+            with_token |= in_columns
+            for arrival, (sequence, candidates) in self._candidates.items():
+                if arrival in with_token:
+                    num = len(self.update_of(sequence).token_ids) + (arrival in in_columns)
+                    self.update_of(sequence).candidates = candidates[:num]
+        if self._updates:
+            has_more: npt.NDArray[np.bool_] = np.isin(arrivals, list(self._updates))
+            moved = zip(arrivals[has_more].tolist(), token_ids[has_more].tolist(), strict=True)
+            for arrival, token_id in moved:
+                self._updates[arrival].token_ids.insert(0, token_id)  # before those of guesses
+            rows, token_ids = rows[~has_more], token_ids[~has_more]
+        return StepOutputs(rows, token_ids, self._names, list(self._updates.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class StoresView:
-    """Blocks that came from stores and went there, and their bytes. num_here: of the blocks that
-    requests were looked up for, those that this engine had already, so that nothing was moved."""
-
-    num_fetched: int
-    num_kept: int
-    num_fetched_bytes: int
-    num_kept_bytes: int
-    num_here: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierView:
-    """Blocks that were copied to host memory and came back as hits."""
-
-    num_offloaded: int
-    num_loaded: int
-
-
-@dataclass(frozen=True, slots=True)
-class PinsView:
-    """num_blocks: of the fullest cache group, that pins hold."""
-
-    num_pins: int
-    num_blocks: int
-    num_hits: int
-    num_hit_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeldView:
-    """What is held: sequences of requests that have ended, and their tokens."""
-
-    num_sequences: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerView:
-    """The scheduler's state at one moment, for those who count, show and tell.
-
-    num_blocks: of the largest cache group; num_free_blocks: of the group that has the fewest.
-    usage: share of the blocks that sequences hold, in the fullest group. plans: that are
-    in flight, oldest first.
-    """
-
-    num_rows: int
-    num_running: int
-    num_waiting: int
-    block_size: int
-    num_blocks: int
-    num_free_blocks: int
-    usage: float
-    pins: PinsView
-    held: HeldView
-    tier: TierView | None
-    stores: StoresView | None
-    plans: tuple[Plan, ...]
+def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:
+    last = hypothesis.token_ids[-1]
+    is_named = hypothesis.is_stop and last not in request.eos_token_ids
+    return BeamOutput(
+        list(hypothesis.token_ids),
+        hypothesis.score,
+        hypothesis.cumulative_logprob,
+        Finish(hypothesis.finish_reason, last if is_named else None),
+    )

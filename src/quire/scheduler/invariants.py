@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quire.base.cache_group import STATE
+from quire.kv.inspection import check_invariants
 from quire.kv.manager import KVManager, SequenceBlocks
-from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.memory import Memory
-from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import State
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import State
 
 
 def check_memory(
@@ -25,7 +26,7 @@ def check_memory(
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
     held = [sequence.blocks for sequence in rows.sequences()] + others
     kv: KVManager = memory.kv
-    kv.check_invariants(held, away, *on_order)
+    check_invariants(kv, held, away, *on_order)
     for sequence in rows.sequences():
         for table, group in zip(sequence.blocks.tables, kv.groups, strict=True):
             if group.kind == STATE:  # those that are kept have an order of their own

@@ -22,16 +22,17 @@ from quire.base.live import (
     RunningRow,
     WaitingRow,
 )
+from quire.kv.inspection import host_occupancy, num_unindexed, occupancy
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.kv.table import NULL
-from quire.scheduler.admission import Admission
-from quire.scheduler.held import Held, Holds
-from quire.scheduler.lifecycle import Lifecycle
-from quire.scheduler.memory import Memory
-from quire.scheduler.pinned import PinnedPrefixes
-from quire.scheduler.rows import Rows
-from quire.scheduler.scheduler_core import SchedulerCore
-from quire.scheduler.sequence import Blocker, Int64, Sequence, State
+from quire.scheduler.core.admission import Admission
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.scheduler_core import SchedulerCore
+from quire.scheduler.core.sequence import Blocker, Int64, Sequence, State
+from quire.scheduler.reuse.held import Held, Holds
+from quire.scheduler.reuse.pinned import PinnedPrefixes
 
 MOST_TOLD = 100  # of a kind, one by one
 
@@ -57,11 +58,11 @@ def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> 
         pinned=_pinned(pinned),
         held=[_held(each) for each in held[:MOST_TOLD]],
         num_held=len(held),
-        host=HostMemory(*memory.kv.host_occupancy()),
+        host=HostMemory(*host_occupancy(memory.kv)),
         num_rows=rows.table.num_rows,
         block_size=memory.block_size,
         token_budget=admission.token_budget,
-        num_evicted=memory.kv.num_unindexed,
+        num_evicted=num_unindexed(memory.kv),
     )
 
 
@@ -81,7 +82,7 @@ def _block_map(
     oldest_last: list[Sequence],
     kept: list[tuple[SequenceBlocks, int]],
 ) -> BlockMap:
-    refs, indexed = memory.kv.occupancy(g)
+    refs, indexed = occupancy(memory.kv, g)
     sharers = np.array(refs, np.int32)
     states = np.zeros_like(sharers)
     states[indexed] = CACHED

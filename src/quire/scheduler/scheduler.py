@@ -15,25 +15,23 @@ from quire.base.config import SchedulerConfig
 from quire.base.kv_transfer import EVICTED
 from quire.base.live import LiveState
 from quire.base.messages import Fork, HeldRequest, PinnedPrefix
-from quire.scheduler.block_naming import Digester, NewNames
-from quire.scheduler.branching import Branching
-from quire.scheduler.decisions import PinsView, RequestView, SchedulerView, TierView
-from quire.scheduler.drafts import Drafts
-from quire.scheduler.extension import CacheListener, of_kind
-from quire.scheduler.fifo import Fifo
-from quire.scheduler.held import Holds
-from quire.scheduler.index_changes import IndexWatch
+from quire.scheduler.branching.branching import Branching
+from quire.scheduler.branching.drafts import Drafts
+from quire.scheduler.core.extension import CacheListener, of_kind
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.names import Digester, NewNames, PrefixIndex
+from quire.scheduler.core.queue import Fifo, MakePolicy
+from quire.scheduler.core.scheduler_core import SchedulerCore
+from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.invariants import check_lives, check_memory, check_rows
 from quire.scheduler.live import live_state
-from quire.scheduler.memory import Memory
-from quire.scheduler.miss_report import MissReports
-from quire.scheduler.pinned import PinnedPrefixes
-from quire.scheduler.pins import Pins
-from quire.scheduler.policy import MakePolicy
-from quire.scheduler.prefix_index import PrefixIndex
-from quire.scheduler.scheduler_core import SchedulerCore
-from quire.scheduler.sequence import Sequence, State
-from quire.scheduler.stores import Stores
+from quire.scheduler.reuse.held import Holds
+from quire.scheduler.reuse.index_changes import IndexWatch
+from quire.scheduler.reuse.miss_report import MissReports
+from quire.scheduler.reuse.pinned import PinnedPrefixes
+from quire.scheduler.reuse.pins import Pins
+from quire.scheduler.reuse.stores import Stores
+from quire.scheduler.views import PinsView, RequestView, SchedulerView, TierView
 
 
 class Topic(enum.Enum):

@@ -42,39 +42,25 @@ from quire.base import (
 )
 from quire.base.errors import EngineError
 from quire.kv import host_tier, manager, pool, state_table, state_worth, table
-from quire.scheduler import (
+from quire.scheduler import beams, scheduler
+from quire.scheduler.branching import branching, drafts
+from quire.scheduler.core import (
     admission,
     arrivals,
-    beams,
-    block_naming,
-    branching,
-    drafts,
-    fifo,
-    held,
-    in_flight,
+    failures,
     lifecycle,
     memory,
-    miss_report,
-    offers,
-    pinned,
-    pins,
+    names,
     planning,
+    plans,
     preemption,
-    prefix_index,
-    progress,
     queue,
     rows,
-    scheduler,
     sequence,
-    srtf,
     step_results,
-    stores,
-    suspects,
-    tainted,
-    tenants,
-    time_limits,
-    two_level,
 )
+from quire.scheduler.policy import srtf, two_level
+from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
 STATE_VERSION = 13  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
@@ -91,9 +77,9 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    block_naming, branching, drafts, fifo, held, in_flight, lifecycle, memory, miss_report, offers,
-    pinned, pins, planning, preemption, prefix_index, progress, queue, rows, scheduler, sequence,
-    srtf, step_results, stores, suspects, tainted, tenants, time_limits, two_level,
+    branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
+    planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
+    two_level,
 )  # fmt: skip
 
 

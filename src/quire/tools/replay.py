@@ -41,12 +41,12 @@ from quire.engine.recording.files import Segment
 from quire.engine.recording.frames import State
 from quire.engine.recording.redact import Redaction
 from quire.kv.manager import KVManager
-from quire.scheduler.block_naming import Digester, Named, digest_blocks
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.names import Digester, Named, digest_blocks
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.memory import Memory
-from quire.scheduler.policies import make_policy
+from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 
 MOST_CHARS = 160  # of a value that is shown

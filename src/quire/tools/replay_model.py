@@ -24,8 +24,8 @@ from quire.engine.recording.files import Segment
 from quire.engine.start.build import STORE_SETTINGS, build_core, ended_if_raised, start_ranks
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_source
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored
 
 COMPILE_WAIT_S = 1.0  # for a grammar, before another look

@@ -18,8 +18,8 @@ from quire.base.events import Admitted, Event, Finished, Preempted, Queued
 from quire.base.plan import Plan
 from quire.engine.recording.calls import UPDATE
 from quire.engine.recording.files import Segment, read_recording
-from quire.scheduler.decisions import RequestView, SchedulerView
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.views import RequestView, SchedulerView
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
 STEPS, ROWS, WAITING = 1, 2, 3

@@ -2,7 +2,7 @@
 
 A router that hears every message knows after each call through a door exactly which blocks the
 device and host memory have, whatever random programs do; and it can make each name anew from what
-it was told of tokens, the block before and salts. Covers `scheduler/index_changes.py`.
+it was told of tokens, the block before and salts. Covers `scheduler/reuse/index_changes.py`.
 """
 
 import json
@@ -26,9 +26,9 @@ from quire.engine.attachments.kv_events import KVEvents, publish_events
 from quire.engine.loop.attachment import Given
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.index_changes import IndexDelta
-from quire.scheduler.memory import Memory
+from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.scheduler.scheduler import Scheduler, Topic
 from quire.serve.llm import LLM
 from quire.serve.vllm_compat import VLLM_SETTINGS

@@ -13,7 +13,7 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.calls import CONTROL, calls_of
 from quire.engine.recording.files import read_recording, segment_paths
 from quire.ops.native import core
-from quire.scheduler.stores import Stores
+from quire.scheduler.reuse.stores import Stores
 from quire.tools.replay import Outcome, replay_all
 from quire.tools.replay_model import replay_with_model
 from tests.engine.attachments.test_recorder import Recorded, bodies

@@ -11,7 +11,7 @@ from quire.base.plan import Plan, StepResult
 from quire.engine.drafting import drafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.drafting.drafting import Drafting
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.core.sequence import Sequence
 from tests.engine.stand_in import drafter_of
 
 

@@ -16,7 +16,7 @@ from quire.engine.grammars.compiler import Compiler
 from quire.engine.grammars.mask_making import MaskMaker
 from quire.engine.grammars.matchers import Guided, Wanted
 from quire.engine.recording.files import read_recording
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.core.sequence import Sequence
 from quire.tools.replay import replay_all
 from tests.engine.grammars.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
 from tests.engine.guided import END, GuidedBench, allowed_ids, lark, vocabulary

@@ -25,8 +25,8 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_model
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.engine.loop.fake_attachment import FakeAttachment
 from tests.engine.loop.token_limit import TokenLimit

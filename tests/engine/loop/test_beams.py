@@ -13,8 +13,8 @@ from quire.base.messages import Request
 from quire.base.model_spec import load_spec
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import BeamOutput
-from quire.scheduler import planning
-from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.core import planning
+from quire.scheduler.core.plans import PlanBuilder
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import (
     checkpoint,

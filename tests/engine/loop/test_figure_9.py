@@ -12,9 +12,9 @@ from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import VOCAB, FakeDevice, FakeExecutor, make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)

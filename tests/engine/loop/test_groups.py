@@ -1,6 +1,6 @@
 """Requests for several sequences: each is what it is alone, however the group is scheduled.
 
-Covers `scheduler/branching.py`.
+Covers `scheduler/branching/branching.py`.
 """
 
 from typing import Any

@@ -21,7 +21,7 @@ from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
-from quire.scheduler import held
+from quire.scheduler.reuse import held
 from tests.models.checkpoints import random_tokens
 from tests.serve.checkpoints import checkpoint
 

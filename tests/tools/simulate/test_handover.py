@@ -9,7 +9,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.kv_orders import Remove
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
-from quire.scheduler.memory import Memory
+from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
 from quire.tools.simulate.handover import DECODES, HandedOver, Link, Offered, Roles, join_legs

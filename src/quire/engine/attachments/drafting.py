@@ -10,9 +10,9 @@ from quire.engine.attachments.order import Order
 from quire.engine.drafting.drafting import Guesses
 from quire.engine.loop.attachment import NOTHING_PENDING, Attachment, Given, Pending, Phase
 from quire.engine.loop.in_flight import StepInFlight
-from quire.scheduler import sequence
+from quire.scheduler.branching.drafts import Worth
+from quire.scheduler.core import sequence
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.drafts import Worth
 
 HOLDS_PLANS = Pending(holds_plans=True)
 

@@ -26,8 +26,8 @@ import numpy as np
 from quire.base.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
 from quire.base.messages import Request
 from quire.kv.pool import TAKEN
-from quire.scheduler.index_changes import IndexDelta
-from quire.scheduler.sequence import Int32
+from quire.scheduler.core.sequence import Int32
+from quire.scheduler.reuse.index_changes import IndexDelta
 
 DEVICE, HOST = "GPU", "CPU"  # vLLM's names of where blocks are, whatever the device
 KINDS = {  # and of what cache groups keep

@@ -10,7 +10,7 @@ from quire.base.plan import Plan
 from quire.engine.attachments.order import Order
 from quire.engine.loop.attachment import Attachment, Given, Loop, Pending, Phase
 from quire.engine.loop.in_flight import StepInFlight
-from quire.scheduler import sequence
+from quire.scheduler.core import sequence
 from quire.scheduler.decisions import Decisions
 
 

@@ -32,10 +32,10 @@ from quire.engine.executors.threaded import DeviceThread
 from quire.engine.loop.attachment import Attachment, Given, Loop
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.log_throttle import ThrottledLog
+from quire.scheduler.core.sequence import Int32
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.held import MOST_HELD, MOST_HELD_TOKENS, HeldChanges
+from quire.scheduler.reuse.held import MOST_HELD, MOST_HELD_TOKENS, HeldChanges
 from quire.scheduler.scheduler import Topic
-from quire.scheduler.sequence import Int32
 
 logger = logging.getLogger("quire")
 

@@ -18,7 +18,7 @@ from quire.engine.loop.attachment import Attachment, Given, Loop
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.log_throttle import ThrottledLog
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.index_changes import IndexDelta
+from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.scheduler.scheduler import Topic
 
 logger = logging.getLogger("quire")

@@ -51,7 +51,7 @@ from quire.engine.recording.calls import (
 from quire.engine.recording.files import RecordingFiles
 from quire.engine.recording.frames import FORMAT
 from quire.engine.recording.redact import BLANK, Context, Redaction
-from quire.scheduler.block_naming import NewNames
+from quire.scheduler.core.names import NewNames
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, encode

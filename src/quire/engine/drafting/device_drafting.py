@@ -19,7 +19,7 @@ from quire.base.speculation import Speculation
 from quire.engine.drafting.draft_pace import Chance, lengths
 from quire.engine.drafting.drafting import Drafting, Guesser
 from quire.engine.grammars.grammars import Grammars
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.core.sequence import Sequence
 
 
 class AheadDrafting(Drafting):

@@ -1,4 +1,4 @@
-"""What sequences are to try next: the engine's side of guessing (scheduler/drafts.py).
+"""What sequences are to try next: the engine's side of guessing (scheduler/branching/drafts.py).
 
 Who guesses sees known tokens only, and what is guessed reaches the scheduler by `control`, so a
 replay of a recording needs none of this. What a grammar forces is guessed first: it is right. Other
@@ -26,7 +26,7 @@ from quire.engine.drafting.draft_pace import (
 from quire.engine.drafting.ngrams import NGrams, repeated
 from quire.engine.drafting.suffixes import Answers, SuffixGuesser
 from quire.engine.grammars.grammars import Grammars
-from quire.scheduler.sequence import RowTable, Sequence, State
+from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 PATIENCE = 4  # looks one by one that found nothing to guess, before a rest
 MOST_REST = 4  # steps

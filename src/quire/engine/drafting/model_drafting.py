@@ -24,7 +24,7 @@ from quire.base.speculation import MOST_TOKENS
 from quire.engine.drafting.draft_pace import Chance, StepTimes, Tried, lengths, tries_of
 from quire.engine.drafting.drafting import Int64
 from quire.engine.grammars.grammars import Grammars
-from quire.scheduler.sequence import RowTable, Sequence, State
+from quire.scheduler.core.sequence import RowTable, Sequence, State
 
 logger = logging.getLogger("quire")
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.ops.find_runs import SEARCHED, find_runs
-from quire.scheduler.sequence import RowTable
+from quire.scheduler.core.sequence import RowTable
 
 
 class NGrams:

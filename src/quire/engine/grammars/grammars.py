@@ -27,7 +27,7 @@ from quire.engine.grammars.compiler import Compiler, in_words
 from quire.engine.grammars.mask_making import MaskMaker
 from quire.engine.grammars.matchers import Guided, Wanted
 from quire.engine.grammars.vocabulary import MakeVocabulary, num_words
-from quire.scheduler.sequence import Sequence, State
+from quire.scheduler.core.sequence import Sequence, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable

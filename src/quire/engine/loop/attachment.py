@@ -46,7 +46,8 @@ from quire.base.plan import StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.engine.executors.executor import Executor
 from quire.engine.loop.in_flight import StepInFlight
-from quire.scheduler.decisions import Decisions, RequestView
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.views import RequestView
 
 logger = logging.getLogger("quire")
 

@@ -10,8 +10,9 @@ from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
 from quire.base.plan import StepResult
 from quire.base.validation import RequestLimits, check_fork
 from quire.engine.loop.attachment import Attachment, Attachments, Doors, DoorWatcher, Given
-from quire.scheduler.decisions import Decisions, RequestView, SchedulerView
+from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.views import RequestView, SchedulerView
 
 Subscriber = Callable[[Event], None]
 

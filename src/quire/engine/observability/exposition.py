@@ -23,7 +23,7 @@ from quire.base.cache_config import CacheConfig
 from quire.base.secrets import MASK, public_value
 from quire.engine.observability.metrics import HISTOGRAMS, EngineMetrics
 from quire.engine.observability.rank_times import RankTimes
-from quire.scheduler.decisions import SchedulerView
+from quire.scheduler.views import SchedulerView
 
 OURS = "quire"
 LABELS = ("model_name", "engine")

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.engine.observability.metrics import EngineMetrics
-from quire.scheduler.decisions import SchedulerView
+from quire.scheduler.views import SchedulerView
 
 
 @dataclass(frozen=True)

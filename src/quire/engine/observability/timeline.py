@@ -27,7 +27,7 @@ from quire.base.events import (
 )
 from quire.base.prefix import PrefixReport
 from quire.engine.observability import prefix_words
-from quire.scheduler.decisions import RequestView, SchedulerView
+from quire.scheduler.views import RequestView, SchedulerView
 
 MOST_REQUESTS = 1000  # that have ended
 MOST_ITEMS = 32  # preemptions and chunks of one request that are kept one by one

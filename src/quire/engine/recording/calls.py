@@ -23,7 +23,7 @@ from quire.base.events import PrefixFound
 from quire.base.kv_orders import LookUp, Order, Remove
 from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
 from quire.engine.recording.redact import NEUTRAL, Redaction
-from quire.scheduler.sequence import Sequence as Line
+from quire.scheduler.core.sequence import Sequence as Line
 from quire.scheduler.snapshot import decode, encode
 
 (

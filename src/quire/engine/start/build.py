@@ -57,8 +57,8 @@ from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
 from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
-from quire.scheduler.memory import Memory
-from quire.scheduler.policies import POLICIES, make_policy
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.policy.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:

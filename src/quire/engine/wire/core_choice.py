@@ -122,7 +122,7 @@ class CoreChoice:
 
     def _marks(self, request: Request) -> Iterator[Mark]:
         """Yield digests of the prompt's beginnings, each of whole blocks. Names of blocks differ by
-        the same things (`scheduler/block_naming.py`), tenants not among them."""
+        the same things (`scheduler/core/names.py`), tenants not among them."""
         size = self._block_size
         if not size:
             return

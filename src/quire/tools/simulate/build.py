@@ -17,8 +17,8 @@ from quire.kv.manager import KVManager
 from quire.ops.threads import num_threads
 from quire.runner.memory_plan import block_bytes_of, host_tier_limits
 from quire.runner.step_size import first_budget
-from quire.scheduler.memory import Memory
-from quire.scheduler.policies import POLICIES, make_policy
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.policy.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.devices import CPU
 from quire.tools.fit import Fit

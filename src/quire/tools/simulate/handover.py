@@ -6,8 +6,8 @@
                over its link into host memory, loads them, and begins with `handed_over()`
 
 Look-up, fetching, loading and what becomes of a block that did not come are the scheduler's own
-stores (`scheduler/stores.py`), in virtual time: a fetch takes its bytes by the link's rate, one
-after the other for each decode replica. Blocks are offered when the prompt is done, at no cost.
+stores (`scheduler/reuse/stores.py`), in virtual time: a fetch takes its bytes by the link's rate,
+one after the other for each decode replica. Blocks are offered when the prompt is done, at no cost.
 """
 
 import heapq

@@ -1,0 +1,49 @@
+"""What pools and tables hold, for those who watch and for tests. Nothing is changed here."""
+
+from collections.abc import Callable, Iterable
+
+from quire.kv.manager import KVManager, SequenceBlocks
+from quire.kv.table import NULL
+
+
+def host_occupancy(kv: KVManager) -> tuple[int, int, int]:
+    """Count the blocks of host memory, over all groups: all, those that are held, and those
+    that nobody holds and the tier's index knows."""
+    pools = kv.host_pools
+    return (
+        sum(pool.num_blocks for pool in pools),
+        sum(pool.num_used for pool in pools),
+        sum(pool.num_cached for pool in pools),
+    )
+
+
+def occupancy(kv: KVManager, g: int) -> tuple[list[int], list[int]]:
+    """Return the reference counts of a group's blocks, and which of them the index names."""
+    return kv.pools[g].all_refs(), kv.pools[g].indexed_blocks()
+
+
+def num_unindexed(kv: KVManager) -> int:
+    """How often a block of the device has lost its name."""
+    return sum(pool.num_unindexed for pool in kv.pools)
+
+
+def check_invariants(
+    kv: KVManager,
+    sequences: Iterable[SequenceBlocks],
+    swapped: Iterable[SequenceBlocks] = (),
+    on_order: Callable[[int], list[int]] = lambda g: [],
+) -> None:
+    """Assert that pools and tables agree; sequences: all that hold blocks; swapped: all that
+    hold host blocks; on_order: host blocks of a group that stores read or write."""
+    alive, away = list(sequences), list(swapped)
+    for g, pool in enumerate(kv.host_pools):
+        held = [b for blocks in away for b in blocks.tables[g].live_blocks]
+        moving = [] if kv.tier is None else kv.tier.held_blocks(g)
+        pool.check_invariants(held + moving + on_order(g))
+    for g, pool in enumerate(kv.pools):
+        tables = [sequence.tables[g] for sequence in alive]
+        pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)
+        for table in tables:
+            waste = table.capacity - table.num_tokens
+            assert 0 <= waste < kv.block_size, "a table holds a block that it does not fill"
+            assert NULL not in table.live_blocks, "a live entry is null"

@@ -1,0 +1,1 @@
+"""The scheduler itself: rows, memory, plans and results. It names no feature."""

@@ -1,0 +1,348 @@
+"""Who gets a row: waiting sequences, while budget, rows and blocks last.
+
+An admission leaves blocks free for those that run to grow into (`memory.Headroom`). A sequence that
+was preempted `MOST_PREEMPTIONS` times waits until all that run, and itself, could grow to their
+limits. Nobody of its priority or a lower one comes in before it, so it is not preempted again for
+one of them. If no other request runs, nothing is kept free from a sequence.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from quire.base.plan import MoveKind
+from quire.kv.manager import KVBlocks
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory, Needs
+from quire.scheduler.core.plans import Blocks, PlanBuilder, SharedBlocks
+from quire.scheduler.core.preemption import Preemption
+from quire.scheduler.core.queue import WaitingQueue
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Int64, Sequence, SequenceGroup
+
+MOST_PREEMPTIONS = 3
+
+
+class Admission:
+    """Gives rows and first tokens to waiting sequences. token_budget: most tokens of a step;
+    most_prefill: of one sequence in a step, 0 for any number."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        preemption: Preemption,
+        token_budget: int,
+        most_prefill: int,
+    ) -> None:
+        self._rows, self._memory = rows, memory
+        self._lifecycle, self._preemption = lifecycle, preemption
+        self.token_budget, self._most_prefill = token_budget, most_prefill
+
+    def admit(self, builder: PlanBuilder, budget: int, now: float) -> None:
+        """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait.
+        Prompts under way that were deferred take their turn."""
+        deferred, queue = deque(builder.deferred), self._lifecycle.queue
+        while budget > 0:
+            head = competing_head(queue, deferred[0]) if deferred else queue.peek()
+            used = None if head is None else self._bring_in(head, builder, budget, now)
+            if used is None and head is not None and self._park_idle(head, builder, now):
+                continue
+            if used is None and not deferred:
+                return
+            if used is None:
+                used = self._continue_deferred(deferred.popleft(), builder, budget)
+            budget -= used
+
+    def bring_in(
+        self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Admit a waiting sequence; the tokens that it gets, None if it must wait."""
+        if not self._rows.num_free or sequence.num_pending_lost:
+            return None
+        bring = self._start if sequence.host_blocks is None else self._resume
+        return bring(sequence, builder, budget, now)
+
+    def fits_now(self, sequence: Sequence) -> bool:
+        """Tell whether a new request at the head of the queue could be admitted with a budget of
+        its own."""
+        if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
+            return False
+        if self._must_wait_for_prompt(sequence) or not self._could_have_group(sequence):
+            return False
+        hit = self._memory.find_hit(sequence)
+        num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
+        return self._could_have_blocks(sequence, hit, num_new)
+
+    def reserve(self, sequence: Sequence) -> int:
+        """Count the blocks that must stay free if this waiting sequence is admitted."""
+        group, num_running = sequence.group, self._rows.num_running
+        num_own = 0 if group is None else len(group.running)
+        if num_running == num_own:
+            return 0
+        reserve = self._memory.headroom.blocks(num_running - num_own)
+        if sequence.num_preemptions >= MOST_PREEMPTIONS:
+            reserve = max(reserve, self._worst_growth(sequence))
+        return reserve
+
+    def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder, hit: Blocks = ()) -> None:
+        """Name the full blocks of known tokens that are computed once this plan has run. hit:
+        blocks that a row begins with."""
+        table, size = self._rows.table, self._memory.block_size
+        num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
+        named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
+        pairs = zip(rows.tolist(), named, strict=True)
+        builder.shared += [SharedBlocks(row, hit, new) for row, new in pairs]
+        self._rows.set_index_at(rows, (num_ready + 1) * size)
+
+    # ---- one sequence ------------------------------------------------------------------------
+
+    def _bring_in(
+        self, head: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Admit the head of the queue; the tokens that it gets, None if it must wait."""
+        if head in self._lifecycle.suspects.until:
+            return None
+        return self.bring_in(head, builder, budget, now)
+
+    def _start(
+        self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Admit a sequence that has computed nothing but what it finds in the index; the tokens
+        that it gets, None if it must wait."""
+        if self._must_wait_for_prompt(sequence) or not self._make_room_for_group(sequence):
+            return None
+        memory, lifecycle = self._memory, self._lifecycle
+        while True:
+            hit = memory.find_hit(sequence)
+            num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
+            if num_new == 0:
+                lifecycle.park(sequence)
+                return 0
+            num_new = min(num_new, self._most_prefill or num_new)
+            if memory.keeps_nothing and num_new < sequence.num_known_tokens:
+                return None  # its tokens see each other: it waits for a step that has room for all
+            if self._has_blocks(sequence, hit, num_new):
+                break
+            if not self._could_have_blocks(sequence, hit, num_new):
+                return None
+            if not memory.evict_one(sequence):  # after that it may find less
+                return None
+        appended = memory.start(sequence, num_new, hit)
+        if appended is None:
+            return None
+        builder.started.append(lifecycle.start(sequence, hit.num_tokens, now))
+        builder.add_table(sequence, hit.num_tokens // memory.block_size)
+        builder.add_blocks(sequence.row, appended)
+        held = [table.blocks for table in sequence.blocks.tables]
+        found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]
+        self._grant(sequence, num_new, builder, found)
+        memory.begin(sequence, hit, now)
+        if hit.num_loads:
+            self._load(sequence, builder)
+        return num_new
+
+    def _load(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        """Plan the loads of a hit that the sequence has just been given. If its row fails, nobody
+        is to rely on them."""
+        loads = self._memory.kv.take_loads()
+        builder.add_moves(MoveKind.LOAD, loads)
+        loaded = [destination for _, destination in loads]
+        builder.shared.append(SharedBlocks(sequence.row, [[] for _ in loaded], loaded))
+
+    def _resume(
+        self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Bring a group back that was swapped out, with rows for all; the tokens that its members
+        get, None if it must wait."""
+        if not sequence.has_something_to_compute:
+            self._lifecycle.park(sequence)
+            return 0
+        members = [m for m in sequence.members if m.host_blocks is not None]
+        if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
+            return None
+        needs = self._memory.needs_to_return(members, self.reserve(sequence))
+        if not self._memory.make_room(needs):
+            return None
+        builder.add_moves(MoveKind.LOAD, self._memory.swap_in(members))
+        for member in members:
+            started = self._lifecycle.start(member, member.num_swapped_tokens, now)
+            builder.started.append(started)
+            builder.add_table(member)
+            held = [table.live_blocks for table in member.blocks.tables]
+            builder.shared.append(SharedBlocks(member.row, held, [[] for _ in held]))
+            self._rows.share(member.row)
+        used, size = 0, self._memory.block_size
+        for member in members:
+            computed = member.num_swapped_tokens
+            room = size - computed % size  # one new block at most
+            num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
+            if num_new > 0:
+                self._preemption.ensure_capacity(member, computed + num_new, builder, now)
+                self._grant(member, num_new, builder)
+                used += num_new
+        return used
+
+    def _grant(
+        self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()
+    ) -> None:
+        """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
+        rows = np.array([sequence.row])
+        self._rows.advance(sequence.row, sequence.num_computed_tokens + num_new)
+        builder.add_rows(rows, np.array([num_new]))
+        if self._memory.names.is_indexed(sequence):
+            self.name_full_blocks(rows, builder, hit)
+
+    def _continue_deferred(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
+        """Give a deferred prompt the tokens that budget and free blocks allow; how many."""
+        memory = self._memory
+        num_new = min(budget, self._rows.need_of(sequence))
+        appended = memory.grow(sequence, num_new)
+        if appended is None:
+            num_new = min(num_new, memory.num_free_slots(sequence))
+            appended = memory.grow(sequence, num_new) if num_new > 0 else None
+        if appended is None:
+            return 0
+        self._rows.set_capacity(sequence.row, sequence.blocks.capacity)
+        builder.add_blocks(sequence.row, appended)
+        self._grant(sequence, num_new, builder)
+        return num_new
+
+    def _park_idle(self, head: Sequence, builder: PlanBuilder, now: float) -> bool:
+        """Take the row of an open prompt that only waits for its next piece, for the head of the
+        queue, which is not of a lower class; whether there was one. Without this, clients that say
+        nothing would hold up all others."""
+        if head.num_pending_lost:
+            return False
+        rows = self._rows.idle()
+        planned = np.concatenate([*builder.rows, rows[:0]])
+        for sequence in self._rows.sequences(rows[~np.isin(rows, planned)]):
+            if sequence.priority >= head.priority:
+                self._lifecycle.park_running(sequence, head.request.request_id, now)
+                return True
+        return False
+
+    # ---- does it fit -------------------------------------------------------------------------
+
+    def _has_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
+        reserve = self.reserve(sequence)
+        return self._memory.fits(self._memory.needs_to_start(sequence, hit, num_new), reserve)
+
+    def _could_have_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
+        """Tell whether it has these blocks if what others can do without is evicted."""
+        needs, reserve = self._memory.needs_to_start(sequence, hit, num_new), self.reserve(sequence)
+        return self._memory.could_fit(needs, reserve, sequence, hit.blocks)
+
+    def _worst_growth(self, sequence: Sequence) -> int:
+        """Count the blocks that all that run, and this sequence's request, lack up to their
+        limits."""
+        idle, growth = set(self._rows.idle().tolist()), self._memory.growth
+        members = [sequence] if sequence.group is None else sequence.group.unfinished
+        lacking = sum(growth(s.num_known_tokens, s.limit) for s in members if s.row < 0)
+        for other in self._rows.sequences():
+            if other.row not in idle:
+                num = 1 if other.group is None else 1 + len(other.group.reserved_rows)
+                lacking += num * growth(other.num_computed_tokens, other.limit)
+        return lacking
+
+    def _group_needs(self, sequence: Sequence) -> Needs | None:
+        """Return what the whole group of a waiting sequence needs to come in, for the first of its
+        members: those that follow need nothing. None if there are too few rows."""
+        group = sequence.group
+        if group is None or group.running:
+            return ()
+        waiting = group.unfinished
+        if self._rows.num_free < len(waiting) + _num_to_come(group):
+            return None
+        longest = max(member.num_known_tokens for member in waiting)
+        return self._memory.needs_of_all(sequence, longest, len(waiting))
+
+    def _could_have_group(self, sequence: Sequence) -> bool:
+        """Tell whether the whole group of a sequence could come in now."""
+        needs = self._group_needs(sequence)
+        if not needs:
+            return needs is not None
+        return self._memory.could_fit(needs, self.reserve(sequence), sequence)
+
+    def _make_room_for_group(self, sequence: Sequence) -> bool:
+        """Make room for the whole group of a sequence; whether it can come in."""
+        needs = self._group_needs(sequence)
+        if not needs:
+            return needs is not None
+        return self._memory.make_room(needs, self.reserve(sequence), sequence)
+
+    def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
+        """Tell whether a member that comes back would compute what another one is just
+        computing."""
+        group, size = sequence.group, self._memory.block_size
+        if group is None or not group.running:
+            return False
+        shared = sequence.num_prompt_tokens // size * size
+        return max(member.num_computed_tokens for member in group.running) < shared
+
+
+def _num_to_come(group: SequenceGroup) -> int:
+    return group.num_members - len(group.members)
+
+
+def share_budget(
+    running: Rows,
+    queue: WaitingQueue,
+    rows: Int64,
+    need: Int64,
+    budget: int,
+    fits: Callable[[Sequence], bool],
+) -> tuple[Int64, list[Sequence]]:
+    """Share the tokens of a step: those that each running row gets ([N], like rows and need), and
+    the deferred prompts, by rank. budget: tokens of the step. fits: whether a new request could be
+    admitted now."""
+    is_prompt = need > 1
+    granted = np.where(is_prompt, 0, need)
+    through = np.cumsum(granted)
+    granted = np.clip(budget - (through - granted), 0, granted)
+    left = budget - int(granted.sum())
+    if left <= 0:
+        return granted, []
+    places = np.flatnonzero(is_prompt)
+    ranked = [
+        (queue.rank(s), i) for s, i in zip(running.sequences(rows[places]), places, strict=True)
+    ]
+    order = [i for _, i in sorted(ranked)]
+    prompts = running.sequences(rows[order])
+    head = competing_head(queue, prompts[0])
+    if head is not None and not fits(head):
+        head = None
+    deferred = []
+    for i, prompt in zip(order, prompts, strict=True):
+        if head is not None and is_before(queue, head, prompt):
+            deferred.append(prompt)
+            continue
+        granted[i] = min(left, need[i])
+        left -= int(granted[i])
+    return granted, deferred
+
+
+def competing_head(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
+    """Find the head of the queue, if it comes before this prompt under way. New ones that do not
+    are passed over, which may bring others to the head."""
+    head = queue.peek()
+    while head is not None and not is_before(queue, head, prompt):
+        if head.priority > prompt.priority or queue.is_preempted(head):
+            return None
+        queue.pass_over(head)
+        passed, head = head, queue.peek()
+        if head is passed:
+            return None
+    return head
+
+
+def is_before(queue: WaitingQueue, head: Sequence, sequence: Sequence) -> bool:
+    """Tell whether the head of the queue comes before a prompt under way. One that was preempted
+    does not, in its class: it would soon be preempted again."""
+    if head.priority != sequence.priority:
+        return head.priority < sequence.priority
+    if queue.is_preempted(head):
+        return False
+    return queue.rank(head) < queue.rank(sequence)

@@ -1,0 +1,179 @@
+"""New requests: what becomes of them before they wait, and the pieces that open ones still get.
+
+    total += length of the piece
+
+While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample;
+the last piece closes it. An open prompt without anything to compute is parked, in nobody's way; so
+is a request that is blocked by something else, such as a grammar that is not compiled yet.
+"""
+
+import heapq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from quire.base.errors import REQUEST_FAILED, TIMED_OUT
+from quire.base.events import Appended, GrammarTaken
+from quire.base.messages import Append, GrammarReady, Request
+from quire.base.step_outputs import Failure, Finish
+from quire.scheduler.core.extension import Extension
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.queue import PATIENCE
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Blocker, Sequence, SequenceGroup, State
+
+
+class Arrivals:
+    """Makes sequences of requests and lets them in. max_model_len: most tokens of a sequence."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        extensions: Seq[Extension],
+        max_model_len: int,
+    ) -> None:
+        self.time_limits = TimeLimits()
+        self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
+        self._extensions = extensions
+        self._max_model_len = max_model_len
+        self._num_arrivals = 0
+
+    def new_sequence(self, request: Request, now: float) -> Sequence:
+        """Make the sequence of a request, or of its group the leader. Nobody knows it yet."""
+        num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
+        limit = self._max_model_len
+        if not request.is_open:
+            limit = self._limit_of(num_prompt, request.params.max_tokens)
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrivals,
+            arrival_s=now,
+            limit=limit,
+            blocks=self._memory.new_sequence(),
+            root=self._memory.names.root(request, num, self._num_arrivals),
+            table=self._rows.table,
+            saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
+            num_prompt_tokens=num_prompt,
+            is_open=request.is_open,
+            reads_cache=request.params.reads_prefix_cache,
+            blockers=frozenset((Blocker.READY,) if request.grammar or request.is_held_back else ()),
+            keep_s=request.keep_s,
+        )
+        if num > 1 or request.params.use_beam_search:
+            sequence.group = SequenceGroup.of(sequence, num)
+        return sequence
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Queue a new sequence, or park it until it has what it needs first."""
+        self._num_arrivals += sequence.request.params.num_samples
+        for extension in self._extensions:
+            extension.enter(sequence, now)
+        is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
+        self._lifecycle.enter(sequence, is_parked, now)
+        self.time_limits.add(sequence)
+
+    def append(self, message: Append, now: float) -> None:
+        """Take a piece of a prompt. One that makes it too long ends the request with an error."""
+        sequence = self._lifecycle.sequences.get(message.request_id)
+        if sequence is None or not sequence.is_open:
+            return  # it has ended
+        num_prompt = sequence.num_prompt_tokens + len(message.token_ids)
+        limit, num_needed = self._max_model_len, num_prompt + 1
+        if message.is_last:
+            limit = self._limit_of(num_prompt, sequence.request.params.max_tokens)
+            num_needed = limit
+        is_too_long = num_prompt >= self._max_model_len
+        if is_too_long or not self.fits_at_all(sequence, num_needed, 1):
+            error = Failure(REQUEST_FAILED, self._too_long(num_prompt))
+            self._lifecycle.drop(sequence, Finish("error", error=error), now)
+            return
+        sequence.num_prompt_tokens, sequence.limit = num_prompt, limit
+        sequence.is_open = not message.is_last
+        sequence.due_at += int(PATIENCE * len(message.token_ids))
+        self._rows.extend_prompt(sequence, np.asarray(message.token_ids, np.int32))
+        self._lifecycle.tell(Appended(now, message.request_id, len(message.token_ids)))
+        if sequence.state is State.PARKED and sequence.has_something_to_compute:
+            self._lifecycle.unpark(sequence)
+
+    def take_ready(self, message: GrammarReady, now: float) -> None:
+        """Let a request in that is ready now, unless it lacks something else. One that could not be
+        made ready ends with an error."""
+        sequence = self._lifecycle.sequences.get(message.request_id)
+        if sequence is None or Blocker.READY not in sequence.blockers:
+            return  # it has ended
+        if message.error is not None:
+            error = Failure.of_request(message.error)
+            self._lifecycle.drop(sequence, Finish("error", error=error), now)
+            return
+        sequence.blockers -= {Blocker.READY}
+        self._lifecycle.tell(GrammarTaken(now, message.request_id))
+        if sequence.has_something_to_compute:
+            self._lifecycle.unpark(sequence)
+
+    def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
+        """Tell whether so many sequences of this request fit into what is not reserved."""
+        return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
+
+    def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Return the number of tokens at which a sequence ends."""
+        return min(num_prompt + (max_tokens or self._max_model_len), self._max_model_len)
+
+    def _too_long(self, num_prompt: int) -> str:
+        return (
+            f"the prompt has grown to {num_prompt} tokens, which with its output is more than this"
+            f" engine can hold beside what is pinned (max_model_len {self._max_model_len}); send"
+            " less, lower max_tokens, or enlarge kv_cache_memory_bytes."
+        )
+
+
+class TimeLimits:
+    """The times at which requests with a limit are late. deadlines: a heap."""
+
+    def __init__(self) -> None:
+        self.deadlines: list[tuple[float, int, str]] = []  # when, arrival, request id
+
+    def add(self, sequence: Sequence) -> None:
+        """Watch a new request, if it has a limit."""
+        request = sequence.request
+        if request.timeout_s > 0:
+            began = request.received_s or sequence.arrival_s
+            entry = began + request.timeout_s, sequence.arrival, request.request_id
+            heapq.heappush(self.deadlines, entry)
+
+    def next_s(self, sequences: Mapping[str, Sequence]) -> float | None:
+        """Return when the next of these may be late; None if none has a limit."""
+        while self.deadlines and self._alive(sequences, *self.deadlines[0][1:]) is None:
+            heapq.heappop(self.deadlines)
+        return self.deadlines[0][0] if self.deadlines else None
+
+    def take_late(
+        self, sequences: Mapping[str, Sequence], now: float
+    ) -> list[tuple[Sequence, Finish]]:
+        """Find the requests whose time is over, with an error that tells where the time went."""
+        late = []
+        while self.deadlines and self.deadlines[0][0] <= now:
+            sequence = self._alive(sequences, *heapq.heappop(self.deadlines)[1:])
+            if sequence is not None:
+                late.append((sequence, Finish("timeout", error=_failure(sequence, now))))
+        return late
+
+    @staticmethod
+    def _alive(sequences: Mapping[str, Sequence], arrival: int, request_id: str) -> Sequence | None:
+        """Return the sequence of an entry, unless it has ended; its id may be another's now."""
+        sequence = sequences.get(request_id)
+        return sequence if sequence is not None and sequence.arrival == arrival else None
+
+
+def _failure(sequence: Sequence, now: float) -> Failure:
+    num_tokens = sum(member.num_output_tokens for member in sequence.members)
+    began = sequence.request.received_s or sequence.arrival_s
+    return Failure(
+        TIMED_OUT,
+        f"the request took longer than its timeout_s={sequence.request.timeout_s:g}"
+        f" ({now - began:.3f} s, {num_tokens} output tokens); raise timeout_s, lower"
+        " max_tokens, or try again when the server is less busy.",
+    )

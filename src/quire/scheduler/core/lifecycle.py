@@ -1,0 +1,275 @@
+"""The life of a sequence, and who waits for a row.
+
+                      +--------- unpark ----------+
+                      v                           |
+    enter ------> WAITING <--- forget_swapped   PARKED <--- park, park_running
+                  |     ^             |
+            start |     | preempt   SWAPPED
+                  v     |             ^ |
+                  RUNNING --preempt---+ | start
+                     ^------------------+            end: from everywhere, to ENDED
+
+A branch of a running sequence begins as RUNNING. This is the only place that sets `state`, and the
+only writer of the queue and of the events.
+"""
+
+from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
+from quire.base.plan import RowStart
+from quire.base.prefix import PrefixReport
+from quire.base.step_outputs import Finish
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import Suspects
+from quire.scheduler.core.queue import MakePolicy, SchedulerProgress, WaitingQueue
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Sequence, SequenceGroup, State
+
+
+class Lifecycle:
+    """sequences: those that have not ended, by request id, of groups the leader.
+
+    unforked: groups that run and hold rows for members to come; searches: requests that are beam
+    searches; long_stop_lists: sequences with more stop ids than a row holds. admitted: new ones
+    whose clients were not told yet what their prompts found. dropped: who was ended without a
+    step's result, with what to tell. ended: all since somebody took them. suspects: who is to be
+    planned alone.
+    """
+
+    def __init__(
+        self, rows: Rows, memory: Memory, make_policy: MakePolicy, progress: SchedulerProgress
+    ) -> None:
+        self.sequences: dict[str, Sequence] = {}
+        self.queue = WaitingQueue(make_policy, progress)
+        self.events: list[Event] = []
+        self.unforked: set[SequenceGroup] = set()
+        self.searches: set[str] = set()
+        self.long_stop_lists: set[Sequence] = set()
+        self.admitted: list[Sequence] = []
+        self.dropped: list[tuple[Sequence, Finish]] = []
+        self.ended: list[Sequence] = []
+        self.suspects = Suspects()
+        self._rows, self._memory = rows, memory
+
+    # ---- transitions -------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence, is_parked: bool, now: float) -> None:
+        """Let a new sequence wait in the queue, or outside it if it lacks something first."""
+        request = sequence.request
+        self.sequences[request.request_id] = sequence
+        if request.params.use_beam_search:
+            self.searches.add(request.request_id)
+        if sequence.has_long_stop_list:
+            self.long_stop_lists.add(sequence)
+        sequence.tenant = self.queue.tenants.enter(request.tenant)
+        sequence.state = State.PARKED if is_parked else State.WAITING
+        if not is_parked:
+            self.queue.push(sequence)
+        self.events.append(
+            Queued(
+                now,
+                request.request_id,
+                sequence.num_prompt_tokens,
+                request.params.max_tokens,
+                request.received_s,
+                request.tenant,
+                bool(request.grammar),
+            )
+        )
+
+    def start(self, sequence: Sequence, num_computed: int, now: float) -> RowStart:
+        """Give a sequence of the queue a row; returns what the plan tells the device of it."""
+        self.queue.remove(sequence)
+        started = self._rows.start(sequence, num_computed, self._memory.names.is_indexed(sequence))
+        sequence.state = State.RUNNING
+        if sequence.num_cached_tokens < 0:
+            sequence.num_cached_tokens = num_computed
+        if sequence.group is not None and not sequence.group.is_forked:
+            self.unforked.add(sequence.group)
+        self.events.append(
+            Admitted(now, sequence.request.request_id, sequence.row, num_computed, sequence.index)
+        )
+        return started
+
+    def branch(self, leader: Sequence, row: int, now: float) -> Sequence:
+        """Make a new member of a running group on one of its reserved rows, which holds nothing
+        yet."""
+        group = leader.group
+        assert group is not None, "only a group has members to come"
+        child = Sequence(
+            request=leader.request,
+            arrival=group.members[0].arrival + len(group.members),
+            arrival_s=leader.arrival_s,
+            limit=leader.limit,
+            blocks=self._memory.new_sequence(),
+            root=leader.root,
+            table=leader.table,
+            state=State.RUNNING,
+            row=row,
+            digests=leader.digests.copy(),
+            num_cached_tokens=leader.num_cached_tokens,
+            num_preemptions=leader.num_preemptions,
+            num_prompt_logprobs=leader.num_prompt_tokens,  # the leader's are enough
+            group=group,
+            index=len(group.members),
+            tenant=leader.tenant,
+            due_at=leader.due_at,
+            keep_s=leader.keep_s,
+            is_renamed=leader.is_renamed,
+            reads_cache=leader.reads_cache,
+            watchers=leader.watchers,
+            num_prompt_tokens=leader.num_prompt_tokens,
+        )
+        self._rows.hand_to(child)
+        group.members.append(child)
+        if child.has_long_stop_list:
+            self.long_stop_lists.add(child)
+        if not group.reserved_rows:
+            self.unforked.discard(group)
+        request_id = leader.request.request_id
+        self.events.append(Admitted(now, request_id, row, child.num_cached_tokens, child.index))
+        return child
+
+    def preempt(
+        self, victim: Sequence, for_request_id: str, now: float, is_swapped: bool = False
+    ) -> set[int]:
+        """Take the rows and blocks of a running sequence and its group, which come before all new
+        ones from now on; returns the rows. is_swapped: host memory has what they have computed."""
+        members = [member for member in victim.members if member.row >= 0]
+        rows, num_lost = self._take_rows(members, is_swapped)
+        for member in members:
+            member.num_preemptions += 1
+            member.state = State.SWAPPED if is_swapped else State.WAITING
+            self.queue.requeue(member)
+        self._end_branching(victim)
+        self._tell_preempted(victim, for_request_id, num_lost, is_swapped, now)
+        return rows
+
+    def park(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue until what it lacks has come."""
+        self.queue.remove(sequence)
+        sequence.state = State.PARKED
+
+    def park_running(self, sequence: Sequence, for_request_id: str, now: float) -> None:
+        """Take the row of a sequence that waits for more of its prompt. It loses nothing that it
+        was waiting for, so this does not count among its preemptions."""
+        _, num_lost = self._take_rows([sequence], is_swapped=False)
+        sequence.state = State.PARKED
+        self._tell_preempted(sequence, for_request_id, num_lost, False, now)
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Let a sequence into the queue: what it lacked has come. One that is blocked by
+        something else waits on."""
+        if sequence.blockers:
+            return
+        sequence.state = State.WAITING if sequence.host_blocks is None else State.SWAPPED
+        if sequence.num_preemptions:
+            self.queue.requeue(sequence)
+        else:
+            self.queue.push(sequence)
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """Give up what a sequence has in host memory, if it cannot be relied on."""
+        self._memory.free_swapped(sequence)
+        if sequence.state is State.SWAPPED:
+            sequence.state = State.WAITING
+
+    def end(self, sequence: Sequence, reason: str, now: float) -> None:
+        """End a sequence: `reason` is that of a `Finish`. The request ends with the last of its
+        sequences."""
+        for watcher in sequence.watchers:
+            watcher.leave(sequence, reason, now)
+        if sequence.state is State.RUNNING:
+            self._take_rows([sequence], is_swapped=False)
+        elif sequence.state is not State.PARKED:
+            self.queue.remove(sequence)
+        self._end_branching(sequence)
+        self._memory.free_swapped(sequence)
+        sequence.state, sequence.finish_reason = State.ENDED, reason
+        self.long_stop_lists.discard(sequence)
+        if self.suspects.until:
+            self.suspects.drop(sequence)
+        self.ended.append(sequence)
+        self._memory.headroom.take_end()
+        if all(member.state is State.ENDED for member in sequence.members):
+            self._end_request(sequence, reason, now)
+
+    def drop(self, sequence: Sequence, finish: Finish, now: float) -> None:
+        """End a sequence without a step's result; the next outputs tell its client."""
+        self.dropped.append((sequence, finish))
+        self.end(sequence, finish.reason, now)
+
+    # ---- what is told ------------------------------------------------------------------------
+
+    def take_events(self) -> list[Event]:
+        """Hand out what has happened since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def take_admitted(self) -> list[Sequence]:
+        """Hand out whose clients are to be told what their prompts found."""
+        admitted, self.admitted = self.admitted, []
+        return admitted
+
+    def take_dropped(self) -> list[tuple[Sequence, Finish]]:
+        """Hand out whose clients are to be told that they were ended."""
+        dropped, self.dropped = self.dropped, []
+        return dropped
+
+    def take_ended(self) -> list[Sequence]:
+        """Hand out who has ended since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def report_prefix(
+        self, sequence: Sequence, report: PrefixReport, is_hit: bool, now: float
+    ) -> None:
+        """Tell what the prompt of a request that was just admitted found in the cache."""
+        sequence.report = report
+        if (is_hit or report.miss) and not sequence.is_beam:  # of a search all is told at the end
+            self.admitted.append(sequence)
+        self.events.append(PrefixFound(now, sequence.request.request_id, report))
+
+    def tell(self, event: Event, is_first: bool = False) -> None:
+        """Note what has happened. is_first: before all else that this door's call has told."""
+        self.events.insert(0 if is_first else len(self.events), event)
+
+    def _take_rows(self, members: list[Sequence], is_swapped: bool) -> tuple[set[int], int]:
+        """Free rows and blocks of running sequences; the rows, and how many tokens are lost."""
+        rows, num_lost = set(), 0
+        for member in members:
+            rows.add(member.row)
+            if is_swapped:
+                member.num_swapped_tokens = member.num_kept_tokens
+            else:
+                num_lost += member.num_computed_tokens
+            self._rows.release(member)
+            self._memory.free(member)
+        return rows, num_lost
+
+    def _end_branching(self, sequence: Sequence) -> None:
+        """Free the rows that its group holds for members to come."""
+        group = sequence.group
+        if group is not None and group.reserved_rows:
+            self._rows.give_back(group.reserved_rows)
+            group.reserved_rows = []
+            self.unforked.discard(group)
+
+    def _tell_preempted(
+        self, victim: Sequence, for_request_id: str, num_lost: int, is_swapped: bool, now: float
+    ) -> None:
+        if victim.group is not None:
+            victim.group.candidates = {}
+        request_id = victim.request.request_id
+        self.events.append(Preempted(now, request_id, for_request_id, num_lost, is_swapped))
+
+    def _end_request(self, sequence: Sequence, reason: str, now: float) -> None:
+        request, members = sequence.request, sequence.members
+        request_id, is_search = request.request_id, request.params.use_beam_search
+        del self.sequences[request_id]
+        self.queue.tenants.leave(request.tenant)
+        self.searches.discard(request_id)
+        num_tokens, num_told = sum(member.num_output_tokens for member in members), len(members)
+        if sequence.group is not None and sequence.group.search is not None:
+            results = sequence.group.results
+            num_tokens = sum(len(found.token_ids) for found in results)
+            num_told = len(results) or request.params.n
+        self.events.append(Finished(now, request_id, reason, num_tokens, num_told, is_search))

@@ -1,0 +1,185 @@
+"""Names of blocks, and the hits that are found by them.
+
+A block's name is the digest of all tokens up to its end; it begins with the root of its request, so
+that salts, adapters and images keep apart what must not be shared. In steady decode a sixteenth of
+the rows fills a block in every step; these are named together, since a call of their own for each
+would be most of the time of a step. After `ResetPrefixCache` all names change (`rename`):
+
+    came before, waits, holds no blocks    gets a root of the new epoch: it has yet to be computed
+    came before, holds blocks              gets a root of its own, which nobody else ever has
+    is pinned                              is computed again, from the new epoch's root
+
+Names of an epoch mean something to this engine alone. In a store that is shared, what others left
+stays as it is, for them and for a later run of this one.
+"""
+
+from collections.abc import Callable, Sized
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quire.base.messages import MeasuredRates, Request
+from quire.kv.digest import extend_by_one, extend_digests, root_digest
+from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.core.extension import HitSource
+from quire.scheduler.core.sequence import Int32, Sequence
+
+NewNames = tuple[int, list[bytes], int, int]  # arrival; of this list, those from here to there
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The first tokens of a sequence, to be named as if they were one block."""
+
+    arrival: int
+    root: bytes
+    known_tokens: Int32
+    digests: list[bytes] = field(default_factory=list)
+    row: int = -1
+
+
+Named = Sequence | Prefix
+Digester = Callable[[Seq[Named], int, Seq[int]], None]
+
+
+def digest_blocks(named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
+    """Extend the digests of each to its first `count` blocks."""
+    rows = [each.row for each in named]
+    lacks_one = [len(s.digests) == n - 1 for s, n in zip(named, counts, strict=True)]
+    if len(named) < 2 or min(rows) < 0 or not all(lacks_one):
+        for each, count in zip(named, counts, strict=True):
+            extend_digests(each.digests, each.root, each.known_tokens, block_size, count)
+        return
+    first = named[0]
+    assert isinstance(first, Sequence), "only a sequence holds a row"
+    starts = (np.array(counts) - 1) * block_size
+    places = np.array(rows)[:, None], starts[:, None] + np.arange(block_size)
+    tokens = first.table.tokens[places]
+    extend_by_one([each.digests for each in named], [each.root for each in named], tokens)
+
+
+class BlockNaming:
+    """Gives names. fingerprint: identifies the contents of the cache; new: where names are noted as
+    they are given, if a subscriber wants them. digester: a replay has the names from its record.
+    """
+
+    def __init__(
+        self, block_size: int, caches: bool, fingerprint: bytes, digester: Digester = digest_blocks
+    ) -> None:
+        self.block_size = block_size
+        self.fingerprint = fingerprint
+        self.new: list[NewNames] | None = None
+        self.digester = digester
+        self._caches = caches
+
+    def is_indexed(self, sequence: Sequence) -> bool:
+        """Tell whether its blocks enter the index. Without prefix caching the sequences of a group
+        still share the prompt."""
+        return self._caches or sequence.group is not None
+
+    def root(self, request: Request, num: int, arrival: int) -> bytes:
+        """Return the root of the digests of a request for `num` sequences. Without prefix caching
+        nobody else has the root of a group."""
+        salt = request.cache_salt
+        if num > 1 and not self._caches:
+            salt = f"{salt} of group {arrival} alone"
+        return root_digest(self.fingerprint, salt, request.adapter_id, request.media_ids)
+
+    def extend(self, named: Seq[Named], counts: Seq[int], size: int | None = None) -> None:
+        """Name the first `count` blocks of each, as far as they have no names. size: tokens of a
+        block, if not the cache's."""
+        if self.new is not None:
+            self.new += [
+                (each.arrival, digests, len(digests), count)
+                for each, count in zip(named, counts, strict=True)
+                if count > len(digests := each.digests)
+            ]
+        self.digester(named, size or self.block_size, counts)
+
+    def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
+        """Name the blocks that a sequence may find in the index; return the names, and the number
+        of tokens: all of these but the last may be found."""
+        num_tokens = sequence.num_known_tokens
+        if not self.is_indexed(sequence) or not sequence.may_read_cache:
+            return (), num_tokens
+        num_tokens = min(num_tokens, sequence.num_readable_tokens + 1)
+        num_blocks = num_tokens // self.block_size
+        if len(sequence.digests) < num_blocks:
+            self.extend([sequence], [num_blocks])
+        return sequence.digests, num_tokens
+
+    def of_prefix(self, sequence: Sequence, num_tokens: int) -> bytes:
+        """Name the first tokens of a sequence as one block."""
+        found = sequence.prefix_digests.get(num_tokens)
+        if found is None:
+            request = sequence.request
+            parts = request.cache_salt, request.adapter_id, request.media_ids
+            root = root_digest(self.fingerprint, *parts)
+            prefix = Prefix(sequence.arrival, root, sequence.known_tokens)
+            self.extend([prefix], [1], size=num_tokens)
+            found = sequence.prefix_digests[num_tokens] = prefix.digests[0]
+        return found
+
+
+def rename(sequence: Sequence, names: BlockNaming, epoch: str) -> None:
+    """Give the sequences of a request, who share blocks by their names, another root."""
+    members = sequence.members
+    first = members[0]
+    root = root_digest(first.root, epoch, "held")
+    holds = any(member.row >= 0 or member.host_blocks is not None for member in members)
+    if not holds:
+        num = 1 if first.group is None else first.group.num_members
+        root = names.root(first.request, num, first.arrival)
+    for member in members:
+        member.is_renamed = holds
+        member.root, member.digests = root, []  # not emptied in place: a recorder may hold it
+        member.prefix_digests, member.found_at = {}, -1
+
+
+class Rated(Protocol):
+    """Somebody who knows how fast prompts are computed and blocks copied."""
+
+    rates: MeasuredRates
+
+
+class PrefixIndex(HitSource):
+    """The names that the blocks of all sequences have got."""
+
+    entries: Sized = (True,)  # a look-up finds out itself whether there is something
+
+    def __init__(self, kv: KVManager, names: BlockNaming, rated: Rated) -> None:
+        self._kv, self._names, self._rated = kv, names, rated
+
+    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
+        """See HitSource."""
+        if best is not None and best.num_tokens == sequence.num_known_tokens - 1:
+            return best  # nothing is longer
+        kv, (digests, num_tokens) = self._kv, self._names.readable(sequence)
+        hit = kv.get_computed_blocks(digests, num_tokens)
+        if hit.num_loads:
+            near = kv.get_computed_blocks(digests, num_tokens, on_host=False)
+            if not loading_is_cheaper(kv, hit, near, self._rated.rates):
+                hit = near
+        return hit if best is None or hit.num_tokens > best.num_tokens else best
+
+    def num_tokens(self, sequence: Sequence) -> int:
+        """See HitSource. Looked up once per change of the index."""
+        kv = self._kv
+        if sequence.found_at != kv.num_index_changes:
+            num_blocks = kv.num_computed_blocks(*self._names.readable(sequence))
+            sequence.found_tokens = num_blocks * kv.block_size
+            sequence.found_at = kv.num_index_changes
+        return sequence.found_tokens
+
+
+def loading_is_cheaper(kv: KVManager, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
+    """Tell whether to load what host memory has beyond the hit on the device. Where a rate is not
+    known, it is loaded."""
+    sizes = kv.block_bytes
+    if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and sizes):
+        return True
+    num_bytes = sum(len(away) * size for away, size in zip(hit.host, sizes, strict=True))
+    num_tokens = hit.num_tokens - near.num_tokens
+    return num_bytes / rates.copy_bytes_per_s < num_tokens / rates.prefill_tokens_per_s

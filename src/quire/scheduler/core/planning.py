@@ -1,0 +1,242 @@
+"""Making a plan: the rows that run, then those that are admitted, then who samples.
+
+A plan first serves the rows that run, by priority and then by arrival, then admits waiting
+sequences (admission.py). A row that needs a block that is not there preempts the latest arrival of
+the lowest priority (P 4.5), all or nothing; in such a step nobody is admitted. Blocks are
+allocated, and full blocks of known tokens enter the index, when the plan is made: later requests of
+the same plan hit them (T algorithm 2, inner loop).
+"""
+
+from collections import deque
+from dataclasses import replace
+from itertools import repeat
+
+import numpy as np
+
+from quire.base.events import Planned
+from quire.base.plan import Move, MoveKind, Plan
+from quire.scheduler.core.admission import Admission, share_budget
+from quire.scheduler.core.extension import DraftTokens, Forking
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import InFlightStep, PlanBuilder
+from quire.scheduler.core.preemption import Preemption
+from quire.scheduler.core.queue import SchedulerProgress
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Int32, Int64, State
+
+NO_ROWS: Int32 = np.empty(0, np.int32)
+PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens
+
+
+class Planner:
+    """Makes plans, and keeps those that are in flight, oldest first. next_step_id: of the next
+    plan."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        progress: SchedulerProgress,
+        branching: Forking,
+        preemption: Preemption,
+        admission: Admission,
+        drafts: DraftTokens,
+    ) -> None:
+        self.in_flight: deque[InFlightStep] = deque()
+        self.next_step_id = 0
+        self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
+        self._progress, self._branching = progress, branching
+        self._preemption, self._admission, self._drafts = preemption, admission, drafts
+        self._token_budget = admission.token_budget  # the most; a step may have time for less
+        self._swaps: list[Move] = []  # out of the device's memory, for the next plan
+
+    def plan(self, now: float) -> Plan | None:
+        """Make the next plan; None if nobody can compute anything now."""
+        builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
+        suspects = self._lifecycle.suspects.until
+        if suspects and self._plan_suspect(builder, now):
+            return self._close(builder, 0, now)
+        rows = self._rows.running
+        if suspects:
+            rows = rows[[sequence not in suspects for sequence in self._rows.sequences()]]
+        needs = self._rows.take_turns(self._rows.needs(rows))
+        most = self._step_budget(needs)
+        budget = most - self._serve_running(builder, rows, needs, most, now)
+        # If nothing is planned, those who gave way were the only ones with something to do.
+        if not builder.has_preempted or budget == most:
+            self._admission.admit(builder, budget, now)
+        return self._close(builder, most, now)
+
+    def flush(self, now: float) -> Plan | None:
+        """Make a plan that only copies to host memory what the device's index has and nobody holds,
+        as much as fits; None if there is nothing."""
+        tier = self._memory.kv.tier
+        while tier is not None and tier.evict_some():
+            builder = PlanBuilder(self.next_step_id)
+            builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
+            self._memory.end_plan(builder.step_id, now)
+            if moves := builder.moves():  # otherwise host memory had all of it
+                plan = Plan(builder.step_id, moves=moves)
+                self._put_in_flight(plan, builder, np.empty(0, np.int32))
+                return plan
+        return None
+
+    def offload(self, now: float) -> Plan | None:
+        """Make a plan that only copies to host memory what stores wait for; None if there is
+        nothing that can be copied."""
+        tier = self._memory.kv.tier
+        builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
+        builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
+        if tier is None or not (builder.swaps or tier.has_held):
+            return None
+        self._memory.end_plan(builder.step_id, now)
+        plan = Plan(builder.step_id, moves=builder.moves())
+        self._put_in_flight(plan, builder, np.empty(0, np.int32))
+        return plan
+
+    def _step_budget(self, needs: Int64) -> int:
+        """Return the most tokens of the next plan: what a step has time for, but always all that
+        decode and a few of a prompt."""
+        step_tokens = self._memory.rates.step_tokens
+        if not step_tokens:
+            return self._token_budget
+        num_decoding = int(np.count_nonzero(needs == 1))
+        return min(self._token_budget, max(step_tokens, num_decoding + PROMPT_TOKENS))
+
+    def _plan_suspect(self, builder: PlanBuilder, now: float) -> bool:
+        """Plan for one suspect alone, the first that can compute something; whether there is
+        one."""
+        for sequence in list(self._lifecycle.suspects.until):
+            if sequence.row >= 0:
+                rows = np.array([sequence.row])
+                need = self._rows.needs(rows)
+                most = self._step_budget(need)
+                used = self._serve_running(builder, rows, np.minimum(need, most), most, now)
+            elif sequence.state is State.PARKED:
+                continue
+            else:
+                used = self._admission.bring_in(sequence, builder, self._token_budget, now) or 0
+            if used:
+                return True
+        return False
+
+    def _serve_running(
+        self, builder: PlanBuilder, rows: Int64, need: Int64, budget: int, now: float
+    ) -> int:
+        """Grant tokens to rows that run; returns how many. need: [N] what they could use."""
+        table = self._rows.table
+        if len(rows) == 0:
+            return 0
+        if need.sum() > budget:
+            queue, fits = self._lifecycle.queue, self._admission.fits_now
+            need, builder.deferred = share_budget(self._rows, queue, rows, need, budget, fits)
+        target = table.computed[rows] + need
+        short = np.flatnonzero(target > table.capacity[rows])
+        if len(short) and not self._append_blocks(rows[short], target[short], builder):
+            for i in short:
+                sequence = table.sequences[rows[i]]
+                if sequence is None:  # it gave way meanwhile
+                    continue
+                if not self._preemption.ensure_capacity(sequence, int(target[i]), builder, now):
+                    need[i], target[i] = 0, table.computed[rows[i]]
+        if builder.has_preempted:
+            alive = np.isin(rows, self._rows.running)
+            rows, need, target = rows[alive], need[alive], target[alive]
+            builder.deferred = [prompt for prompt in builder.deferred if prompt.row >= 0]
+        if not need.all():
+            busy = np.flatnonzero(need)
+            rows, need, target = rows[busy], need[busy], target[busy]
+        self._rows.advance(rows, target)
+        builder.add_rows(rows, need)
+        full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
+        if len(full):
+            self._admission.name_full_blocks(full, builder)
+        return int(need.sum())
+
+    def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
+        """Give one new block to each of these rows, if each has filled its blocks and needs one
+        more, and no row is preempted for it; whether that was so. target: [N] tokens that they
+        will have computed.
+
+        In steady decode a sixteenth of the rows needs this in every step, each in the same way; a
+        call of its own for each would be most of the time of a step.
+        """
+        table, capacity = self._rows.table, self._rows.table.capacity[rows]
+        # A shared block is not in a row's capacity: such a row needs a copy of it as well.
+        if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
+            return False
+        found = self._memory.grow_by_blocks(self._rows.sequences(rows), target.tolist())
+        if found is None:
+            return False
+        size = self._memory.block_size
+        builder.writes += zip(repeat(0), rows.tolist(), (capacity // size).tolist(), found)
+        self._rows.set_capacity(rows, capacity + size)
+        return True
+
+    def _close(self, builder: PlanBuilder, most: int, now: float) -> Plan | None:
+        """Freeze the plan; rows whose last known or pending token is computed will sample. most:
+        tokens that the step has time for."""
+        table = self._rows.table
+        rows, num_tokens = builder.all_rows()
+        if self._drafts.drafted and not builder.has_preempted:  # before it is asked who was evicted
+            self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
+        builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
+        if len(rows) == 0:
+            self._swaps = builder.swaps  # who gave way was the only one with something to do
+            self._memory.end_turn(now)
+            return None
+        self._memory.end_plan(builder.step_id, now)
+        is_sampling = (table.computed[rows] == table.total[rows]) & table.samples[rows]
+        samples = rows[is_sampling]
+        forked = sources = NO_ROWS
+        if self._lifecycle.unforked:
+            forked, sources = self._branching.fork_leaders(samples, builder, now)
+            samples = np.concatenate([samples, forked])
+        self._rows.expect_tokens(self._without_beams(samples))
+        num_planned = int(num_tokens.sum())
+        self._progress.num_planned_tokens += num_planned
+        self._lifecycle.queue.tenants.charge(table.tenant[rows], num_tokens + is_sampling)
+        changes = self._rows.take_changes()
+        plan = Plan(
+            step_id=builder.step_id,
+            rows=rows,
+            num_tokens=num_tokens,
+            computed_bound=(table.computed[rows] - num_tokens).astype(np.int32),
+            sample_rows=samples,
+            num_candidates=table.num_candidates[samples],
+            sources=sources,
+            masked_rows=samples[table.is_masked[samples]],
+            forked=(*changes.forks, *builder.forked),
+            host_tokens=tuple(changes.host_tokens),
+            started=tuple(builder.started),
+            released=np.asarray(changes.released, np.int32),
+            block_writes=builder.block_writes(),
+            moves=builder.moves(),
+            drafts=tuple(builder.drafts),
+            is_guessing=builder.is_guessing,
+        )
+        if self._rows.num_stages > 1:
+            plan = replace(plan, last_ids=self._rows.last_ids(rows, plan.last_positions))
+        self._put_in_flight(plan, builder, forked)
+        planned = Planned(now, plan.step_id, len(rows), num_planned, plan)
+        self._lifecycle.tell(planned)
+        return plan
+
+    def _put_in_flight(self, plan: Plan, builder: PlanBuilder, forked: Int32) -> None:
+        self.next_step_id += 1
+        table, samples = self._rows.table, plan.sample_rows
+        rows = np.concatenate([plan.rows, forked, np.array(plan.idle_rows, np.int32)])
+        row_epochs, row_sequences = table.epoch[rows], table.sequences[rows]
+        epochs, sequences = row_epochs, row_sequences
+        if len(samples) < len(rows):
+            epochs, sequences = table.epoch[samples], table.sequences[samples]
+        step = InFlightStep(plan, row_epochs, row_sequences, epochs, sequences, builder.shared)
+        self.in_flight.append(step)
+
+    def _without_beams(self, rows: Int32) -> Int32:
+        """Return those of the rows that will get a token, rather than candidates to choose from."""
+        if not self._lifecycle.searches:
+            return rows
+        return rows[[not sequence.is_beam for sequence in self._rows.table.sequences[rows]]]

@@ -1,0 +1,102 @@
+"""Room for a row that grows, and who gives way for it: the latest arrival of the lowest priority,
+all or nothing, with its whole group (P 4.5).
+
+What gives way is swapped to host memory or computed again. Its blocks are copied before the step's
+forward pass, so that they can be given away in the same plan; shared blocks are copied once and
+stay shared. Copies that bring blocks back are part of the plan in which the rows run again.
+
+    swapping        2 x bytes of the blocks / bandwidth of a copy
+    recomputation   computed tokens / tokens per second of a prefill
+
+Both rates are measured and come through `control`. Where one is not known, it is recomputation.
+"""
+
+from quire.base.plan import MoveKind
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Sequence
+
+
+class Preemption:
+    """Decides who gives way, and how. mode: `swap`, `recompute`, or `auto` for what costs less."""
+
+    def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle, mode: str) -> None:
+        self._rows, self._memory, self._lifecycle, self._mode = rows, memory, lifecycle, mode
+
+    def ensure_capacity(
+        self, sequence: Sequence, target: int, builder: PlanBuilder, now: float
+    ) -> bool:
+        """Make room up to `target` tokens, preempting the last that run if that is needed; whether
+        the sequence has it now. Nobody gives way for one with guesses in flight, which may be wrong
+        and then need none of it: their result comes first."""
+        num_new = target - sequence.num_computed_tokens
+        while (appended := self._memory.grow(sequence, num_new)) is None:
+            if self._rows.is_trying(sequence):
+                return False
+            self.preempt(self._victim(), sequence.request.request_id, builder, now)
+            if sequence.row < 0:
+                return False
+        self._rows.set_capacity(sequence.row, sequence.blocks.capacity)
+        builder.add_blocks(sequence.row, appended)
+        return True
+
+    def _victim(self) -> Sequence:
+        """Choose who gives way next, of all that run: another rule goes here."""
+        return self._rows.last_running
+
+    def preempt(
+        self, victim: Sequence, for_request_id: str, builder: PlanBuilder, now: float
+    ) -> None:
+        """Take the rows and blocks of the victim and its group. What they have computed is swapped
+        to host memory with the plan, or it will be computed again."""
+        members = [member for member in victim.members if member.row >= 0]
+        is_swapped = self._may_be_swapped(members) and self._swap_out(members, builder)
+        rows = self._lifecycle.preempt(victim, for_request_id, now, is_swapped)
+        self._memory.headroom.take_preemption(self._rows.num_running)
+        builder.drop_rows(rows)
+        builder.has_preempted = True
+
+    def _may_be_swapped(self, members: list[Sequence]) -> bool:
+        """Tell whether these may be swapped out: not before a group is forked, not while some of it
+        waits, and not if it would need more room to come back than what is reserved leaves. Nor a
+        prompt that never samples, nor states of rows whose guesses are in flight."""
+        first, blocks = members[0], [member.blocks for member in members]
+        group, memory = first.group, self._memory
+        if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
+            return False
+        if (
+            not first.samples
+            or memory.kv.has_states
+            and any(self._rows.is_trying(m) for m in members)
+        ):
+            return False  # the states will be behind guesses that nobody knows to be right
+        if any(memory.reserved) and not memory.fits_at_all(memory.needs_to_stand(blocks)):
+            return False
+        return self.swapping_is_cheaper(members)
+
+    def swapping_is_cheaper(self, members: list[Sequence]) -> bool:
+        """Tell whether these running members should be swapped out rather than computed again."""
+        kv, rates = self._memory.kv, self._memory.rates
+        if self._mode != "auto":
+            return self._mode == "swap"
+        if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and kv.block_bytes):
+            return False
+        counts = kv.num_distinct([member.blocks for member in members])
+        num_bytes = sum(n * size for n, size in zip(counts, kv.block_bytes, strict=True))
+        num_tokens = sum(member.num_computed_tokens for member in members)
+        shared = members[0].num_prompt_tokens * (len(members) - 1)  # is computed once
+        recompute_s = max(1, num_tokens - shared) / rates.prefill_tokens_per_s
+        return 2 * num_bytes / rates.copy_bytes_per_s < recompute_s
+
+    def _swap_out(self, members: list[Sequence], builder: PlanBuilder) -> bool:
+        """Copy what the members have computed to host memory; False if that has no room. They still
+        hold their rows."""
+        for member in members:
+            self._memory.undo(member, reversed(builder.copies))
+        copies = self._memory.swap_out(members)
+        if copies is None:
+            return False
+        builder.add_moves(MoveKind.SWAP_OUT, copies)
+        return True

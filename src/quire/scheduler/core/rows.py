@@ -1,0 +1,293 @@
+"""Rows: who holds which, in what order they run, and every number of theirs.
+
+The only place where a column is assigned. Other files read `table`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.base.plan import HostTokens, RowFork, RowStart
+from quire.scheduler.core.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
+
+FORKED_COLUMNS = (
+    "computed", "total", "known", "limit", "capacity", "index_at", "min_known", "num_open",
+    "num_candidates", "stop_ids", "is_masked", "samples",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class RowChanges:
+    """What the next plan tells the device of rows: which were released, forks of beams, and tokens
+    of beams and of prompts that have grown."""
+
+    released: list[int] = field(default_factory=list)
+    forks: list[RowFork] = field(default_factory=list)
+    host_tokens: list[HostTokens] = field(default_factory=list)
+
+
+class Rows:
+    """The row table, the running order, and what changed since the last plan.
+
+    running: [N] rows in order of priority, then arrival; free: the last one is taken first.
+    most_prefill: tokens that a row gets in one step, 0 for any number. num_stages: of the model;
+    with several, a row is in no plan until its last token is known here, from where the first stage
+    gets it.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, most_prefill: int = 0, num_stages: int = 1
+    ) -> None:
+        self.table = RowTable(num_rows, max_model_len)
+        self.running: Int64 = np.empty(0, np.int64)
+        self.changes = RowChanges()
+        self.free = list(range(num_rows - 1, -1, -1))
+        self.num_trying = 0  # rows with guesses in flight
+        self._most_prefill = most_prefill or NEVER
+        self.num_stages = num_stages
+
+    # ---- questions ---------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def last_running(self) -> Sequence:
+        """Who gives way first."""
+        found: Sequence = self.table.sequences[self.running[-1]]
+        return found
+
+    def sequences(self, rows: Int64 | None = None) -> list[Sequence]:
+        """List who holds these rows; all that run, if none are given."""
+        found: list[Sequence] = self.table.sequences[
+            self.running if rows is None else rows
+        ].tolist()
+        return found
+
+    def needs(self, rows: Int64) -> Int64:
+        """Count the tokens that each of these rows could compute now."""
+        table = self.table
+        most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
+        need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
+        if self.num_trying:
+            need[table.is_held[rows]] = 0
+        if self.num_stages > 1:
+            need[table.total[rows] > table.known[rows]] = 0
+        return need
+
+    def take_turns(self, needs: Int64) -> Int64:
+        """Return the needs of the next plan: with several stages, as many rows that decode as leave
+        each stage a plan of them. needs: of all that run."""
+        decoding = np.flatnonzero(needs == 1)
+        most = -(-self.num_running // self.num_stages)
+        if len(decoding) > most:
+            needs = needs.copy()
+            needs[decoding[most:]] = 0
+        return needs
+
+    def last_ids(self, rows: Int32, positions: Int32) -> Int32:
+        """Return known tokens of rows, one of each."""
+        found: Int32 = self.table.tokens[rows, positions]
+        return found
+
+    def need_of(self, sequence: Sequence) -> int:
+        return int(self.needs(np.array([sequence.row]))[0])
+
+    def is_trying(self, sequence: Sequence) -> bool:
+        """Tell whether guesses of a sequence that holds a row are in flight."""
+        return bool(self.table.tried[sequence.row])
+
+    @property
+    def is_any_unsure(self) -> bool:
+        """Whether rows that may be planned have guesses in flight: what the host takes for their
+        length is a bound."""
+        table = self.table
+        return bool(self.num_trying and (table.tried[~table.is_held] > 0).any())
+
+    def idle(self) -> Int64:
+        """List the rows of open prompts that have computed all that they may."""
+        rows = self.running[self.table.num_open[self.running] > 0]
+        found: Int64 = rows[self.needs(rows) == 0]
+        return found
+
+    # ---- who holds a row ---------------------------------------------------------------------
+
+    def start(self, sequence: Sequence, num_computed: int, is_indexed: bool) -> RowStart:
+        """Give a sequence a row, and its group those for members to come; returns what the plan
+        tells the device. is_indexed: its full blocks enter the index."""
+        table, request, params = self.table, sequence.request, sequence.params
+        row = sequence.row = self.free.pop()
+        known = sequence.saved_tokens
+        table.tokens[row, : len(known)] = known
+        table.computed[row] = num_computed
+        table.total[row] = table.known[row] = len(known)
+        table.limit[row] = sequence.limit
+        table.num_open[row] = sequence.is_open
+        table.capacity[row] = sequence.blocks.capacity
+        table.index_at[row] = 0 if is_indexed else NEVER
+        table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
+        table.num_candidates[row] = -1 if params.logprobs is None else params.logprobs
+        table.is_masked[row] = bool(request.grammar)
+        table.samples[row] = sequence.samples
+        table.stop_ids[row] = -1
+        stop_ids = request.stop_token_ids[:NUM_STOP_IDS]
+        table.stop_ids[row, : len(stop_ids)] = stop_ids
+        self.hand_to(sequence)
+        others = self.running
+        is_before = table.priority[others] < sequence.priority
+        is_before |= (table.priority[others] == sequence.priority) & (
+            table.arrival[others] < sequence.arrival
+        )
+        place = np.count_nonzero(is_before)
+        self.running = np.concatenate((others[:place], (row,), others[place:]))
+        group = sequence.group
+        if group is not None and not group.is_forked:
+            for _ in range(group.num_members - 1):
+                group.reserved_rows.append(self.free.pop())
+        return RowStart(
+            row=row,
+            token_ids=known,
+            num_computed_tokens=num_computed,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            params=params,
+            seed=request.seed,
+            sample_index=sequence.index,
+            stop_token_ids=request.stop_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+        )
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child's row begin as a copy of its parent's. Both look who shares before they
+        write."""
+        table = self.table
+        for name in FORKED_COLUMNS:
+            column = getattr(table, name)
+            column[child.row] = column[parent.row]
+        known = table.known[parent.row]
+        table.tokens[child.row, :known] = table.tokens[parent.row, :known]
+        self.share(np.array([parent.row, child.row]))
+
+    def hand_to(self, sequence: Sequence) -> None:
+        """Note who holds a row, from now on."""
+        table, row = self.table, sequence.row
+        table.sequences[row] = sequence
+        table.arrival[row], table.priority[row] = sequence.arrival, sequence.priority
+        table.tenant[row] = sequence.tenant
+
+    def run(self, rows: list[int]) -> None:
+        """Let rows run whose sequences are in the table."""
+        order, table = np.concatenate([self.running, np.asarray(rows, np.int64)]), self.table
+        self.running = order[np.lexsort((table.arrival[order], table.priority[order]))]
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the row of a sequence, which keeps its known tokens; pending ones will still
+        arrive."""
+        row, table = sequence.row, self.table
+        tried = int(table.tried[row])
+        sequence.num_pending_lost = int(table.total[row] - table.known[row]) - tried
+        self._forget_guesses(row)
+        sequence.saved_tokens = sequence.known_tokens.copy()
+        sequence.row = -1
+        table.sequences[row] = None
+        table.epoch[row] += 1
+        self.running = self.running[self.running != row]
+        self.free.append(row)
+        changes = self.changes
+        changes.released.append(row)
+        if changes.forks or changes.host_tokens:
+            changes.forks = [fork for fork in changes.forks if fork.child != row]
+            changes.host_tokens = [told for told in changes.host_tokens if told.row != row]
+
+    def give_back(self, rows: list[int]) -> None:
+        """Free reserved rows that nobody has started."""
+        self.free += rows
+
+    def take_changes(self) -> RowChanges:
+        """Hand out what the next plan is to tell the device."""
+        changes, self.changes = self.changes, RowChanges()
+        return changes
+
+    # ---- blocks ------------------------------------------------------------------------------
+
+    def set_capacity(self, rows: Int64 | int, num_tokens: Int64 | int) -> None:
+        """Note how many tokens the blocks of these rows hold."""
+        self.table.capacity[rows] = num_tokens
+
+    def share(self, rows: Int64 | int) -> None:
+        """Note that others hold the last blocks of these rows, too: the next write must look who
+        shares."""
+        self.table.capacity[rows] = self.table.computed[rows]
+
+    def set_index_at(self, rows: Int64, num_tokens: Int64) -> None:
+        """Note the length at which the next full block of each row enters the index."""
+        self.table.index_at[rows] = num_tokens
+
+    # ---- tokens ------------------------------------------------------------------------------
+
+    def advance(self, rows: Int64 | int, computed: Int64 | int) -> None:
+        """Note what these rows will have computed once the plan that is being made has run."""
+        self.table.computed[rows] = computed
+
+    def expect_tokens(self, rows: Int32) -> None:
+        """Count a pending token more for each of these rows, which sample."""
+        self.table.total[rows] += 1
+
+    def take_tokens(self, rows: Int32, token_ids: Int32) -> Int64:
+        """Let the oldest pending token of each row become known; returns the lengths with it."""
+        table, known = self.table, self.table.known[rows]
+        table.tokens[rows, known] = token_ids
+        known = known + 1
+        table.known[rows] = known
+        return known
+
+    def try_tokens(self, row: int, num_tokens: int, is_held: bool) -> None:
+        """Count guesses that the plan that is being made computes behind a row's tokens. is_held:
+        the row's next plan waits for the result of this one."""
+        table = self.table
+        self.num_trying += not table.tried[row]
+        table.computed[row] += num_tokens
+        table.total[row] += num_tokens
+        table.tried[row] += num_tokens
+        table.is_held[row] |= is_held
+
+    def end_try(self, row: int, num_tokens: int, num_rejected: int) -> None:
+        """Take back those of a plan's guesses that were wrong; the others are pending tokens."""
+        table = self.table
+        table.computed[row] -= num_rejected
+        table.total[row] -= num_rejected
+        table.tried[row] -= num_tokens
+        table.is_held[row] = False
+        self.num_trying -= not table.tried[row]
+
+    def _forget_guesses(self, row: int) -> None:
+        self.num_trying -= bool(self.table.tried[row])
+        self.table.tried[row] = 0
+        self.table.is_held[row] = False
+
+    def put_token(self, row: int, token_id: int) -> None:
+        """Let a token become known that was chosen on the host, for a row that expects none."""
+        table, known = self.table, int(self.table.known[row])
+        table.tokens[row, known] = token_id
+        table.known[row] = table.total[row] = known + 1
+        self.changes.host_tokens.append(HostTokens(row, known, np.array([token_id], np.int32)))
+
+    def extend_prompt(self, sequence: Sequence, token_ids: Int32) -> None:
+        """Add a piece to an open prompt, whether it holds a row or not. Its limit and whether it is
+        still open have been set."""
+        row, table = sequence.row, self.table
+        if row < 0:
+            sequence.saved_tokens = np.concatenate([sequence.saved_tokens, token_ids])
+            return
+        known = int(table.known[row])
+        if len(token_ids):
+            table.tokens[row, known : known + len(token_ids)] = token_ids
+            self.changes.host_tokens.append(HostTokens(row, known, token_ids, is_prompt=True))
+        table.known[row] = table.total[row] = known + len(token_ids)
+        table.limit[row] = sequence.limit
+        table.num_open[row] = sequence.is_open
+        table.min_known[row] = sequence.num_prompt_tokens + sequence.params.min_tokens

@@ -1,0 +1,339 @@
+"""The unified scheduler: continuous batching on two counters with a token budget (T 4.4, 4.5.1).
+
+Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no
+clock and makes no I/O, so the list of calls is the run. A door returns all that it has decided.
+
+The state has owners, each the only writer of what it owns; they see those above them, never below:
+
+    rows        every number of the rows, and their order              rows.py
+    memory      who gets which blocks; the question "does it fit"      memory.py
+    lifecycle   what state a sequence is in, the queue, the events     lifecycle.py
+    arrivals    sequences of new requests, and when they are late      arrivals.py
+    drafts      which draft tokens rows may verify                     drafts.py
+    planner     the plans in flight, and how the next one is made      planning.py
+
+Features attach to it (extension.py); it names none of them. `depth` plans may be in flight; no
+other code knows how many.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.base.config import SchedulerConfig
+from quire.base.errors import RequestError
+from quire.base.kv_orders import Order
+from quire.base.messages import (
+    Abort,
+    Append,
+    Cancel,
+    Control,
+    Drafted,
+    GrammarReady,
+    MeasuredRates,
+    Request,
+    ResetPrefixCache,
+)
+from quire.base.plan import Plan, StepResult
+from quire.base.step_outputs import CANCELLED
+from quire.base.validation import check_open
+from quire.kv.digest import root_digest
+from quire.scheduler.core.admission import Admission
+from quire.scheduler.core.arrivals import Arrivals
+from quire.scheduler.core.extension import (
+    Collector,
+    DraftTokens,
+    Extension,
+    Forking,
+    Handler,
+    StepEnd,
+    StepExtension,
+)
+from quire.scheduler.core.failures import Failures
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.names import rename
+from quire.scheduler.core.planning import Planner
+from quire.scheduler.core.preemption import Preemption
+from quire.scheduler.core.queue import Fifo, MakePolicy, SchedulerProgress
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Sequence, State
+from quire.scheduler.core.step_results import StepResults
+from quire.scheduler.decisions import Decisions, OutputsBuilder
+
+
+class SchedulerCore:
+    """Decides who computes how many tokens in each step, and which blocks they use.
+
+    max_num_seqs rows, max_num_batched_tokens per plan, sequences up to max_model_len tokens.
+    memory: may be another manager's (memory.py). num_stages: of the model, each of which carries
+    out all plans.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        config: SchedulerConfig,
+        max_model_len: int,
+        make_forking: Callable[[Rows, Memory, Lifecycle], Forking],
+        make_drafts: Callable[[Rows, Memory, Lifecycle], DraftTokens],
+        make_policy: MakePolicy = Fifo,
+        num_stages: int = 1,
+    ) -> None:
+        assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
+        most_prefill = config.long_prefill_token_threshold
+        self.depth = config.pipeline_depth or 1
+        self.token_budget = config.max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.memory = memory
+        self.features: list[object] = []  # in the order of calls
+        self.extensions: list[Extension] = []
+        self.step_extensions: list[StepExtension] = []
+        self.orders: list[Order] = []  # for stores, since the last call
+        self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill, num_stages)
+        self.progress = progress = SchedulerProgress(rows, memory)
+        self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
+        self.arrivals = Arrivals(rows, memory, lifecycle, self.extensions, max_model_len)
+        forking = make_forking(rows, memory, lifecycle)
+        mode, budget = config.preemption_mode, self.token_budget
+        self.preemption = preemption = Preemption(rows, memory, lifecycle, mode)
+        self.admission = Admission(rows, memory, lifecycle, preemption, budget, most_prefill)
+        self.drafts = drafts = make_drafts(rows, memory, lifecycle)
+        self.planner = Planner(
+            rows, memory, lifecycle, progress, forking, preemption, self.admission, drafts
+        )
+        failures = Failures(rows, memory, lifecycle, self.extensions)
+        self._results = StepResults(rows, memory, lifecycle, forking, failures)
+        self._collectors: list[Collector] = []  # of what subscribers hear of
+        self._handlers = self._own_handlers()
+
+    def attach(self, *features: object) -> None:
+        """Connect features, which are called in this order (extension.py)."""
+        for feature in features:
+            self.features.append(feature)
+            self.memory.attach(feature)
+            if isinstance(feature, Extension):
+                self.extensions.append(feature)
+            if isinstance(feature, StepExtension):
+                self.step_extensions.append(feature)
+        self._handlers = self._own_handlers()
+
+    def _own_handlers(self) -> dict[type, list[Handler]]:
+        """Return who carries out which control messages: the core first."""
+        found: dict[type, list[Handler]] = {
+            ResetPrefixCache: [lambda message, now: self._reset_cache(message.epoch, now)],
+            Append: [self.arrivals.append],
+            GrammarReady: [self.arrivals.take_ready],
+            MeasuredRates: [lambda message, now: self._measure(message)],
+            Drafted: [lambda message, now: self.drafts.take(message)],
+            Cancel: [self._cancel],
+            Abort: [self._abort],
+        }
+        for extension in self.extensions:
+            for kind, handler in extension.handlers().items():
+                found.setdefault(kind, []).append(handler)
+        return found
+
+    @property
+    def num_running(self) -> int:
+        return self.rows.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.lifecycle.queue)
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.rows.num_free
+
+    @property
+    def may_repeat_steps(self) -> bool:
+        """Whether a step that failed can be run again: keys and values are written where they were,
+        states over those that were read, and stages before the one that failed have gone on. If
+        not, `update` takes its result as it is."""
+        return not self.memory.kv.has_states and not self.has_stages
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether some of what carries out plans may have gone on when a step fails: then nothing
+        counts of the plans behind it."""
+        return self.rows.num_stages > 1
+
+    @property
+    def has_work(self) -> bool:
+        if self.lifecycle.sequences or self.lifecycle.dropped or self.planner.in_flight:
+            return True
+        return any(extension.has_work for extension in self.step_extensions)
+
+    # ---- the four doors ----------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> Decisions:
+        """Queue a request, or refuse it if this engine can never serve it."""
+        self._expire(now)
+        try:
+            sequence = self._accept(request, now)
+        except RequestError as error:
+            return self._decisions(now, refusal=error)
+        self.arrivals.enter(sequence, now)
+        return self._decisions(now)
+
+    def control(self, message: Control, now: float) -> Decisions:
+        """Carry out a control message. Unknown request ids have ended by themselves."""
+        for handler in self._handlers.get(type(message), ()):
+            handler(message, now)
+        return self._decisions(now)
+
+    def schedule(self, now: float) -> Decisions:
+        """Make the next plan, if there is something to plan before a result comes in."""
+        in_flight = self.planner.in_flight
+        if len(in_flight) >= self.depth:
+            return self._decisions(now)
+        self._drop_late(now)
+        self._tell_ended()
+        self._expire(now)
+        plan = self.planner.plan(now)
+        if plan is None and not in_flight:
+            plan = self._idle_plan(now)
+        if plan is not None:
+            return self._decisions(now, plan=plan, sampling=in_flight[-1].sequences)
+        return self._decisions(now, None if in_flight else OutputsBuilder())
+
+    def update(self, result: StepResult, now: float) -> Decisions:
+        """Take the result of the oldest plan in flight: pending tokens become known."""
+        is_repeatable = result.error is None or not self.may_repeat_steps
+        assert is_repeatable, "a step that failed is to be repeated row by row first"
+        lifecycle, in_flight = self.lifecycle, self.planner.in_flight
+        step = in_flight.popleft()
+        is_flush = len(step.plan.rows) == 0
+        outputs = OutputsBuilder()
+        if not is_flush or result.lost_swaps:
+            outputs = self._results.take(step, in_flight, result, now)
+        for sequence in lifecycle.take_admitted():
+            outputs.update_of(sequence).prefix = sequence.report
+        # After `take`: a step with an error may have copied nothing out.
+        settled = self.memory.settle(result.step_id)
+        if following := [each for each in self.step_extensions if each.follows_steps]:
+            end = StepEnd(result, is_flush, in_flight, outputs, settled)
+            for extension in following:
+                extension.end_step(end, now)
+        left_out = tuple(frozenset(step.left_out) for step in in_flight)
+        return self._decisions(now, outputs, left_out=left_out)
+
+    # ------------------------------------------------------------------------------------------
+
+    def _decisions(
+        self, now: float, outputs: OutputsBuilder | None = None, **decided: Any
+    ) -> Decisions:
+        """Gather what this call has decided. outputs: if clients are told of what was dropped."""
+        self._tell_ended()
+        lifecycle = self.lifecycle
+        if outputs is not None:
+            for sequence, finish in lifecycle.take_dropped():
+                outputs.finish(sequence, finish)
+            decided["outputs"] = outputs.build()
+        orders: list[Order] = []
+        if self.orders:
+            orders, self.orders[:] = self.orders.copy(), ()
+        return Decisions(
+            events=lifecycle.take_events(),
+            orders=orders,
+            notes=[] if not self._collectors else self._notes(now),
+            next_s=self._next_s(),
+            **decided,
+        )
+
+    def _next_s(self) -> float | None:
+        """Return when something becomes due by itself."""
+        limits = self.arrivals.time_limits
+        next_s = limits.next_s(self.lifecycle.sequences) if limits.deadlines else None
+        for extension in self.step_extensions:
+            due_s = extension.next_s
+            if due_s is not None and (next_s is None or due_s < next_s):
+                next_s = due_s
+        return next_s
+
+    def _notes(self, now: float) -> list[Any]:
+        return [note for collect in self._collectors if (note := collect(now)) is not None]
+
+    def _tell_ended(self) -> None:
+        """Let watchers forget who has ended."""
+        for sequence in self.lifecycle.take_ended():
+            for watcher in sequence.watchers:
+                watcher.forget(sequence)
+
+    def _accept(self, request: Request, now: float) -> Sequence:
+        """Make a request's sequence. Raises RequestError if it can never be served, and EngineBusy
+        if only not now."""
+        if request.request_id in self.lifecycle.sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        num_prompt = len(request.prompt_token_ids)
+        if not 1 <= num_prompt < self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
+                f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
+            )
+        num, most_output = request.params.num_samples, request.params.max_tokens
+        if num > self.rows.table.num_rows:
+            raise RequestError(
+                f"{num} sequences at once are more than max_num_seqs={self.rows.table.num_rows};"
+                " ask for fewer (n, best_of) or raise max_num_seqs."
+            )
+        has_room = [extension.accept(request) for extension in self.extensions]
+        sequence = self.arrivals.new_sequence(request, now)
+        if any(has_room):
+            return sequence
+        if request.is_open:
+            check_open(request.params)
+        elif not self.arrivals.fits_at_all(sequence, sequence.limit, num):
+            raise RequestError(
+                f"{num_prompt} prompt tokens and {num} x {most_output or self.max_model_len} output"
+                " tokens need more KV blocks than the pool has beside what is pinned. Lower"
+                " max_tokens or enlarge kv_cache_memory_bytes."
+            )
+        return sequence
+
+    def _cancel(self, message: Cancel, now: float) -> None:
+        for member in self._open_members(message.request_id):
+            self.lifecycle.drop(member, CANCELLED, now)
+
+    def _abort(self, message: Abort, now: float) -> None:
+        """End a request, or one of its sequences; index -1 is all."""
+        for member in self._open_members(message.request_id):
+            if message.index in (-1, member.index):
+                self.lifecycle.end(member, message.finish_reason, now)
+
+    def _measure(self, rates: MeasuredRates) -> None:
+        self.memory.rates = rates
+
+    def _drop_late(self, now: float) -> None:
+        """End the requests whose time limit is over."""
+        limits = self.arrivals.time_limits
+        if not limits.deadlines:
+            return
+        for sequence, finish in limits.take_late(self.lifecycle.sequences, now):
+            for member in sequence.members:
+                if member.state is not State.ENDED:
+                    self.lifecycle.drop(member, finish, now)
+
+    def _expire(self, now: float) -> None:
+        for extension in self.step_extensions:
+            if extension.next_s is not None and extension.next_s <= now:
+                extension.expire(now)
+
+    def _open_members(self, request_id: str) -> list[Sequence]:
+        """List the sequences of a request that have not ended; none of one that is not known."""
+        sequence = self.lifecycle.sequences.get(request_id)
+        members = [] if sequence is None else sequence.members
+        return [member for member in members if member.state is not State.ENDED]
+
+    def _reset_cache(self, epoch: str, now: float) -> None:
+        """Forget all names, and let those to come be others (renaming.py)."""
+        self.memory.reset(root_digest(self.memory.names.fingerprint, epoch), now)
+        for sequence in self.lifecycle.sequences.values():
+            rename(sequence, self.memory.names, epoch)
+
+    def _idle_plan(self, now: float) -> Plan | None:
+        """Make a plan that only moves blocks, if an extension wants one."""
+        for extension in self.step_extensions:
+            if (plan := extension.idle_plan(now)) is not None:
+                return plan
+        return None

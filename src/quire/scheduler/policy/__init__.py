@@ -1,0 +1,1 @@
+"""The order in which new requests are served."""

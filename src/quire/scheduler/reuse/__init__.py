@@ -1,0 +1,1 @@
+"""Features that let prompts begin with what was computed before."""

@@ -1,0 +1,543 @@
+"""Held requests: what has ended, and may be gone on with, forked at a token or rewound (T 5.2).
+
+    held      | block 0 | block 1 | blo     |      its tokens, and the tables that it had
+    branch    | block 0 | block 1 | blo     |      from a fork's arrival until it gets a row
+    fork      | block 0 | block 1 | bl ck 2 | ...  its own copy of the last block: copy-on-write
+
+A fork is a request whose prompt begins with known tokens of another one, held or running. Its
+branch is made when it arrives, so what becomes of the other one afterwards does not matter to it.
+
+What is held stands in nobody's way: when blocks are lacking, the tables go first that nobody has
+gone on from for the longest time. Then the tokens are left. Their full blocks may be found by name,
+on the device, in host memory and in stores, and what is not found is computed again: how many
+blocks a request takes changes by this, never a token. Tokens have a bound and a time.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.base.errors import EngineBusy, RequestError
+from quire.base.messages import (
+    Fork,
+    HeldRequest,
+    Hold,
+    PutBack,
+    Request,
+    Rewind,
+    without_prompt,
+)
+from quire.base.sampling_params import SamplingParams
+from quire.base.validation import check_kept
+from quire.kv.manager import KVBlocks, SequenceBlocks
+from quire.kv.table import NULL
+from quire.scheduler.core.extension import (
+    CacheListener,
+    Extension,
+    Handler,
+    HitSource,
+    StepExtension,
+)
+from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.rows import Rows
+from quire.scheduler.core.sequence import Int32, Sequence, State
+from quire.scheduler.views import HeldView
+
+SOURCE = "held"  # as the report of a hit calls it
+MOST_HELD = 1024  # sequences
+MOST_HELD_TOKENS = 1 << 24  # of all of them: 64 MiB
+KEPT_REASONS = ("stop", "length", "repetition")  # with which a request has come to its end
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One sequence of a request that has ended. request: without its prompt. num_computed: of its
+    tokens, from the first on, which blocks hold. digests: names of its full blocks that others may
+    have, too."""
+
+    request: Request
+    index: int
+    tokens: Int32 = field(repr=False)
+    num_prompt_tokens: int
+    num_computed: int
+    digests: list[bytes] = field(repr=False)
+    blocks: SequenceBlocks | None
+    keep_s: float
+    ends_s: float
+
+
+class HeldChanges(NamedTuple):
+    """What became of held requests, by request id and index: what each is now, with its tokens, or
+    None if it was let go."""
+
+    found: dict[tuple[str, int], tuple[HeldRequest, Int32] | None]
+
+
+@dataclass(eq=False, slots=True)
+class Branch:
+    """What a fork begins with once it gets a row: the first num_tokens tokens at most. source_id:
+    the request that they are of."""
+
+    blocks: SequenceBlocks
+    num_tokens: int
+    source_id: str
+
+
+class Holds(HitSource, CacheListener, Extension, StepExtension):
+    """All that is held, and the branches of forks that wait.
+
+    sequences: those that have not ended. by_id: by request id and index. standing: those that have
+    blocks, the first to be evicted first. branches: by the fork's request id. changes: the names of
+    what was held, changed or let go since somebody asked; None if nobody does.
+    """
+
+    changes: dict[tuple[str, int], None] | None = None
+
+    def __init__(self, memory: Memory, rows: Rows, sequences: Mapping[str, Sequence]) -> None:
+        self.by_id: dict[str, dict[int, Held]] = {}
+        self.standing: list[Held] = []
+        self.entries = self.branches = dict[str, Branch]()
+        self._memory, self._kv = memory, memory.kv
+        self._rows, self._sequences = rows, sequences
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """See Extension."""
+        return {Hold: self.hold, PutBack: self.put_back, Rewind: self.rewind}
+
+    def accept(self, request: Request) -> bool:
+        """See Extension."""
+        if request.request_id in self.by_id:
+            raise RequestError(f"a request {request.request_id!r} is held; choose another id.")
+        if request.keep_s:
+            self.check(request)
+        return False
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
+        that it shares them with copies before it writes."""
+        if sequence.keep_s:
+            sequence.watch(self)
+        if sequence.request.fork is None:
+            return
+        sequence.watch(self)
+        running = self.branch(sequence)
+        if running is not None:
+            self._rows.share(running.row)
+
+    def leave(self, sequence: Sequence, reason: str, now: float) -> None:
+        """See Extension. What is to be held takes over the blocks."""
+        if sequence.keep_s and reason in KEPT_REASONS:
+            self.keep(sequence, now)
+
+    # ---- from the end of a request to the end of its time ------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise EngineBusy if there is no room to hold a request when it ends. Requests that are to
+        be held when they end count, too."""
+        open_ = [(s.request, s.limit) for s in self._sequences.values() if s.keep_s]
+        open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
+        kept = [(held.request, len(held.tokens)) for held in self.all()]
+        kept += open_
+        num, share = request.params.num_samples, request.pin_share
+        mine = [n for r, n in kept if r.tenant == request.tenant]
+        num_tokens = num * (len(request.prompt_token_ids) + (request.params.max_tokens or 0))
+        for what, most, all_, own, more in (
+            ("sequences", MOST_HELD, len(kept), len(mine), num),
+            ("tokens", MOST_HELD_TOKENS, sum(n for _, n in kept), sum(mine), num_tokens),
+        ):
+            if all_ + more > most:
+                raise EngineBusy(
+                    f"keep_s: {all_} {what} are held or will be, and {more} more would be more than"
+                    f" the {most} that may be; let go what is not needed any more, or leave keep_s"
+                    " out.",
+                    "keep_s",
+                )
+            if share < 1.0 and own + more > max(1, int(share * most)):
+                raise EngineBusy(
+                    f"keep_s: {own} {what} of your key are held or will be, and with {more} more"
+                    f" they would exceed its share, {max(1, int(share * most))} of {most}; let go"
+                    " what is not needed any more, or leave keep_s out.",
+                    "keep_s",
+                )
+
+    def keep(self, sequence: Sequence, now: float) -> None:
+        """Take over from a sequence that ends, and still has its blocks."""
+        request, tokens = sequence.request, sequence.known_tokens.copy()
+        num_computed = num_sure(sequence)
+        blocks = self._fork(sequence, num_computed) if num_computed else None
+        held = Held(
+            request=without_prompt(request),
+            index=sequence.index,
+            tokens=tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed=num_computed,
+            digests=self._names_of(sequence, len(tokens)),
+            blocks=blocks,
+            keep_s=sequence.keep_s,
+            ends_s=now + sequence.keep_s,
+        )
+        self._enter(held)
+        if blocks is not None:
+            self.standing.append(held)
+        if request.fork is not None and request.fork.takes_over:
+            self._remove(request.fork.request_id, request.fork.index)
+
+    def put_back(self, message: PutBack, now: float) -> None:
+        """Hold again what an engine before this one held, as if its blocks had given way."""
+        name, tokens = message.request_id, np.array(message.token_ids, np.int32)
+        view = self.view()
+        num_tokens, is_known = view.num_tokens + len(tokens), name in self.by_id
+        if is_known and message.index in self.by_id[name]:
+            return
+        if view.num_sequences == MOST_HELD or num_tokens > MOST_HELD_TOKENS:
+            return
+        held = Held(
+            request=Request(
+                name,
+                [],
+                SamplingParams(),
+                0,
+                tenant=message.tenant,
+                cache_salt=message.cache_salt,
+                adapter_id=message.adapter_id,
+                media_ids=message.media_ids,
+            ),
+            index=message.index,
+            tokens=tokens,
+            num_prompt_tokens=message.num_prompt_tokens,
+            num_computed=0,
+            digests=[],
+            blocks=None,
+            keep_s=message.keep_s,
+            ends_s=now + message.left_s,
+        )
+        self._enter(held)
+
+    def _enter(self, held: Held) -> None:
+        self.by_id.setdefault(held.request.request_id, {})[held.index] = held
+        self._note(held)
+        self._find_next()
+
+    def _note(self, held: Held) -> None:
+        if self.changes is not None:
+            self.changes[held.request.request_id, held.index] = None
+
+    def hold(self, message: Hold, now: float) -> None:
+        """Keep a request for longer, or shorter, from now on; 0 seconds: let it go. One that has
+        not ended is told how long it will be kept."""
+        sequence = self._sequences.get(message.request_id)
+        if sequence is not None and message.tenant in (None, sequence.request.tenant):
+            self._keep_open(sequence, message.keep_s)
+        for held in list(self.by_id.get(message.request_id, {}).values()):
+            if message.tenant not in (None, held.request.tenant):
+                continue
+            held.keep_s, held.ends_s = message.keep_s, now + message.keep_s
+            self._note(held)
+            if not message.keep_s:
+                self._remove(message.request_id, held.index)
+        self._find_next()
+
+    def _keep_open(self, sequence: Sequence, keep_s: float) -> None:
+        """Note how long one that has not ended will be held; not, if it cannot be, or if there is
+        no room for it."""
+        if keep_s and not sequence.keep_s:
+            try:
+                check_kept(sequence.request, keep_s)
+                self.check(sequence.request)
+            except RequestError:
+                return
+        for member in sequence.members:
+            member.keep_s = keep_s
+            member.watch(self)
+
+    def rewind(self, message: Rewind, now: float) -> None:
+        """Drop the last tokens of what is held; at least one stays."""
+        held = self.by_id.get(message.request_id, {}).get(message.index)
+        if held is None or message.tenant not in (None, held.request.tenant):
+            return
+        num_tokens, size = message.num_tokens, self._kv.block_size
+        if not 0 < num_tokens < len(held.tokens):
+            return
+        self._note(held)
+        held.tokens = held.tokens[:num_tokens].copy()
+        held.digests = held.digests[: num_tokens // size]
+        held.num_prompt_tokens = min(held.num_prompt_tokens, num_tokens)
+        held.num_computed = min(held.num_computed, num_tokens)
+        if held.blocks is not None:
+            self._cut(held.blocks, held.num_computed)
+
+    def expire(self, now: float) -> None:
+        """Let go what has been held for its time."""
+        for held in [held for held in self.all() if held.ends_s <= now]:
+            self._remove(held.request.request_id, held.index)
+
+    # ---- forks -------------------------------------------------------------------------------
+
+    def branch(self, sequence: Sequence) -> Sequence | None:
+        """Make the branch of a fork that has arrived, if what it continues is there; returns the
+        sequence that it shares blocks with and that runs."""
+        request, fork = sequence.request, sequence.request.fork
+        assert fork is not None, "it is no fork"
+        found = self.find_source(fork)
+        if found is None:
+            return None
+        if _are_named_alike(found.request, request):  # so they need not be hashed again
+            sequence.digests = self._names_of(found, fork.num_tokens)
+        if isinstance(found, Held):
+            if found.blocks is not None:
+                blocks = self._kv.fork(found.blocks)
+                num_tokens = min(fork.num_tokens, found.num_computed)
+                self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
+                self.standing.remove(found)
+                self.standing.append(found)
+            return None
+        num_tokens = min(fork.num_tokens, num_sure(found))
+        if num_tokens == 0:
+            return None
+        blocks = self._fork(found, num_tokens)
+        self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
+        return found
+
+    def find_source(self, fork: Fork) -> Held | Sequence | None:
+        """Find what a fork continues: held, or not ended. An index of -1 is any."""
+        held = self.by_id.get(fork.request_id, {})
+        sequence = self._sequences.get(fork.request_id)
+        members = [] if sequence is None or sequence.is_beam else sequence.members
+        alive = (m for m in members if m.state is not State.ENDED)
+        found: list[Held | Sequence] = [*held.values(), *alive]
+        return next((each for each in found if fork.index in (-1, each.index)), None)
+
+    def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
+        """See HitSource: the branch of a fork, whose last block may be partly full."""
+        branch, num_tokens = self._usable(sequence)
+        if branch is None or (best is not None and best.num_tokens > num_tokens):
+            return best
+        num_blocks = -(-num_tokens // self._kv.block_size)
+        blocks = tuple(table.blocks[:num_blocks] for table in branch.blocks.tables)
+        return KVBlocks(num_tokens, blocks, source=SOURCE, is_in_use=True)
+
+    def num_tokens(self, sequence: Sequence) -> int:
+        """See HitSource."""
+        return self._usable(sequence)[1]
+
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """See HitSource: what a sequence takes of its branch, it has."""
+        branch = self.branches.pop(sequence.request.request_id, None)
+        if branch is not None:
+            self._memory.free_after_plan(branch.blocks)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Forget the branch of a sequence that has ended before it got a row."""
+        branch = self.branches.pop(sequence.request.request_id, None)
+        if branch is not None:
+            self._kv.free(branch.blocks)
+
+    def _usable(self, sequence: Sequence) -> tuple[Branch | None, int]:
+        """Find the branch of a sequence, and how many tokens it may take from it: one must be left,
+        and all must be there that the next token sees."""
+        branch = self.branches.get(sequence.request.request_id)
+        if branch is None:
+            return None, 0
+        readable = min(sequence.num_known_tokens - 1, sequence.num_readable_tokens)
+        tables, groups = branch.blocks.tables, self._kv.groups
+        for num_tokens in self._lengths(branch, min(branch.num_tokens, readable)):
+            pairs = zip(tables, groups, strict=True)
+            if all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs):
+                return branch, num_tokens
+        return None, 0
+
+    def _lengths(self, branch: Branch, most: int) -> Iterator[int]:
+        """List with how many tokens a fork may begin, longest first: a state is behind few."""
+        if most > 0:
+            yield most
+        if self._kv.has_states:
+            size = self._kv.block_size
+            for num_blocks in range((most - 1) // size, 0, -1):
+                if all(table.blocks[num_blocks - 1] != NULL for table in branch.blocks.tables):
+                    yield num_blocks * size
+
+    # ---- eviction ----------------------------------------------------------------------------
+
+    def evict_one(self, spared: Sequence | None = None) -> bool:
+        """See HitSource. The tables go first that were forked least recently; then branches."""
+        if self.standing:
+            self._give_up(self.standing[0])
+            return True
+        names = self._branches_to_evict(spared)
+        if names:
+            self._kv.free(self.branches.pop(names[0]).blocks)
+        return bool(names)
+
+    def evictable(self, spared: Sequence | None) -> list[SequenceBlocks]:
+        """See HitSource."""
+        held = [held.blocks for held in self.standing if held.blocks is not None]
+        return held + [self.branches[name].blocks for name in self._branches_to_evict(spared)]
+
+    def _branches_to_evict(self, spared: Sequence | None) -> list[str]:
+        """List whose branches go, in this order."""
+        own = None if spared is None else spared.request.request_id
+        return sorted(self.branches, key=lambda name: name == own)
+
+    def fail(self, failed: Collection[Sequence], now: float) -> None:
+        """Drop the blocks of every ancestor of a failed request, and begin no fork with its blocks:
+        the error may be in any shared block."""
+        ids = {sequence.request.request_id for sequence in failed}
+        for name in [name for name, each in self.branches.items() if each.source_id in ids]:
+            self._kv.free(self.branches.pop(name).blocks)
+        for sequence in failed:
+            for held in self._lineage(sequence.request):
+                if held.blocks is not None:
+                    self._give_up(held)
+
+    def _lineage(self, request: Request) -> list[Held]:
+        """List what is held of what a request went on from, and of what that went on from."""
+        found: list[Held] = []
+        while (fork := request.fork) is not None:
+            held = self.by_id.get(fork.request_id, {}).get(fork.index)
+            if held is None or held in found:  # names may come again
+                break
+            found.append(held)
+            request = held.request
+        return found
+
+    def reset(self, now: float) -> None:
+        """Use nothing any more that was computed before: the tokens are left."""
+        while self.evict_one():
+            pass
+        for held in self.all():
+            held.digests = []
+
+    # ---- told --------------------------------------------------------------------------------
+
+    def all(self) -> list[Held]:
+        """List what is held, by request."""
+        return [held for mine in self.by_id.values() for held in mine.values()]
+
+    def view(self) -> HeldView:
+        """Count what is held."""
+        lengths = [len(held.tokens) for held in self.all()]
+        return HeldView(len(lengths), sum(lengths))
+
+    def take_changes(self, now: float) -> HeldChanges | None:
+        """Return what has changed since the last call, if anything."""
+        if not self.changes:
+            return None
+        changes, self.changes = self.changes, {}
+        found = {(name, i): self.by_id.get(name, {}).get(i) for name, i in changes}
+        return HeldChanges(
+            {
+                name: None if held is None else (told_of(held, 0, now), held.tokens)
+                for name, held in found.items()
+            }
+        )
+
+    def listing(self, tenant: str | None, now: float) -> list[HeldRequest]:
+        """List what is held, without its tokens; tenant: whose, None is everybody's."""
+        mine = [h for h in self.all() if tenant in (None, h.request.tenant)]
+        return [told_of(held, self._num_blocks(held.blocks), now) for held in mine]
+
+    def ask(self, fork: Fork, tenant: str | None, now: float) -> HeldRequest | None:
+        """Report what may be forked, with its tokens."""
+        found = self.find_source(fork)
+        if found is None or tenant not in (None, found.request.tenant):
+            return None
+        if isinstance(found, Held):
+            return told_of(found, self._num_blocks(found.blocks), now, found.tokens)
+        return HeldRequest(
+            id=found.request.request_id,
+            index=found.index,
+            num_prompt_tokens=found.num_prompt_tokens,
+            num_tokens=found.num_known_tokens,
+            num_blocks=self._num_blocks(found.blocks),
+            keep_s=found.keep_s,
+            tenant=found.request.tenant,
+            cache_salt=found.request.cache_salt,
+            tokens=found.known_tokens.tobytes(),
+            adapter_id=found.request.adapter_id,
+            media_ids=found.request.media_ids,
+        )
+
+    # ------------------------------------------------------------------------------------------
+
+    def _names_of(self, known: Held | Sequence, num_tokens: int) -> list[bytes]:
+        """Return the names of full blocks that those of others may have, too."""
+        is_alone = isinstance(known, Sequence) and known.is_renamed
+        if is_alone or not self._kv.enable_prefix_caching:
+            return []
+        return known.digests[: num_tokens // self._kv.block_size]
+
+    def _num_blocks(self, blocks: SequenceBlocks | None) -> int:
+        """Count blocks, of the group that has the most."""
+        return 0 if blocks is None else max(len(table.live_blocks) for table in blocks.tables)
+
+    def _fork(self, sequence: Sequence, num_tokens: int) -> SequenceBlocks:
+        """Make second tables of a sequence with a row, which end behind so many tokens."""
+        own, num_computed = sequence.blocks, sequence.num_computed_tokens
+        if own.num_tokens > num_computed:  # with room for guesses that were wrong
+            self._kv.truncate(own, num_computed)
+        own.advance(num_computed)
+        blocks = self._kv.fork(own)
+        self._cut(blocks, num_tokens)
+        return blocks
+
+    def _cut(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+        """Free what is behind so many tokens. States and windows are those of their own end."""
+        pairs = zip(blocks.tables, self._kv.groups, strict=True)
+        is_there = all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
+        if is_there and not self._kv.has_states and blocks.num_tokens > num_tokens:
+            self._kv.truncate(blocks, num_tokens)
+
+    def _give_up(self, held: Held) -> None:
+        assert held.blocks is not None, "it has no blocks"
+        self._kv.free(held.blocks)
+        held.blocks, held.num_computed = None, 0
+        self.standing.remove(held)
+
+    def _remove(self, request_id: str, index: int) -> None:
+        held = self.by_id.get(request_id, {}).pop(index, None)
+        if held is None:
+            return
+        self._note(held)
+        if not self.by_id[request_id]:
+            del self.by_id[request_id]
+        if held.blocks is not None:
+            self._give_up(held)
+        self._find_next()
+
+    def _find_next(self) -> None:
+        self.next_s = min((held.ends_s for held in self.all()), default=None)
+
+
+def _are_named_alike(one: Request, other: Request) -> bool:
+    """Tell whether the blocks of equal tokens of two requests have equal names."""
+    names = ("cache_salt", "adapter_id", "media_ids")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def num_sure(sequence: Sequence) -> int:
+    """Count the tokens of a sequence whose keys and values are there, whatever becomes of the plans
+    in flight: a row that has sampled since it began has all before its last known token."""
+    if sequence.row < 0:
+        return 0
+    began = max(len(sequence.saved_tokens), sequence.num_prompt_tokens)
+    return sequence.num_known_tokens - 1 if sequence.num_known_tokens > began else 0
+
+
+def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None) -> HeldRequest:
+    """Make what clients are told of what is held."""
+    return HeldRequest(
+        id=held.request.request_id,
+        index=held.index,
+        num_prompt_tokens=held.num_prompt_tokens,
+        num_tokens=len(held.tokens),
+        num_blocks=num_blocks,
+        keep_s=held.keep_s,
+        tenant=held.request.tenant,
+        cache_salt=held.request.cache_salt,
+        expires_in_s=max(0.0, held.ends_s - now),
+        tokens=b"" if tokens is None else tokens.tobytes(),
+        adapter_id=held.request.adapter_id,
+        media_ids=held.request.media_ids,
+    )

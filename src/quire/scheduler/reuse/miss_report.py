@@ -1,0 +1,256 @@
+"""What was cached once, to tell why a prompt was not found, or not all of it.
+
+The index knows what is there. Besides, the last prompts are remembered with the digests of their
+blocks and their tokens, and when a block of theirs was evicted. The first block of a new prompt
+that is not found then tells the reason:
+
+    a remembered prompt has it       it was evicted, and when; or it is being computed
+    one has the block before it      the prompts differ inside this block, at this token
+    another root has the same text   another salt
+
+Nothing is decided by this, and it is no part of a snapshot: a replay has what was told then.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sized
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.base.prefix import (
+    COMPUTING,
+    COSTLY,
+    DIVERGED,
+    EVICTED,
+    NEW,
+    OFF,
+    SALT,
+    UNREAD,
+    PrefixReport,
+)
+from quire.kv.digest import extend_digests
+from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.core.extension import CacheListener, HitSource
+from quire.scheduler.core.names import BlockNaming
+from quire.scheduler.core.sequence import Int32, Sequence
+
+Fields = dict[str, Any]  # of a report
+Tell = Callable[[Sequence, PrefixReport, bool, float], None]
+MOST_COMPARED = 8  # of the last prompts, to find the nearest
+MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
+
+
+@dataclass(eq=False, slots=True)
+class Remembered:
+    """A prompt, with its output once it has ended. sequence: until then; num_computed: blocks that
+    the index was told of, from then on."""
+
+    request_id: str
+    tenant: str
+    root: bytes
+    first: bytes  # its first block's tokens
+    digests: list[bytes]
+    num_digests: int  # that are in the table
+    tokens: Int32
+    sequence: Sequence | None
+    num_computed: int = 0
+
+    def was_computed(self, index: int) -> bool:
+        """Tell whether one of its blocks is, or was, in the index."""
+        line = self.sequence
+        return index < (self.num_computed if line is None else line.blocks.num_indexed)
+
+    def has(self, digest: bytes, num_blocks: int) -> bool:
+        """Tell whether it begins with so many blocks, the last with this digest."""
+        return len(self.digests) >= num_blocks and self.digests[num_blocks - 1] == digest
+
+    def fields(self, sequence: Sequence) -> Fields:
+        """Return what a report to this sequence says of it."""
+        is_own = self.tenant == sequence.request.tenant
+        return {"near_id": self.request_id, "near_is_own": is_own}
+
+
+@dataclass(slots=True)
+class Generation:
+    """by_digest: also by root; the latest prompt. by_first: tokens of the first block. lost_s: when
+    blocks were evicted."""
+
+    by_digest: dict[bytes, Remembered] = field(default_factory=dict)
+    by_first: dict[bytes, Remembered] = field(default_factory=dict)
+    lost_s: dict[bytes, float] = field(default_factory=dict)
+
+
+class MissReports(HitSource, CacheListener):
+    """Remembers prompts, and reports of new ones what was found of them and why not more.
+
+    tell: takes the report of a sequence, whether it has a hit, at a time. most_blocks: digests that
+    are remembered, in two generations; when the younger one is full, the older one is dropped as a
+    whole. It finds nothing itself: it comes last among the sources, and sees what the others found.
+    """
+
+    entries: Sized = (True,)  # it hears of every admission
+
+    def __init__(
+        self, kv: KVManager, names: BlockNaming, tell: Tell, most_blocks: int = MOST_BLOCKS
+    ) -> None:
+        self._kv, self._names = kv, names
+        self._most_young = most_blocks // 2
+        self.start(tell)
+
+    def start(self, tell: Tell) -> None:
+        """Begin with nothing remembered, also after a snapshot."""
+        self._tell = tell
+        self.reset(0.0)
+
+    def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """See HitSource: report what a new request's prompt found."""
+        if sequence.num_preemptions or sequence.report is not None:
+            return
+        self._tell(sequence, self.report(sequence, hit, now), hit.num_tokens > 0, now)
+        self.enter_prompt(sequence)
+
+    def reset(self, now: float) -> None:
+        """Forget everything."""
+        self._last = deque[Remembered](maxlen=MOST_COMPARED)
+        self._open: dict[int, Remembered] = {}  # by arrival
+        self._young, self._old = Generation(), Generation()
+
+    def enter_prompt(self, sequence: Sequence) -> None:
+        """Remember the prompt of a request that was admitted."""
+        size, tokens = self._kv.block_size, sequence.saved_tokens
+        if not sequence.digests:
+            return
+        sequence.watch(self)
+        found = Remembered(
+            request_id=sequence.request.request_id,
+            tenant=sequence.request.tenant,
+            root=sequence.root,
+            first=tokens[:size].tobytes(),
+            digests=sequence.digests,
+            num_digests=0,
+            tokens=tokens,
+            sequence=sequence,
+        )
+        self._open[sequence.arrival] = found
+        self._last.append(found)
+        self._young.by_digest[found.root] = self._young.by_first[found.first] = found
+        self._add_digests(found, len(sequence.digests))
+
+    def leave(self, sequence: Sequence, reason: str, now: float) -> None:
+        """Note how far a sequence was computed that ends, and still holds what it has."""
+        found = self._open.pop(sequence.arrival, None)
+        if found is None:
+            return
+        num_indexed = sequence.blocks.num_indexed if sequence.row >= 0 else found.num_digests
+        found.tokens, found.sequence = sequence.known_tokens.copy(), None
+        found.num_computed = num_indexed
+        self._add_digests(found, num_indexed)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing is left to do (`leave`)."""
+
+    def _add_digests(self, found: Remembered, num: int) -> None:
+        new = found.digests[found.num_digests : num]
+        found.num_digests += len(new)
+        self._young.by_digest.update(dict.fromkeys(new, found))
+        if len(self._young.by_digest) > self._most_young:
+            self._young, self._old = Generation(), self._young
+
+    def _known(self, digest: bytes) -> Remembered | None:
+        return self._young.by_digest.get(digest) or self._old.by_digest.get(digest)
+
+    def end_plan(self, now: float) -> None:
+        """Note what the pools have evicted since the last call."""
+        kv = self._kv
+        for pool in (*kv.pools, *kv.host_pools):
+            if pool.lost:
+                self._young.lost_s.update(dict.fromkeys(filter(self._known, pool.lost), now))
+                pool.lost.clear()
+
+    # ---- told --------------------------------------------------------------------------------
+
+    def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
+        """Report where a new request's prompt was found, and why not more of it."""
+        size, num_tokens = self._kv.block_size, hit.num_tokens
+        if hit.source:
+            found: Fields = {hit.source: num_tokens}
+            return PrefixReport(**found, **self._miss(sequence, hit, now))
+        away = max((len(found) for found in hit.host), default=0) * size
+        store = min(away, sequence.num_fetched_blocks * size)
+        return PrefixReport(
+            device=num_tokens - away,
+            host=away - store,
+            store=store,
+            **self._miss(sequence, hit, now),
+        )
+
+    def _miss(self, sequence: Sequence, hit: KVBlocks, now: float) -> Fields:
+        kv, num_tokens = self._kv, sequence.num_known_tokens
+        index, most = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
+        if index >= most:
+            return {}
+        if not self._names.is_indexed(sequence):
+            return {"miss": OFF}
+        if not sequence.may_read_cache:
+            return {"miss": UNREAD}
+        known = self._known(sequence.digests[index])
+        if known is not None:
+            return self._lost(sequence, known, index, now)
+        other = self._elsewhere(sequence, most) if index == 0 else {}
+        before = sequence.digests[index - 1] if index else sequence.root
+        near = self._known(before)
+        if near is None:
+            return other | {"miss": SALT if other else NEW}
+        others = [] if index == 0 else [each for each in self._last if each.has(before, index)]
+        return other | self._apart(sequence, [near, *others], index * kv.block_size)
+
+    def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
+        """Tell why a block is not used that a remembered prompt has."""
+        kv, digest = self._kv, sequence.digests[index]
+        near = known.fields(sequence)
+        if not known.was_computed(index):  # if it has ended meanwhile, it never will be
+            return {"miss": NEW} if known.sequence is None else near | {"miss": COMPUTING}
+        tier = kv.tier
+        if tier and all(tier.lookup(g, digest) is not None for g in range(len(kv.groups))):
+            return near | {"miss": COSTLY}
+        at_s = self._young.lost_s.get(digest, self._old.lost_s.get(digest))
+        return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
+
+    def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
+        """Find where a prompt leaves the nearest of those that agree with it up to this block.
+
+        One of the same tenant goes before all others, so that a tenant learns nothing of others'
+        prompts, not even that one of them is nearer.
+        """
+        end, tenant = start + self._kv.block_size, sequence.request.tenant
+        mine = sequence.known_tokens[start:end].tobytes()
+        theirs = [near.tokens[start:end].tobytes() if start else near.first for near in nearest]
+        _, common, place = max(
+            (near.tenant == tenant, _num_common(mine, other), -i)
+            for i, (near, other) in enumerate(zip(nearest, theirs, strict=True))
+        )
+        near = nearest[-place]
+        return near.fields(sequence) | {
+            "miss": NEW if start + common == len(near.tokens) else DIVERGED,
+            "at_token": start + common,
+        }
+
+    def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
+        """Count what is cached of a prompt under another salt, if anything is."""
+        kv, tokens = self._kv, sequence.known_tokens
+        first = tokens[: kv.block_size].tobytes()
+        near = self._young.by_first.get(first) or self._old.by_first.get(first)
+        if near is None or near.root == sequence.root:
+            return {}
+        digests: list[bytes] = []
+        extend_digests(digests, near.root, tokens, kv.block_size, most)
+        num_blocks = kv.num_computed_blocks(digests, len(tokens))
+        if not num_blocks:
+            return {}
+        return {"num_other_tokens": num_blocks * kv.block_size}
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Count the equal int32 at the beginning of both."""
+    size = min(len(one), len(other))
+    differs = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

@@ -1,0 +1,116 @@
+"""Blocks that stores are to get as soon as they are computed, rather than when they are evicted.
+
+    named in plan N -> computed by N -> copied to host memory by a later plan -> settled -> Keep
+
+A plan copies before its forward pass, so what it names itself is left to the next one. A copy is
+part of its plan as what the plan evicts is (`kv/host_tier.py`): its name comes with the result, and
+if a step fails it is forgotten. Whose blocks these are: of all requests, or of those that say so
+(`Request.kv_transfer`). What is not copied, because it was evicted before or host memory is full,
+goes the usual way, or is lost: nobody relies on it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from quire.kv.host_tier import Copies, HostTier, Name
+from quire.kv.manager import KVManager
+from quire.scheduler.core.extension import CacheListener
+from quire.scheduler.core.sequence import Sequence
+
+MOST_WAITING = 1 << 14  # names; beyond that the oldest is forgotten
+MOST_KNOWN = 1 << 14
+
+
+class Budget(Protocol):
+    """How many blocks the plan that is made now may copy."""
+
+    @property
+    def room(self) -> int: ...
+
+
+class Offers(CacheListener):
+    """keeps_all: blocks of all requests."""
+
+    def __init__(self, kv: KVManager, tier: HostTier, keeps_all: bool, budget: Budget) -> None:
+        self._kv, self._tier, self._keeps_all = kv, tier, keeps_all
+        self._waiting: OrderedDict[Name, None] = OrderedDict()
+        # That stores have got; False: one of them only until host memory loses it.
+        self._known: OrderedDict[Name, bool] = OrderedDict()
+        self._named: list[set[int]] = [set() for _ in kv.groups]  # by the plan that is being made
+        self._budget = budget
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def named(
+        self, sequences: Seq[Sequence], firsts: Seq[int], counts: Seq[int], blocks: Seq[Any]
+    ) -> None:
+        """See CacheListener: take note of the blocks that the plan being made names."""
+        for by_group in blocks:
+            for mine, found in zip(self._named, by_group, strict=True):
+                mine.update(found)
+        for sequence, count in zip(sequences, counts, strict=True):
+            transfer = sequence.request.kv_transfer
+            if self._keeps_all or (transfer is not None and transfer.keeps):
+                self._offer(sequence.digests[sequence.num_offered : count])
+                sequence.num_offered = max(sequence.num_offered, count)
+
+    def _offer(self, digests: list[bytes]) -> None:
+        for digest in digests:
+            for g in range(len(self._kv.groups)):
+                if not self._is_known(g, digest):
+                    self._waiting[g, digest] = None
+        while len(self._waiting) > MOST_WAITING:
+            self._waiting.popitem(last=False)
+
+    def _is_known(self, group: int, digest: bytes) -> bool:
+        known = self._known.get((group, digest))
+        return known is True or (known is False and self._tier.lookup(group, digest) is not None)
+
+    def copy_out(self, copies: list[Copies]) -> None:
+        """See CacheListener: add what the plan that is being made copies out for stores."""
+        if not self._waiting or (num_allowed := self._budget.room) <= 0:
+            return
+        for g, digest in list(self._waiting):
+            block = self._kv.device_block(g, digest)
+            is_on_host = self._tier.lookup(g, digest) is not None
+            if block in self._named[g] and not is_on_host:
+                continue  # the plan itself computes it
+            if block is not None or is_on_host:
+                if not self._tier.copy_out(g, block, digest, copies[g]):
+                    return  # host memory is full
+                num_allowed -= 1
+            del self._waiting[g, digest]
+            if num_allowed <= 0:
+                return
+
+    def end_plan(self, now: float) -> None:
+        """Note that a plan is made: what it names can be copied by those to come."""
+        for named in self._named:
+            named.clear()
+
+    def take_kept(self, names: Iterable[Name], is_lasting: bool) -> None:
+        """Take note of what a store has now. is_lasting: not only until host memory loses it."""
+        for name in names:
+            self._known[name] = is_lasting and self._known.get(name, True)
+            self._known.move_to_end(name)
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """Take note that stores are to have these no longer."""
+        for name in names:
+            self._known.pop(name, None)
+            self._waiting.pop(name, None)
+
+    def drop_waiting(self) -> None:
+        """Give up what waits: nothing will make room for it."""
+        self._waiting.clear()
+
+    def reset(self, now: float) -> None:
+        """Forget all names."""
+        self._waiting.clear()
+        self._known.clear()

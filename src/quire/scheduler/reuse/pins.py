@@ -1,0 +1,209 @@
+"""Pinned prefixes: prompts that are computed, never sampled, and kept (P 4.4, shared prefix).
+
+A request to pin is queued like others. With the result of the step that computes its last token it
+has ended, and its block tables belong to the pin, which holds no row (pinned.py tells who begins
+with it). What pins hold, nobody else can get: a request is accepted if it fits in what they leave,
+and a pin if all open requests then still do. A tenant has a share of what may be pinned, which its
+request to pin brings (`pin_share`), so that none takes it all.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+from quire.base.errors import EngineBusy, RequestError
+from quire.base.messages import Request, ResetPrefixCache, Unpin
+from quire.base.step_outputs import Finish
+from quire.base.validation import check_pin
+from quire.scheduler.core.arrivals import Arrivals
+from quire.scheduler.core.extension import CacheListener, Extension, Handler, StepEnd, StepExtension
+from quire.scheduler.core.lifecycle import Lifecycle
+from quire.scheduler.core.memory import EPSILON, Memory
+from quire.scheduler.core.plans import InFlightStep
+from quire.scheduler.core.sequence import Sequence, State
+from quire.scheduler.reuse.pinned import Pin, PinnedPrefixes
+
+MOST_PINNED = 0.5  # of each pool
+MOST_PINS = 256  # each request that comes is compared with all of them
+
+
+class Pins(Extension, StepExtension, CacheListener):
+    """The life of every pin, from the request for it to its end."""
+
+    def __init__(
+        self, memory: Memory, lifecycle: Lifecycle, arrivals: Arrivals, pinned: PinnedPrefixes
+    ) -> None:
+        self._memory, self._lifecycle, self._arrivals = memory, lifecycle, arrivals
+        self._pinned = pinned
+
+    def handlers(self) -> Mapping[type, Handler]:
+        """See Extension."""
+        return {Unpin: self._unpin, ResetPrefixCache: self._start_over}
+
+    def accept(self, request: Request) -> bool:
+        """See Extension."""
+        if request.request_id in self._pinned.by_id:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        if request.pin_s is None:
+            return False
+        check_pin(request)
+        self.check(request)
+        return True
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if this prefix cannot be pinned; EngineBusy if only now."""
+        if len(self._pinned.by_id) >= MOST_PINS:
+            raise RequestError(
+                f"{MOST_PINS} prefixes are pinned already, and there can be no more; remove those"
+                " that are not needed any more."
+            )
+        needs, num_tokens = self._most_blocks(request), len(request.prompt_token_ids)
+        self._check_share(request, needs)
+        after = [need + held for need, held in zip(needs, self._pinned.reserved, strict=True)]
+        if excess := self._memory.excess(after, MOST_PINNED):
+            raise RequestError(
+                f"a prefix of {num_tokens} tokens would bring what is pinned to {excess.num_needed}"
+                f" of {excess.num_blocks} KV blocks, and half of them may be; remove pinned"
+                " prefixes that are not needed any more, or enlarge kv_cache_memory_bytes."
+            )
+        for sequence in self._lifecycle.sequences.values():
+            if not self._leaves_room_for(sequence, after):
+                raise EngineBusy(
+                    f"a prefix of {num_tokens} tokens cannot be pinned now: a request that is open"
+                    " would lack the memory; try again in a moment."
+                )
+
+    def _check_share(self, request: Request, needs: list[int]) -> None:
+        """Raise RequestError if its tenant would pin more than its share: what one pins, others
+        cannot."""
+        pins = self._pinned.by_id.values()
+        mine = [pin for pin in pins if pin.request.tenant == request.tenant]
+        share, most_pins = request.pin_share, max(1, int(request.pin_share * MOST_PINS + EPSILON))
+        if len(mine) >= most_pins:
+            raise RequestError(
+                f"{len(mine)} prefixes are pinned by your key already, and its share is {most_pins}"
+                f" of {MOST_PINS}; remove those that are not needed any more, or ask the operator"
+                " for a larger pin_share."
+            )
+        held = [sum(each) for each in zip(needs, *(pin.most_blocks for pin in mine), strict=True)]
+        excess = self._memory.excess(held, share * MOST_PINNED)
+        if share < 1.0 and excess:
+            raise RequestError(
+                f"a prefix of {len(request.prompt_token_ids)} tokens would bring what your key pins"
+                f" to {excess.num_needed} KV blocks, and its share is {excess.most} of"
+                f" {excess.num_blocks}; remove pinned prefixes that are not needed any more, or ask"
+                " the operator for a larger pin_share."
+            )
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Reserve what a request to pin will hold. What is computed again has it already."""
+        request = sequence.request
+        if request.pin_s is None:
+            return
+        sequence.watch(self)
+        self.follows_steps = True
+        if request.request_id in self._pinned.by_id:
+            return
+        pin = Pin(request, sequence, self._most_blocks(request), now)
+        self._pinned.name(pin, sequence)
+        self._pinned.add(pin)
+
+    def end_step(self, end: StepEnd, now: float) -> None:
+        """Take over the blocks of sequences whose last token is computed, and end them."""
+        for sequence in self._settle(end.in_flight, now):
+            end.outputs.finish(sequence, Finish("pinned"))
+            self._lifecycle.end(sequence, "pinned", now)
+        self.follows_steps = bool(self._pinned.computing)
+
+    def _settle(self, in_flight: Iterable[InFlightStep], now: float) -> list[Sequence]:
+        """Take over the blocks of sequences whose last token is computed. in_flight: plans without
+        their results."""
+        done = [pin for pin in self._pinned.computing if _is_computed(pin, in_flight)]
+        sequences = [pin.sequence for pin in done if pin.sequence is not None]
+        for pin in done:
+            if pin.ends_s == math.inf:  # otherwise it was computed before
+                pin.ends_s = now + (pin.request.pin_s or math.inf)
+        self._pinned.take_over(done)
+        self._find_next()
+        return sequences
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give a pin up whose sequence has ended before it was computed."""
+        pin = self._pinned.by_id.get(sequence.request.request_id)
+        if pin is not None and pin.sequence is sequence:
+            self._pinned.remove(pin)
+
+    def remove(self, request_id: str, tenant: str | None) -> Sequence | None:
+        """Pin a prefix no longer; who still computes it, for the caller to end. tenant: whose it
+        must be; None is anybody's."""
+        pin = self._pinned.by_id.get(request_id)
+        if pin is None or tenant not in (None, pin.request.tenant):
+            return None
+        if pin.sequence is None:
+            self._pinned.give_up(pin)
+            self._pinned.remove(pin)
+            self._find_next()
+        return pin.sequence
+
+    def expire(self, now: float) -> None:
+        """Remove those whose time is over."""
+        for pin in [pin for pin in self._pinned.ready if pin.ends_s <= now]:
+            self.remove(pin.request.request_id, None)
+
+    def _unpin(self, message: Unpin, now: float) -> None:
+        computing = self.remove(message.request_id, message.tenant)
+        if computing is not None:  # somebody waits for it
+            self._lifecycle.drop(computing, Finish("abort"), now)
+
+    def _find_next(self) -> None:
+        next_s = min((pin.ends_s for pin in self._pinned.ready), default=math.inf)
+        self.next_s = None if next_s == math.inf else next_s
+
+    def fail(self, failed: Collection[Sequence], now: float) -> None:
+        """Compute again what requests that have failed may have forked, also shorter prefixes that
+        theirs were forked from."""
+        for sequence in failed:
+            for pin in () if not sequence.samples else list(self._pinned.fitting(sequence)):
+                self._compute(pin, now)
+
+    def reset(self, now: float) -> None:
+        """Take the rows of prefixes that are being computed: they begin anew, with new names."""
+        for pin in self._pinned.by_id.values():
+            if pin.sequence is not None and pin.sequence.row >= 0:
+                self._lifecycle.preempt(pin.sequence, pin.request.request_id, now)
+
+    def _start_over(self, message: ResetPrefixCache, now: float) -> None:
+        """Compute all of them again, under new names; no pin holds a row."""
+        for pin in self._pinned.by_id.values():
+            self._pinned.name(pin, pin.sequence or self._compute(pin, now))
+
+    def _compute(self, pin: Pin, now: float) -> Sequence:
+        """Give up what a pin holds, and compute it again."""
+        self._pinned.give_up(pin)
+        self._find_next()
+        self._pinned.num_changes += 1
+        sequence = pin.sequence = self._arrivals.new_sequence(pin.request, now)
+        self._arrivals.enter(sequence, now)
+        return sequence
+
+    def _leaves_room_for(self, sequence: Sequence, reserved: list[int]) -> bool:
+        """Tell whether an open request can still end if pins hold that much."""
+        memory = self._memory
+        away = [m.host_blocks for m in sequence.members if m.host_blocks is not None]
+        if not memory.fits_at_all(memory.needs_to_stand(away), reserved):
+            return False
+        if not sequence.samples:
+            return True
+        num = sequence.request.params.num_samples
+        return memory.fits_at_all(memory.needs_of_all(sequence, sequence.limit - 1, num), reserved)
+
+    def _most_blocks(self, request: Request) -> list[int]:
+        return self._memory.needs_of_prefix(len(request.prompt_token_ids))
+
+
+def _is_computed(pin: Pin, in_flight: Iterable[InFlightStep]) -> bool:
+    sequence = pin.sequence
+    if sequence is None or sequence.state is not State.RUNNING:
+        return False
+    if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+        return False
+    return all(sequence.row not in step.plan.rows for step in in_flight)
