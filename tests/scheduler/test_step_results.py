@@ -164,7 +164,7 @@ def test_what_shares_a_failed_row_s_blocks_is_not_brought_back_from_host_memory(
     sequence = scheduler.lifecycle.sequences["r"]
     sequence.state = State.SWAPPED
     tainted = Tainted(blocks=[], host=[], failed={}, dependants={(0, 0): sequence})
-    scheduler._results._send_back(tainted, [], 0.0)
+    scheduler._results._failures._send_back(tainted, [], 0.0)
     assert sequence.state is State.WAITING
 
 

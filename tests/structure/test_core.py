@@ -21,6 +21,7 @@ FEATURES = {
 ALLOWED = (
     "quire.base.", "quire.engine.loop.", "quire.engine.executors.executor",
     "quire.runner.step_size", "quire.scheduler.decisions", "quire.scheduler.scheduler",
+    "quire.scheduler.views",
 )  # fmt: skip
 
 DOORS = {"add", "control", "schedule", "update"}
