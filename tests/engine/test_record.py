@@ -25,9 +25,10 @@ from quire.engine.frames import State, read_frames
 from quire.engine.record import Recorder
 from quire.engine.recording import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.tools.replay import Outcome, replay_all
+from tests.covering import pairwise
 from tests.engine.bench import POISON, prompt, with_poison
 from tests.engine.recordings import SALT, STOP, Run
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.programs import run_machine
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
 
@@ -39,9 +40,10 @@ def replayed(directory: Path) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("keeps_tokens", [False, True])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("keeps_tokens", "mode", "depth"),
+    pairwise([False, True], ["recompute", "swap"], [1, 2, 3]),
+)
 def test_a_run_with_everything(tmp_path: Path, depth: int, mode: str, keeps_tokens: bool) -> None:
     run = Run(tmp_path, keeps_tokens, pipeline_depth=depth, preemption_mode=mode)
     run.everything()
@@ -171,7 +173,7 @@ class Recorded:
             replayed(self.directory)
 
 
-@FEW_OR_MANY
+@pytest.mark.parametrize("max_examples", [12, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine])
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})

@@ -378,7 +378,9 @@ def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: 
     run_guilty(place, depth, depth, "qwen3_5")
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "depth", [3, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 2))]
+)
 def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(depth: int) -> None:
     table: Counter[Cell] = Counter()
     for seed in range(3):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire.base.messages import Draft, Drafted
+from tests.covering import pairwise
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.engine.test_beams import Searches
 from tests.engine.test_groups import OTHERS, PROMPT, Groups
@@ -109,9 +110,10 @@ class TroubledLast(StagedBench):
     troubled_stage = 1
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", [StagedBench, TroubledLast])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("when", "kind", "architecture"),
+    pairwise(["before", "after"], [StagedBench, TroubledLast], ["llama", "qwen3_5"]),
+)
 def test_who_makes_a_step_fail_fails_alone(architecture: str, kind: type, when: str) -> None:
     """Whichever stage it is, and however far the others are."""
     bench = kind(
