@@ -172,7 +172,7 @@ def test_beams_that_lose_their_rows_between_two_of_their_plans(
         return builder
 
     monkeypatch.setattr(planning, "PlanBuilder", with_preemption)
-    for at in range(3, 15):  # noqa: B007
+    for at in range(3, 12):  # noqa: B007
         searches = Searches(
             max_num_seqs=5, max_num_batched_tokens=3, pipeline_depth=depth, preemption_mode=mode
         )

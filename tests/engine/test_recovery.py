@@ -414,8 +414,18 @@ def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
     assert_same(engine, wanted(depth), set())
 
 
-@pytest.mark.parametrize("place", ["load", "copy"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("place", "depth"),
+    [
+        ("load", 1),
+        ("copy", 2),
+        ("load", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("copy", 1), ("load", 2), ("copy", 3))
+        ),
+    ],
+)
 def test_a_move_that_fails_costs_those_whose_blocks_it_brings(depth: int, place: str) -> None:
     engine = Engine(depth).start(Counter(), place)
     run_program(engine, depth, has_guilty=False)

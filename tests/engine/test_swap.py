@@ -26,8 +26,15 @@ def small(architecture: str = "llama", **settings: Any) -> Groups:
     return groups
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("architecture", "backend"),
+    [
+        ("llama", "reference"),
+        ("qwen3", "torch"),
+        pytest.param("llama", "torch", marks=pytest.mark.slow),
+        pytest.param("qwen3", "reference", marks=pytest.mark.slow),
+    ],
+)
 def test_outputs_are_those_of_a_large_pool(architecture: str, backend: str) -> None:
     """In every backend."""
     groups = small(

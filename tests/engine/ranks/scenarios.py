@@ -27,7 +27,7 @@ WORDS = [5, 6, 7, 90, 2, 2, 8, 41, 33, 12, 44, 80, 23, 61, 9, 17]
 
 def asked() -> list[tuple[list[int], SamplingParams]]:
     """Prompts longer than a step's tokens, some alike, and ways to sample."""
-    base: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True, "temperature": 1.0}
+    base: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, "temperature": 1.0}
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"seed": 3},
