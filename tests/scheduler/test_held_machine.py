@@ -16,7 +16,7 @@ from hypothesis.stateful import rule
 from quire.base.errors import RequestError
 from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind
 from tests.scheduler.device import make_request
-from tests.scheduler.programs import FEW, run_machine
+from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_guessing_machine import GuessingMachine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
@@ -133,7 +133,7 @@ class HeldGuessingMachine(HeldRules, GuessingMachine):
     pass
 
 
-@FEW
+@FEW_OR_MANY
 @pytest.mark.parametrize(
     "machine",
     [HeldMachine, HeldMixedMachine, HeldHybridMachine, HeldStoresMachine, HeldGuessingMachine],
