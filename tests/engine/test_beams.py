@@ -265,7 +265,9 @@ def test_wider_than_the_vocabulary_is_refused(
     assert not searches.core.has_work
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(
+    "early_stopping", [True, pytest.param(False, marks=pytest.mark.slow), "never"]
+)
 @pytest.mark.parametrize("length_penalty", [-10.0, -6.5, 10.0])
 def test_an_extreme_length_penalty(length_penalty: float, early_stopping: bool | str) -> None:
     """Scores may be below the -1e9 at which transformers gives up. All beams have one length here,
@@ -372,8 +374,17 @@ def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -
         SamplingParams(use_beam_search=True, **more)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("depth", "when"),
+    [
+        (1, "before"),
+        (3, "after"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, "after"), (2, "before"), (2, "after"), (3, "before"))
+        ),
+    ],
+)
 def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
     """Each of the steps in turn raises once: nobody fails, and the beams are the same."""
     for fails_at in range(1, 9, 2 if depth > 1 else 1):

@@ -372,7 +372,13 @@ def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) ->
     run_guilty(place, depth, depth)
 
 
-@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((2, 3, 1)), strict=False)))
+@pytest.mark.parametrize(
+    ("place", "depth"),
+    [
+        pytest.param(place, depth, marks=[pytest.mark.slow] if i % 2 else [])
+        for i, (place, depth) in enumerate(zip(PLACES, cycle((2, 3, 1)), strict=False))
+    ],
+)
 def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: int) -> None:
     """Which is found by being alone, since no step is run again."""
     run_guilty(place, depth, depth, "qwen3_5")

@@ -146,9 +146,9 @@ def test_a_fork_gets_what_a_new_request_gets(
     tokens = source.token_ids[:at]
     added = [40, 41] if at == 33 else []
     judge = expected_by(engine, reference)
-    expected = judge.plain(tokens + added, n=2, max_tokens=15, seed=11)
+    expected = judge.plain(tokens + added, n=2, max_tokens=9, seed=11)
     fork = Fork(source.id, 0, len(tokens))
-    [output] = engine.finish(engine.ask(tokens + added, fork, n=2, max_tokens=15, seed=11))
+    [output] = engine.finish(engine.ask(tokens + added, fork, n=2, max_tokens=9, seed=11))
     assert [c.token_ids for c in output.outputs] == expected
     assert output.num_cached_tokens == len(tokens) - (not added)
 
@@ -193,11 +193,11 @@ def test_who_lacks_memory_takes_that_of_the_held(engine: Engine, reference: Engi
     sources = [engine.kept(seed=i) for i in range(4)]
     judge = expected_by(engine, reference)
     ids = [engine.llm.get_tokenizer().encode(text, False) for text in OTHERS]
-    many = [engine.ask(tokens, max_tokens=100, seed=i, n=2) for i, tokens in enumerate(ids)]
+    many = [engine.ask(tokens, max_tokens=64, seed=i, n=2) for i, tokens in enumerate(ids)]
     outputs = engine.finish(*many)
     for i, (tokens, output) in enumerate(zip(ids, outputs, strict=True)):
         got = [completion.token_ids for completion in output.outputs]
-        assert got == judge.plain(tokens, max_tokens=100, seed=i, n=2)
+        assert got == judge.plain(tokens, max_tokens=64, seed=i, n=2)
     standing = engine.scheduler.memory.held.standing
     assert len(standing) < 4, "nothing had to give way"
     for source in sources:
