@@ -173,7 +173,7 @@ class Recorded:
             replayed(self.directory)
 
 
-@pytest.mark.parametrize("max_examples", [12, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [8, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine])
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})

@@ -411,7 +411,7 @@ def run_guilty(place: str, depth: int, seed: int, architecture: str = "llama") -
     assert engine.faults is not None and engine.faults.num_raised > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
     """Whoever was to be swapped out computes again; the rows of that step are not to blame."""
     engine = Engine(depth).start(Counter(), "swap_out")

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 FEW_OR_MANY = pytest.mark.parametrize(
     "max_examples", [30, pytest.param(300, marks=pytest.mark.slow)]
 )
-FEW = pytest.mark.parametrize("max_examples", [20, pytest.param(300, marks=pytest.mark.slow)])
+FEW = pytest.mark.parametrize("max_examples", [12, pytest.param(300, marks=pytest.mark.slow)])
 
 
 def run_machine(machine: type, max_examples: int) -> None:
