@@ -6,6 +6,7 @@ chunks and is a step ahead.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from quire.render.renderer import RenderedPrompt
 from tests.models.heads import write_demo_head
 from tests.serve.checkpoints import shallow
 
+Pair = tuple[str, str]
 PROMPT = "Once upon a time there was a little fox. One day the fox"
 MAX_TOKENS = 14
 
@@ -57,6 +59,28 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logits_processor": {"logits_processors": [nudge]},
 }  # fmt: skip
 PAIRS = list(combinations(FEATURES, 2))
+# Features, and pairs, of one run.
+THREES = [tuple(FEATURES)[i::6] for i in range(6)]
+THREE_PAIRS = [tuple(PAIRS[i::51]) for i in range(51)]
+
+
+def groups_of_four() -> list[tuple[str, ...]]:
+    """Groups of features such that each pair is in one of them."""
+    missing = {frozenset(pair) for pair in PAIRS}
+    groups = []
+    while missing:
+        first = min(missing, key=sorted)
+        group = [name for name in FEATURES if name in first]
+        while len(group) < 4:
+            num_new = {
+                name: sum(frozenset((name, other)) in missing for other in group)
+                for name in FEATURES
+                if name not in group
+            }
+            group.append(max(num_new, key=num_new.__getitem__))
+        missing -= {frozenset(pair) for pair in combinations(group, 2)}
+        groups.append(tuple(group))
+    return groups
 
 
 def params_of(*names: str) -> SamplingParams:
@@ -150,31 +174,58 @@ def alone(roomy: LLM) -> dict[str, Any]:
     return {name: answers(roomy, params_of(name))[0] for name in FEATURES}
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_side_by_side(roomy: LLM, alone: dict[str, Any], one: str, other: str) -> None:
-    assert answers(roomy, params_of(one), params_of(other)) == [alone[one], alone[other]]
+class Expected:
+    """What requests for two features get in an engine with room; each is asked once."""
+
+    def __init__(self, roomy: LLM) -> None:
+        self._roomy = roomy
+        self._found: dict[Pair, Any] = {}
+
+    def of(self, *pairs: Pair) -> dict[Pair, Any]:
+        """Return the answers of those pairs that do not exclude each other."""
+        asked: dict[Pair, SamplingParams] = {}
+        for pair in pairs:
+            with suppress(RequestError):
+                asked[pair] = params_of(*pair)
+        new = {pair: params for pair, params in asked.items() if pair not in self._found}
+        self._found |= zip(new, answers(self._roomy, *new.values()), strict=True)
+        return {pair: self._found[pair] for pair in asked}
 
 
-@pytest.mark.parametrize("one", FEATURES)
-def test_guesses_change_nothing(guessing: LLM, alone: dict[str, Any], one: str) -> None:
+@pytest.fixture(scope="module")
+def expected(roomy: LLM) -> Expected:
+    return Expected(roomy)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*groups_of_four(), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)],
+    ids=", ".join,
+)
+def test_side_by_side(roomy: LLM, alone: dict[str, Any], names: tuple[str, ...]) -> None:
+    found = answers(roomy, *map(params_of, names))
+    assert dict(zip(names, found, strict=True)) == {name: alone[name] for name in names}
+
+
+@pytest.mark.parametrize("names", THREES, ids=", ".join)
+def test_guesses_change_nothing(
+    guessing: LLM, alone: dict[str, Any], names: tuple[str, ...]
+) -> None:
     greedy = params_of("greedy", "ignore_eos")
-    found = answers(guessing, params_of(one), greedy, params_of(one))
-    assert found[::2] == [alone[one]] * 2
+    found = answers(guessing, *map(params_of, names), greedy)
+    assert dict(zip(names, found[:-1], strict=True)) == {name: alone[name] for name in names}
 
 
 @pytest.mark.parametrize("form", ["json", pytest.param("regex", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("one", FEATURES)
+@pytest.mark.parametrize("names", THREES, ids=", ".join)
 def test_guesses_at_an_answer_with_a_form_change_nothing(
-    roomy: LLM, guessing: LLM, one: str, form: str
+    expected: Expected, guessing: LLM, names: tuple[str, ...], form: str
 ) -> None:
     """Those that its grammar forces, and others."""
-    try:
-        params = params_of(form, one)
-    except RequestError:
-        return
-    [expected] = answers(roomy, params)
-    found = answers(guessing, params, params_of("greedy", "ignore_eos"), params)
-    assert found[::2] == [expected] * 2
+    wanted = expected.of(*((form, name) for name in names))
+    params = [params_of(*pair) for pair in wanted]
+    found = answers(guessing, *params, params_of("greedy", "ignore_eos"))
+    assert dict(zip(wanted, found[:-1], strict=True)) == wanted
 
 
 @pytest.mark.parametrize("one", FEATURES)
@@ -211,16 +262,18 @@ def test_there_are_guesses(guessing: LLM) -> None:
     assert tried > right > 0
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_together(roomy: LLM, short: LLM, one: str, other: str) -> None:
+@pytest.mark.parametrize(
+    "pairs",
+    [*THREE_PAIRS, *(pytest.param((pair, pair), marks=pytest.mark.slow) for pair in PAIRS)],
+    ids=lambda pairs: ", ".join(map(" and ".join, pairs)),
+)
+def test_together(expected: Expected, short: LLM, pairs: tuple[Pair, ...]) -> None:
     """Or the two exclude each other, and it is said at once."""
-    try:
-        params = params_of(one, other)
-    except RequestError:
-        return
-    [expected] = answers(roomy, params)
-    found = answers(short, params, params, params_of("n"))
-    assert found[:2] == [expected, expected]
+    wanted = expected.of(*pairs)
+    asked = [pair for pair in pairs if pair in wanted]
+    found = answers(short, *(params_of(*pair) for pair in asked), params_of("n"))
+    for pair, answer in zip(asked, found[:-1], strict=True):
+        assert answer == wanted[pair], pair
 
 
 def test_the_short_engine_preempts(short: LLM) -> None:

@@ -7,7 +7,7 @@ from hypothesis.stateful import initialize, rule
 from quire.base.messages import Draft, Drafted
 from quire.scheduler.core.queue import Fifo
 from tests.scheduler.device import make_request
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.programs import FEW, run_machine
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
 
 
@@ -93,7 +93,7 @@ class DeviceGuessingMixedMachine(DeviceGuessingMachine):
     groups = (FULL, WINDOW)
 
 
-@FEW_OR_MANY
+@FEW
 @pytest.mark.parametrize(
     "machine",
     [

@@ -34,7 +34,7 @@ from quire.scheduler.snapshot import (
     restore,
 )
 from tests.scheduler.device import make_request
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.programs import FEW, run_machine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
     HybridStoresMachine,
@@ -188,7 +188,7 @@ class RestoredHybridMachine(Restored, HybridStoresMachine):
     pass
 
 
-@FEW_OR_MANY
+@FEW
 @pytest.mark.parametrize(
     "machine",
     [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine, RestoredHybridMachine],

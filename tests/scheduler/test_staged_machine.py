@@ -8,7 +8,7 @@ from quire.base.plan import Plan
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.programs import FEW, run_machine
 from tests.scheduler.staged import EarlierStage, Stage, StagedExecutor
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
@@ -51,7 +51,7 @@ class StagedStatesMachine(StagedMachine):
     groups = (FULL, STATES)
 
 
-@FEW_OR_MANY
+@FEW
 @pytest.mark.parametrize("machine", [StagedMachine, ThreeStagesMachine, StagedStatesMachine])
 def test_stages_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

@@ -198,15 +198,20 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return tf.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
-@torch.inference_mode()
 def reference_tokens(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """Greedy continuation by transformers in float64."""
+    return list(_continuation(folder, tuple(prompt), num_tokens))
+
+
+@cache
+@torch.inference_mode()
+def _continuation(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     model = reference_model(folder)
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, **options)
-    return out[0, len(prompt) :].tolist()
+    return tuple(out[0, len(prompt) :].tolist())
 
 
 @torch.inference_mode()

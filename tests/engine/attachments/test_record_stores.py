@@ -58,7 +58,12 @@ def replayed(path: Path) -> Outcome:
 
 @pytest.mark.parametrize(
     ("keeps_tokens", "depth", "eager"),
-    [(False, 1, False), (False, 2, True), (True, 1, True), (True, 2, False)],
+    [
+        (False, 2, True),
+        (True, 1, False),
+        pytest.param(False, 1, False, marks=pytest.mark.slow),
+        pytest.param(True, 2, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_is_replayed_exactly(
     tmp_path: Path, keeps_tokens: bool, depth: int, eager: bool
@@ -91,10 +96,11 @@ class RecordedAtOnce(Recorded):
             self.record(keeps_tokens=len(list(self.folder.iterdir())) % 2 == 0)
 
 
+@pytest.mark.parametrize("max_examples", [12, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [StoresMachine, MixedStoresMachine])
-def test_random_programs_with_stores(tmp_path: Path, kind: type) -> None:
+def test_random_programs_with_stores(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (RecordedAtOnce, kind), {"folder": tmp_path})
-    run_machine(machine, max_examples=30)
+    run_machine(machine, max_examples)
     orders = Counter(
         order["order"]
         for path in tmp_path.iterdir()

@@ -25,9 +25,10 @@ from quire.engine.recording.calls import END, UPDATE, PlanGuess, calls_of, end_o
 from quire.engine.recording.files import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.engine.recording.frames import State, read_frames
 from quire.tools.replay import Outcome, replay_all
+from tests.covering import pairwise
 from tests.engine.bench import POISON, prompt, with_poison
 from tests.engine.recordings import SALT, STOP, Run, begin_segment
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.programs import run_machine
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
 
@@ -39,9 +40,10 @@ def replayed(directory: Path) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("keeps_tokens", [False, True])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("keeps_tokens", "mode", "depth"),
+    pairwise([False, True], ["recompute", "swap"], [1, 2, 3]),
+)
 def test_a_run_with_everything(tmp_path: Path, depth: int, mode: str, keeps_tokens: bool) -> None:
     run = Run(tmp_path, keeps_tokens, pipeline_depth=depth, preemption_mode=mode)
     run.everything()
@@ -171,7 +173,7 @@ class Recorded:
             replayed(self.directory)
 
 
-@FEW_OR_MANY
+@pytest.mark.parametrize("max_examples", [8, pytest.param(300, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine])
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
@@ -226,8 +228,7 @@ def test_a_second_run_goes_on_behind_the_first(tmp_path: Path) -> None:
     assert replayed(tmp_path).num_requests == 2
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
-def test_a_file_that_is_cut_off(tmp_path: Path, share: float, monkeypatch) -> None:
+def test_a_file_that_is_cut_off(tmp_path: Path, monkeypatch) -> None:
     """As after kill -9: what is whole is replayed."""
     monkeypatch.setattr(record, "FRAME_ITEMS", 4)
     run = Run(tmp_path)
@@ -236,12 +237,13 @@ def test_a_file_that_is_cut_off(tmp_path: Path, share: float, monkeypatch) -> No
     whole = replayed(path).num_calls
     data = path.read_bytes()
     start = len(data) - sum(len(body) for body in bodies(path)[2:]) // 4
-    path.write_bytes(data[: start + int(share * (len(data) - start))])
-    segment = read_segment(path)
-    assert segment.is_cut and end_of(segment.items) is None
-    outcome = replayed(path)
-    assert 0 < outcome.num_calls < whole
-    assert "cut off" in outcome.notes[0]
+    for share in (0.99, 0.7, 0.3):
+        path.write_bytes(data[: start + int(share * (len(data) - start))])
+        segment = read_segment(path)
+        assert segment.is_cut and end_of(segment.items) is None, share
+        outcome = replayed(path)
+        assert 0 < outcome.num_calls < whole, share
+        assert "cut off" in outcome.notes[0], share
 
 
 def test_damage_is_told(tmp_path: Path) -> None:

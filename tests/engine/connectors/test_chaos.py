@@ -215,11 +215,11 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from tests.engine.connectors.test_chaos import Engine
-directory, seed, max_bytes, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:])
+directory, seed, max_bytes, seconds, most = Path(sys.argv[1]), *map(int, sys.argv[2:])
 engine, random = Engine(directory, max_bytes), np.random.default_rng(seed)
 print("ready", flush=True)
 end, kept, fetched = time.monotonic() + seconds, 0, 0
-while time.monotonic() < end:
+while time.monotonic() < end and kept + fetched < most:
     kept += sum(engine.keep(*random.integers(0, 100, 3).tolist()))
     fetched += sum(engine.fetch(*random.integers(0, 100, 3).tolist()))
     engine.clock.advance(0.5)
@@ -228,8 +228,11 @@ print(kept, fetched, engine.worker._work.mover._log.counts)
 """
 
 
-def start(directory: Path, seed: int, max_bytes: int, seconds: int) -> "subprocess.Popen[str]":
-    numbers = [str(number) for number in (seed, max_bytes, seconds)]
+def start(
+    directory: Path, seed: int, max_bytes: int, seconds: int, most: int = 1 << 60
+) -> "subprocess.Popen[str]":
+    """most: blocks that it keeps and fetches before it ends."""
+    numbers = [str(number) for number in (seed, max_bytes, seconds, most)]
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(directory), *numbers],
         stdout=subprocess.PIPE,
@@ -241,7 +244,7 @@ def start(directory: Path, seed: int, max_bytes: int, seconds: int) -> "subproce
 def test_two_processes_over_one_directory_with_trimming(tmp_path: Path) -> None:
     """40 of 100 blocks have room; each process deletes what the other writes and reads."""
     max_bytes = 40 * SIZE
-    processes = [start(tmp_path, seed, max_bytes, 2) for seed in (1, 2)]
+    processes = [start(tmp_path, seed, max_bytes, 10, 800) for seed in (1, 2)]
     for process in processes:
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0

@@ -4,6 +4,7 @@ The whole engine on a CPU, by torch's operations and by the C++ core. `tests/run
 kernels.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +85,36 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
     ]
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "few blocks": {"kv_cache_memory_bytes": 1 << 20, "preemption_mode": "swap", "max_num_seqs": 5},
+    "two ranks": {"tensor_parallel_size": 2},
+}
+
+
+@cache
+def plain_answers(kind: str) -> list[Any]:
+    with engine(1, {"method": "none"}, **SETTINGS[kind]) as llm:
+        return answers(llm)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("kind", "depth"),
     [
-        {},
-        {"dtype": "bfloat16", "quantization": "int8"},
-        {"kv_cache_memory_bytes": 1 << 20, "preemption_mode": "swap", "max_num_seqs": 5},
-        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        ("float32", 2),
+        ("float32", 3),
+        ("int8", 2),
+        ("few blocks", 3),
+        pytest.param("int8", 3, marks=pytest.mark.slow),
+        pytest.param("few blocks", 2, marks=pytest.mark.slow),
+        pytest.param("two ranks", 2, marks=pytest.mark.slow),
+        pytest.param("two ranks", 3, marks=pytest.mark.slow),
     ],
-    ids=["float32", "int8", "few blocks", "two ranks"],
 )
-@pytest.mark.parametrize("depth", [2, 3])
-def test_no_answer_changes(depth: int, settings: dict[str, Any]) -> None:
-    with engine(1, {"method": "none"}, **settings) as llm:
-        plain = answers(llm)
-    with engine(depth, **settings) as llm:
+def test_no_answer_changes(kind: str, depth: int) -> None:
+    plain = plain_answers(kind)
+    with engine(depth, **SETTINGS[kind]) as llm:
         assert isinstance(drafter_of(llm.engine.client.core), AheadDrafting)
         plans = Plans(llm)
         assert answers(llm) == plain

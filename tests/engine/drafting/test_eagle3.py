@@ -77,7 +77,11 @@ def run(llm: LLM) -> list[RequestOutput]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 9 * 102_400, "max_num_seqs": 3}],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"max_num_batched_tokens": 8},
+        {"kv_cache_memory_bytes": 9 * 102_400, "max_num_seqs": 3},
+    ],
     ids=["whole", "chunks", "short"],
 )
 @torch.inference_mode()
@@ -104,7 +108,7 @@ def test_guesses_are_those_of_the_definition(
         name: model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         for name, tokens in tokens_of.items()
     }
-    for draft in drafts[:: len(drafts) // 20]:
+    for draft in drafts[:: len(drafts) // 10]:
         reads = DEMO_SHAPE.reads or ()
         # The last one is normed there.
         hidden = [*states[draft.request_id][:6], _last_state(model, tokens_of[draft.request_id])]
@@ -125,7 +129,11 @@ def _last_state(model: Any, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "how",
-    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}],
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        pytest.param({"quantization": "int4"}, marks=pytest.mark.slow),
+    ],
     ids=lambda how: next(iter(how.values())),
 )
 def test_answers_stay_what_they_are(how: dict[str, Any], head: Path) -> None:

@@ -234,8 +234,14 @@ def test_others_guesses_change_nothing_either(plain_answers: dict[str, list[Any]
 SHARES = {"named": 0.6, "named weather": 0.6, "required": 0.6, "json": 0.75}
 
 
-@pytest.mark.parametrize("form", SHARES)
-@pytest.mark.parametrize("way", ["greedy", "hot"])
+@pytest.mark.parametrize(
+    ("form", "way"),
+    [
+        *((form, "greedy") for form in SHARES),
+        ("named", "hot"),
+        *(pytest.param(form, "hot", marks=pytest.mark.slow) for form in [*SHARES][1:]),
+    ],
+)
 def test_a_forced_call_takes_few_steps(plain: Engine, forcing: Engine, form: str, way: str) -> None:
     """And no forced token is wrong. JSON has white space, about which the model decides."""
     counts, steps = [], list[Stepped]()

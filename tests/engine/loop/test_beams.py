@@ -15,6 +15,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import BeamOutput
 from quire.scheduler.core import planning
 from quire.scheduler.core.plans import PlanBuilder
+from tests.covering import pairwise
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import (
     checkpoint,
@@ -76,9 +77,10 @@ class Searches(Bench):
         np.testing.assert_allclose([b.score for b in got], [s for _, s in expected], 1e-5, 1e-4)
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -0.5])
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "width"),
+    pairwise([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
+)
 def test_beams_are_transformers(
     width: int, length_penalty: float, early_stopping: bool | str
 ) -> None:
@@ -100,9 +102,10 @@ def test_other_architectures_and_a_window(architecture: str) -> None:
     searches.assert_as("r", reference_beams(PROMPT, 4, 20, folder=checkpoint(architecture)))
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("budget", [3, 7, 64])
+@pytest.mark.parametrize(
+    ("caching", "depth", "budget"),
+    pairwise([True, False], [1, pytest.param(2, marks=pytest.mark.slow), 3], [3, 7, 64]),
+)
 def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     """Chunked prompts, beams spread over several plans, others beside them."""
     searches = Searches(
@@ -121,9 +124,10 @@ def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     searches.assert_exact("a", "b")
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("caching", "depth", "mode"),
+    pairwise([True, False], [1, 2], ["recompute", "swap"]),
+)
 def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None:
     searches = Searches(
         max_num_seqs=8,
@@ -168,7 +172,7 @@ def test_beams_that_lose_their_rows_between_two_of_their_plans(
         return builder
 
     monkeypatch.setattr(planning, "PlanBuilder", with_preemption)
-    for at in range(3, 15):  # noqa: B007
+    for at in range(3, 12):  # noqa: B007
         searches = Searches(
             max_num_seqs=5, max_num_batched_tokens=3, pipeline_depth=depth, preemption_mode=mode
         )
@@ -197,9 +201,14 @@ def test_fewer_are_returned_than_searched(early_stopping: bool | str) -> None:
     searches.assert_as("r", expected[:2])
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
-@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 4, 5, 6]])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "ranks"),
+    pairwise(
+        [True, False, "never"],
+        [0.0, 1.0, -1.0],
+        [[0], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 4, 5, 6]],
+    ),
+)
 def test_the_likeliest_first_tokens_stop(
     ranks: list[int], length_penalty: float, early_stopping: bool | str
 ) -> None:
@@ -256,7 +265,9 @@ def test_wider_than_the_vocabulary_is_refused(
     assert not searches.core.has_work
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(
+    "early_stopping", [True, pytest.param(False, marks=pytest.mark.slow), "never"]
+)
 @pytest.mark.parametrize("length_penalty", [-10.0, -6.5, 10.0])
 def test_an_extreme_length_penalty(length_penalty: float, early_stopping: bool | str) -> None:
     """Scores may be below the -1e9 at which transformers gives up. All beams have one length here,
@@ -279,9 +290,10 @@ def test_never_looks_at_the_present_length_if_short_answers_are_favoured() -> No
     searches.assert_as("r", reference_beams(prompt, 2, 20, stops, **how, folder=folder))
 
 
-@pytest.mark.parametrize("budget", [3, 64])
-@pytest.mark.parametrize("num_tokens", [1, 9])
-@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize(
+    ("budget", "num_tokens", "width"),
+    pairwise([3, 64], [1, 9], [3, 4]),
+)
 def test_equal_candidates(width: int, num_tokens: int, budget: int) -> None:
     """Each token has a twin with the same log-probability: beams are transformers' but for which
     of two twins they hold; here it is the one with the lower id first, in any batch."""
@@ -297,9 +309,10 @@ def test_equal_candidates(width: int, num_tokens: int, budget: int) -> None:
     assert got[1] == (*got[0][:-1], got[0][-1] + 1)
 
 
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -0.5])
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "width"),
+    pairwise([True, False, "never"], [0.0, 1.0, 2.0, -0.5], [2, 4]),
+)
 def test_one_of_two_equal_candidates_stops(
     width: int, length_penalty: float, early_stopping: bool | str
 ) -> None:
@@ -361,8 +374,17 @@ def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -
         SamplingParams(use_beam_search=True, **more)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("depth", "when"),
+    [
+        (1, "before"),
+        (3, "after"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((1, "after"), (2, "before"), (2, "after"), (3, "before"))
+        ),
+    ],
+)
 def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
     """Each of the steps in turn raises once: nobody fails, and the beams are the same."""
     for fails_at in range(1, 9, 2 if depth > 1 else 1):

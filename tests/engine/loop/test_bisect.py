@@ -20,6 +20,7 @@ from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.engine.loop.recovery import bisect_step, combine, leave_out, restrict
+from tests.covering import pairwise
 from tests.engine.bench import POISON, VOCAB, Bench, prompt, with_poison
 from tests.serve.checkpoints import pool_bytes, reference_tokens, write_checkpoint
 from tests.updates import error_of
@@ -100,10 +101,15 @@ def test_alone(folder: Path, depth: int) -> None:
     finish_and_go_on(bench, {"guilty"})
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("guilty", [{0}, {2}, {4}, {1, 3}, {0, 1, 2, 3, 4}])
+@pytest.mark.parametrize(
+    ("when", "caching", "depth", "guilty"),
+    pairwise(
+        ["before", "after"],
+        [True, False],
+        [1, pytest.param(2, marks=pytest.mark.slow), 3],
+        [{0}, {2}, {4}, {1, 3}, {0, 1, 2, 3, 4}],
+    ),
+)
 def test_in_a_batch(folder: Path, guilty: set[int], depth: int, caching: bool, when: str) -> None:
     bench, model = poisoned_bench(
         folder, when=when, pipeline_depth=depth, enable_prefix_caching=caching
@@ -160,9 +166,14 @@ def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
     assert error_of(bench.last["guilty"]) and bench.tokens["guilty"] == []
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("architecture", "when", "depth"),
+    pairwise(
+        ["llama", "mistral"],
+        ["before", "after"],
+        [1, pytest.param(2, marks=pytest.mark.slow), 3],
+    ),
+)
 def test_a_prefix_computed_in_the_same_step(
     folders: dict[str, Path], depth: int, when: str, architecture: str
 ) -> None:

@@ -11,6 +11,7 @@ from quire.base.errors import RequestError
 from quire.base.messages import Abort, Request
 from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams
+from tests.covering import pairwise
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.updates import read
@@ -79,9 +80,10 @@ def test_the_first_sequence_is_that_of_a_request_for_one(expected: list[list[int
     assert groups.samples["one", 0] == expected[0]
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("budget", [3, 16, 64])
+@pytest.mark.parametrize(
+    ("caching", "depth", "budget"),
+    pairwise([True, False], [1, pytest.param(2, marks=pytest.mark.slow), 3], [3, 16, 64]),
+)
 def test_sequences_are_what_they_are_alone(
     caching: bool, depth: int, budget: int, expected: list[list[int]]
 ) -> None:
@@ -103,9 +105,10 @@ def test_sequences_are_what_they_are_alone(
         assert groups.samples["c", index] == alone(OTHERS["c"], index)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("mode", "caching", "depth"),
+    pairwise(["recompute", "swap"], [True, False], [1, pytest.param(2, marks=pytest.mark.slow), 3]),
+)
 def test_a_group_is_preempted_and_comes_back_as_one(
     mode: str, caching: bool, depth: int, expected: list[list[int]]
 ) -> None:

@@ -21,7 +21,7 @@ def engine() -> Iterator[Engine]:
     built = build_engine(
         config_from_flat(
             model="demo",
-            dtype="float64",
+            dtype="float32",
             max_num_seqs=4,
             max_model_len=1024,
             max_num_batched_tokens=BUDGET,

@@ -110,7 +110,7 @@ def program(bench: Scores, seed: int, poisons: bool = False) -> set[str]:
     return scored
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "pins", "host tier", "faults"])
 def test_whatever_takes_their_rows(folder: Path, depth: int, mode: str) -> None:
     """Each scored prompt has all its positions, and some of them were computed in two goes."""

@@ -372,13 +372,21 @@ def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) ->
     run_guilty(place, depth, depth)
 
 
-@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((2, 3, 1)), strict=False)))
+@pytest.mark.parametrize(
+    ("place", "depth"),
+    [
+        pytest.param(place, depth, marks=[pytest.mark.slow] if i % 2 else [])
+        for i, (place, depth) in enumerate(zip(PLACES, cycle((2, 3, 1)), strict=False))
+    ],
+)
 def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: int) -> None:
     """Which is found by being alone, since no step is run again."""
     run_guilty(place, depth, depth, "qwen3_5")
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "depth", [3, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 2))]
+)
 def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(depth: int) -> None:
     table: Counter[Cell] = Counter()
     for seed in range(3):
@@ -403,7 +411,7 @@ def run_guilty(place: str, depth: int, seed: int, architecture: str = "llama") -
     assert engine.faults is not None and engine.faults.num_raised > 0
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
     """Whoever was to be swapped out computes again; the rows of that step are not to blame."""
     engine = Engine(depth).start(Counter(), "swap_out")
@@ -412,8 +420,18 @@ def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
     assert_same(engine, wanted(depth), set())
 
 
-@pytest.mark.parametrize("place", ["load", "copy"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("place", "depth"),
+    [
+        ("load", 1),
+        ("copy", 2),
+        ("load", 3),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("copy", 1), ("load", 2), ("copy", 3))
+        ),
+    ],
+)
 def test_a_move_that_fails_costs_those_whose_blocks_it_brings(depth: int, place: str) -> None:
     engine = Engine(depth).start(Counter(), place)
     run_program(engine, depth, has_guilty=False)

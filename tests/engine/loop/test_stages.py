@@ -3,11 +3,14 @@
 Covers `runner/stage.py`.
 """
 
+from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
 
 from quire.base.messages import Draft, Drafted
+from tests.covering import pairwise
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.engine.loop.test_beams import Searches
 from tests.engine.loop.test_groups import OTHERS, PROMPT, Groups
@@ -37,12 +40,29 @@ def samples(kind: type[Groups], architecture: str, **settings: Any) -> Groups:
     return groups
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "mistral", "gpt2"])
+@cache
+def samples_of_one(architecture: str) -> Any:
+    """What the whole model gives."""
+    return samples(Groups, architecture).samples
+
+
+ARCHITECTURES = ("llama", "qwen3_moe", "qwen3_5", "mistral", "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "depth"),
+    [
+        *zip(ARCHITECTURES, cycle((3, 1)), strict=False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in zip(ARCHITECTURES, cycle((1, 3)), strict=False)
+        ),
+    ],
+)
 def test_tokens_are_those_of_the_whole_model(architecture: str, depth: int) -> None:
     """Greedy and sampled ones, with chunks, prefix hits and forks; a mixture, a hybrid, windows."""
     found = samples(StagedGroups, architecture, pipeline_depth=depth)
-    assert found.samples == samples(Groups, architecture).samples
+    assert found.samples == samples_of_one(architecture)
 
 
 def test_native_programs_of_stages() -> None:
@@ -109,9 +129,10 @@ class TroubledLast(StagedBench):
     troubled_stage = 1
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", [StagedBench, TroubledLast])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
+@pytest.mark.parametrize(
+    ("when", "kind", "architecture"),
+    pairwise(["before", "after"], [StagedBench, TroubledLast], ["llama", "qwen3_5"]),
+)
 def test_who_makes_a_step_fail_fails_alone(architecture: str, kind: type, when: str) -> None:
     """Whichever stage it is, and however far the others are."""
     bench = kind(

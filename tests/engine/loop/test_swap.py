@@ -26,8 +26,15 @@ def small(architecture: str = "llama", **settings: Any) -> Groups:
     return groups
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("architecture", "backend"),
+    [
+        ("llama", "reference"),
+        ("qwen3", "torch"),
+        pytest.param("llama", "torch", marks=pytest.mark.slow),
+        pytest.param("qwen3", "reference", marks=pytest.mark.slow),
+    ],
+)
 def test_outputs_are_those_of_a_large_pool(architecture: str, backend: str) -> None:
     """In every backend."""
     groups = small(
@@ -44,8 +51,15 @@ def test_outputs_are_those_of_a_large_pool(architecture: str, backend: str) -> N
         assert groups.samples[name, 0] == expected
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("is_late", [True, False])
+@pytest.mark.parametrize(
+    ("is_late", "backend"),
+    [
+        (True, "torch"),
+        (False, "reference"),
+        pytest.param(True, "reference", marks=pytest.mark.slow),
+        pytest.param(False, "torch", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_that_cross_beside_the_steps(
     is_late: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,13 +21,14 @@ COMMON: dict[str, Any] = {
     "watermark": 0.0,
     "disable_log_stats": True,
 }
+NUM_ASKED = 10  # requests of `asked`
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]}
 WORDS = [5, 6, 7, 90, 2, 2, 8, 41, 33, 12, 44, 80, 23, 61, 9, 17]
 
 
 def asked() -> list[tuple[list[int], SamplingParams]]:
     """Prompts longer than a step's tokens, some alike, and ways to sample."""
-    base: dict[str, Any] = {"max_tokens": 14, "ignore_eos": True, "temperature": 1.0}
+    base: dict[str, Any] = {"max_tokens": 10, "ignore_eos": True, "temperature": 1.0}
     ways: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"seed": 3},
@@ -78,16 +79,19 @@ class Seen:
         return self.inner.next_result()
 
 
-def answers_of(model: Path | None = None, num_blocks: int = 120, **settings: Any) -> Answers:
-    """Two waves of requests; in the second everything hits."""
+def answers_of(
+    model: Path | None = None, num_blocks: int = 120, num_asked: int = NUM_ASKED, **settings: Any
+) -> Answers:
+    """Two waves of the first `num_asked` requests; in the second everything hits."""
     model, found = model or text_checkpoint(), Answers()
     memory = pool_bytes(model, num_blocks, 4)
     with LLM(str(model), kv_cache_memory_bytes=memory, **(COMMON | settings)) as llm:
         core = llm.engine.client.core
         core.executor = Seen(core.executor, found)
-        prompts = [prompt for prompt, _ in asked()]
+        prompts = [prompt for prompt, _ in asked()[:num_asked]]
         for _ in range(2):
-            outputs = llm.generate(prompts, [params for _, params in asked()], use_tqdm=False)
+            params = [params for _, params in asked()[:num_asked]]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             found.answers += [told(output) for output in outputs]
         core.scheduler.check_invariants()
     return found

@@ -28,7 +28,7 @@ from quire.engine.ranks.dial_in import Address, Door
 from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep
 from quire.engine.ranks.node import Node, rank_token, ranks_of_node
 from quire.engine.ranks.remote import RemoteRanks
-from tests.engine.ranks.scenarios import COMMON, alone, answers_of
+from tests.engine.ranks.scenarios import COMMON, NUM_ASKED, alone, answers_of
 from tests.serve.checkpoints import checkpoint, text_checkpoint
 from tests.serve.processes import children_of, is_running, wait_until
 
@@ -87,8 +87,9 @@ def test_two_machines_answer_as_one_process_and_end_together(nodes: StartNode, p
     model = text_checkpoint("llama")
     node = nodes(model, 1, "-tp", "2")
     settings = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
-    found = answers_of(model, 120, tensor_parallel_size=2, **settings)
-    assert found.answers == alone("llama", 120, ()).answers
+    found = answers_of(model, 120, 5, tensor_parallel_size=2, **settings)
+    first, second = (alone("llama", 120, ()).answers[i : i + 5] for i in (0, NUM_ASKED))
+    assert found.answers == first + second
     assert node.wait(20) == 0
     assert "keeps ranks 1 of 2" in said(node) and "the core has ended" in said(node)
 

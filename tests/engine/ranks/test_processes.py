@@ -152,7 +152,9 @@ def test_who_spins_is_told_from_who_waits_for_it(
     assert not any(map(is_running, pids))
 
 
-def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions() -> None:
+def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions(
+    executed_ranks: None,
+) -> None:
     with LLM(str(checkpoint("llama")), **COMMON, **ONE) as llm:
         [pid] = ranks_of()
         kill(pid, signal.SIGSTOP)
