@@ -42,11 +42,13 @@ class LanguagePatches:
 
 
 def repair_interpreter() -> None:
-    """Once per process, before the first launch; does nothing where there is no triton."""
+    """Repair it before the first launch; do nothing again, or where there is no triton."""
     try:
         import triton.language as tl
         import triton.runtime.interpreter as interpreter
     except ImportError:
+        return
+    if isinstance(interpreter._patch_lang, LanguagePatches):
         return
     patch = interpreter._patch_lang_tensor
 
