@@ -10,20 +10,26 @@ only with `debug`. It checks and wraps the shape of every block again. It takes 
 by which Triton sorts, number by number.
 """
 
+import functools
+import inspect
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu.elementwise import Elementwise
+
 
 @dataclass
 class LanguagePatches:
     """Stands for `_patch_lang` of the interpreter: patches modules once, and leaves them so. patch:
-    what the interpreter has; nothing: what is to be restored."""
+    what the interpreter has; operators: what replaces its operators; nothing: what is to be
+    restored."""
 
     patch: Any
     modules: tuple[Any, ...]
+    operators: Elementwise
     nothing: Any
     _is_done: bool = False
 
@@ -31,15 +37,18 @@ class LanguagePatches:
         if not self._is_done:
             self._is_done = True
             self.patch(SimpleNamespace(__globals__=dict(enumerate(self.modules))))
+            self.operators.replace(self.modules)
         return self.nothing
 
 
 def repair_interpreter() -> None:
-    """Once per process, before the first launch; does nothing where there is no triton."""
+    """Repair it before the first launch; do nothing again, or where there is no triton."""
     try:
         import triton.language as tl
         import triton.runtime.interpreter as interpreter
     except ImportError:
+        return
+    if isinstance(interpreter._patch_lang, LanguagePatches):
         return
     patch = interpreter._patch_lang_tensor
 
@@ -49,7 +58,10 @@ def repair_interpreter() -> None:
 
     interpreter._patch_lang_tensor = with_index
     interpreter._patch_lang = LanguagePatches(
-        interpreter._patch_lang, (tl, tl.core), interpreter._LangPatchScope()
+        interpreter._patch_lang,
+        (tl, tl.core),
+        Elementwise(tl.core, interpreter),
+        interpreter._LangPatchScope(),
     )
     interpreter._patch_attr = with_semantic(interpreter.TritonSemantic)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
@@ -60,6 +72,23 @@ def repair_interpreter() -> None:
     )
     describe_tuples_when_asked(tl.core)
     shape_blocks_once(tl.core)
+    interpreter.inspect = RememberedSignatures()
+
+
+class RememberedSignatures:
+    """Stands for `inspect` in the interpreter, which takes a kernel's signature at every launch."""
+
+    def __init__(self) -> None:
+        self.getfullargspec = functools.cache(inspect.getfullargspec)
+        self._signature = functools.cache(inspect.signature)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(inspect, name)
+
+    def getcallargs(self, function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        bound = self._signature(function).bind(*arguments, **options)
+        bound.apply_defaults()
+        return bound.arguments
 
 
 def with_semantic(make: Any) -> Any:

@@ -37,6 +37,7 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.linear import linear, pack_rows, pack_weight
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import FLOAT4_VALUES, Float4Rows, Float8Rows, IntegerRows, StoredRows
+from tests.combinations import in_pairs
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.models.paged import run_paged
@@ -234,8 +235,9 @@ def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
-@pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize("variant", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize(
+    ("format", "variant"), in_pairs(["int4", "int8", "fp8"], ["llama", "qwen3_tied"])
+)
 def test_a_model_with_quantised_weights(
     variant: str, format: str, tmp_path: Path, device: torch.device, monkeypatch: Any
 ) -> None:

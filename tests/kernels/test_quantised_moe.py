@@ -24,6 +24,7 @@ from quire.ops.moe import moe_experts
 from quire.ops.quantise import quantised
 from quire.ops.silu_mul import silu_mul
 from quire.ops.stored_rows import Float4Rows, StoredRows
+from tests.combinations import in_pairs
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
 from tests.models.checkpoints import exact_logits, random_tokens, write_checkpoint
@@ -91,8 +92,22 @@ def by_hand(
     return out
 
 
-@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4"])
-@pytest.mark.parametrize("num_tokens", [0, 1, 23])
+FORMATS = ["int4", "int8", "fp8", "mxfp4"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "format", "dtype"),
+    [
+        *in_pairs([0, 1, 23], FORMATS, [torch.float32, torch.float16]),
+        *(
+            pytest.param(num, format, torch.bfloat16, marks=pytest.mark.slow)
+            for num in (0, 1, 23)
+            for format in FORMATS
+        ),
+    ],
+    indirect=["dtype"],
+    ids=str,
+)
 def test_experts(num_tokens: int, format: str, dtype: torch.dtype, device: torch.device) -> None:
     weights, exact = experts(format, device)
     x, ids = random(num_tokens, D, seed=1).to(dtype), some_ids(num_tokens, E, C)

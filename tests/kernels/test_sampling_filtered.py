@@ -12,6 +12,7 @@ from quire.ops.kernels.launch import next_power_of_2
 from quire.ops.kernels.sampling_filtered import cutoff_of_row
 from quire.ops.sampling import Filters, keep_candidates
 from quire.ops.top_k import top_k_reference
+from tests.combinations import in_pairs
 from tests.ops.test_sampling import FILTERS, random_logits
 
 GROUP = 128
@@ -89,25 +90,25 @@ def kept_by_reference(
     return torch.zeros_like(kept).scatter(-1, ids, kept & values.isfinite())
 
 
-@pytest.mark.parametrize("most_held", [8, 2])
-@pytest.mark.parametrize("seed", [0, 1])
+# How wide the logits are spread, their dtype, and how many there are.
+SPREADS = [
+    (0.02, torch.float32, 1000),
+    (1.0, torch.float32, 900),
+    (3.0, torch.float16, 999),
+    (8.0, torch.bfloat16, 1000),
+    (0.5, torch.bfloat16, 1000),
+    (0.0, torch.float32, 700),
+]
+
+
 @pytest.mark.parametrize(
-    ("spread", "dtype", "vocab_size"),
-    [
-        (0.02, torch.float32, 1000),
-        (1.0, torch.float32, 900),
-        (3.0, torch.float16, 999),
-        (8.0, torch.bfloat16, 1000),
-        (0.5, torch.bfloat16, 1000),
-        (0.0, torch.float32, 700),
-    ],
-    ids=str,
+    ("logits_of", "seed", "most_held"), in_pairs(SPREADS, [0, 1], [8, 2]), ids=str
 )
 def test_kept_tokens(
-    spread: float, dtype: torch.dtype, vocab_size: int, seed: int, most_held: int,
-    device: torch.device,
-) -> None:  # fmt: skip
+    logits_of: tuple[float, torch.dtype, int], seed: int, most_held: int, device: torch.device
+) -> None:
     """Wide and narrow, with many equal logits (bfloat16), all equal ones, and masked tokens."""
+    spread, dtype, vocab_size = logits_of
     logits = random_logits(len(SETTINGS), vocab_size, spread, seed + 20).to(dtype)
     if seed == 1:
         logits[:, 1::3] = -torch.inf

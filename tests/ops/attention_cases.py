@@ -1,5 +1,6 @@
 """Steps over random blocks for the attention tests, and attention without blocks as the measure."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(self.rows))  # so that a case has a hash
 
     @property
     def sinks_N(self) -> torch.Tensor | None:
@@ -131,11 +135,12 @@ def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
     """Attention of the step's tokens by one softmax per row, without blocks: [T, N, H]."""
     outs = []
     for (before, _), q, k, v in zip(case.rows, contents.q, contents.k, contents.v, strict=True):
+        query, key = torch.arange(before, len(q))[:, None], torch.arange(len(q))
+        q = q[before:]
         k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("qnh,cnh->nqc", q, k) * HEAD_DIM**-0.5
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
-        query, key = torch.arange(len(q))[:, None], torch.arange(len(q))
         hidden = key > query
         if case.window is not None:
             hidden |= key <= query - case.window
@@ -144,5 +149,11 @@ def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
         if case.sinks_N is not None:
             total += case.sinks_N.double().exp()[:, None, None]
         weights /= total
-        outs.append(torch.einsum("nqc,cnh->qnh", weights, v)[before:])
+        outs.append(torch.einsum("nqc,cnh->qnh", weights, v))
     return torch.cat(outs)
+
+
+@functools.cache
+def softmax_of(case: Case, seed: int = 0) -> torch.Tensor:
+    """Return attention of a case's contents, computed once for all backends."""
+    return attend_contiguous(case, make_contents(case, seed))

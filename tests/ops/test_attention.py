@@ -21,6 +21,7 @@ from tests.ops.attention_cases import (
     run_backend,
     run_named,
     run_step,
+    softmax_of,
     steps_of,
 )
 
@@ -79,15 +80,13 @@ def check(name: str, got: torch.Tensor, case: Case, contents: Contents) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_reference_is_softmax(case: Case) -> None:
     got = run_named("reference", case, torch.float64)
-    torch.testing.assert_close(
-        got, attend_contiguous(case, make_contents(case)), rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(got, softmax_of(case), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
-    wanted = attend_contiguous(case, make_contents(case))
+    wanted = softmax_of(case)
     got = run_named("torch", case, dtype)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
@@ -97,7 +96,7 @@ def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cpu_is_softmax(case: Case, dtype: torch.dtype) -> None:
-    wanted = attend_contiguous(case, make_contents(case))
+    wanted = softmax_of(case)
     got = run_named("cpu", case, dtype)
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])

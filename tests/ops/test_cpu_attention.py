@@ -17,6 +17,7 @@ from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.formats import chosen_variant
 from quire.ops.native import core
 from quire.ops.threads import set_num_threads
+from tests.combinations import in_pairs
 from tests.models.paged import CPU, RowPart, make_step
 from tests.ops.attention_cases import (
     HEAD_DIM,
@@ -25,6 +26,7 @@ from tests.ops.attention_cases import (
     attend_contiguous,
     make_contents,
     run_backend,
+    softmax_of,
 )
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
@@ -86,18 +88,17 @@ def test_a_cap_errs_by_roundings_alone(cap: float, variant: str) -> None:
     q = torch.cat([scores, -scores])[:, None, None].expand(-1, 1, 8).contiguous()
     kv = torch.zeros(2, 1, 8)
     kv[1, 0, 0] = 1.0
-    layout = Case([(1, 1)], block_size=2, heads=1, kv_heads=1).layout(torch.float32)
-    layout = replace(layout, groups=(CacheGroup("full", (0,), 1, 8),), num_blocks=(1,))
+    rows = range(len(q))  # all in one step, each with a block of its own
+    layout = Case([(1, 1)] * len(q), block_size=2, heads=1, kv_heads=1).layout(torch.float32)
+    layout = replace(layout, groups=(CacheGroup("full", (0,), 1, 8),))
     backend = CpuBackend(layout, variant=variant)
-    got = []
-    for query in q:
-        backend.prepare(make_step([RowPart(0, 2, ([0],))], 2))
-        backend.write(0, kv, kv)
-        got.append(backend.run(0, torch.stack([query, query]), 1.0, soft_cap=cap)[1, 0, 0])
+    backend.prepare(make_step([RowPart(0, 2, ([row],)) for row in rows], 2))
+    backend.write(0, kv.repeat(len(q), 1, 1), kv.repeat(len(q), 1, 1))
+    got = backend.run(0, q.repeat_interleave(2, dim=0)[:, :1], 1.0, soft_cap=cap)[1::2, 0, 0]
     exact = cap * torch.tanh(torch.cat([scores, -scores]).double() / cap)
     wanted = torch.sigmoid(exact)
     # A score's relative error of 3e-7 is at most 0.28 of it in the weight's absolute one.
-    torch.testing.assert_close(torch.stack(got).double(), wanted, rtol=0, atol=2e-7)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-7)
 
 
 @dataclass(frozen=True)
@@ -168,15 +169,15 @@ def threads() -> Iterator[None]:
     set_num_threads(None)
 
 
-@pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_every_variant_is_softmax(case: Case, dtype: torch.dtype, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"), in_pairs(list(CASES), list(variants()), DTYPES), ids=str
+)
+def test_every_variant_is_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
     contents = make_contents(case)
     backend = CpuBackend(case.layout(dtype), variant=variant)
     got = run_backend(backend, case, contents, case.tables(), dtype)
-    wanted = attend_contiguous(case, contents)
-    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(got.double(), softmax_of(case), rtol=0, atol=TOLERANCE[dtype])
 
 
 def as_int8(values: torch.Tensor) -> torch.Tensor:
@@ -187,23 +188,24 @@ def as_int8(values: torch.Tensor) -> torch.Tensor:
     return (values * inverse).round().double() * (largest / 127.0).double()
 
 
-@pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_int8_is_softmax_of_what_is_stored(case: Case, variant: str) -> None:
+def test_int8_is_softmax_of_what_is_stored(case: Case) -> None:
     contents = make_contents(case)
     contents.k[0][0, 0] = 0.0
-    layout = replace(case.layout(torch.float32), kv_format="int8")
-    got = run_backend(
-        CpuBackend(layout, variant=variant), case, contents, case.tables(), torch.float32
-    )
     stored = Contents(
         contents.q, [as_int8(k) for k in contents.k], [as_int8(v) for v in contents.v]
     )
-    wanted = attend_contiguous(case, stored)
-    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-5)
-    exact = attend_contiguous(case, contents)
-    assert (got.double() - exact).abs().max() < 0.08
-    assert (got.double() - exact).square().mean().sqrt() < 0.01
+    wanted, exact = attend_contiguous(case, stored), attend_contiguous(case, contents)
+    layout = replace(case.layout(torch.float32), kv_format="int8")
+    for variant in variants():
+        got = run_backend(
+            CpuBackend(layout, variant=variant), case, contents, case.tables(), torch.float32
+        )
+        torch.testing.assert_close(
+            got.double(), wanted, rtol=0, atol=2e-5, msg=lambda text, v=variant: f"{v}: {text}"
+        )
+        assert (got.double() - exact).abs().max() < 0.08, variant
+        assert (got.double() - exact).square().mean().sqrt() < 0.01, variant
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -267,18 +269,14 @@ STORED = [("auto", torch.float32), ("auto", torch.bfloat16), ("int8", torch.floa
 STORED_IDS = ["float32", "bfloat16", "int8"]
 
 
-@pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("kv_format", "dtype"), STORED, ids=STORED_IDS)
-@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+@pytest.mark.parametrize(
+    ("variant", "stored", "window", "extras"),
+    in_pairs(list(variants()), STORED_IDS, [None, 100], EXTRAS),
+)
 def test_the_same_bits_however_the_work_is_cut(
-    extras: dict[str, Any],
-    kv_format: str,
-    dtype: torch.dtype,
-    window: int | None,
-    variant: str,
-    threads: None,
+    extras: dict[str, Any], stored: str, window: int | None, variant: str, threads: None
 ) -> None:
+    kv_format, dtype = STORED[STORED_IDS.index(stored)]
     sequences = make_sequences([700, 300, 31], dtype)
     whole = Cut([(700, 300, 31)], 16, window, kv_format, variant, **extras)
     wanted = compute(whole, sequences)
@@ -295,13 +293,15 @@ def test_the_same_bits_however_the_work_is_cut(
 
 
 @pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize("window", [None, 2000])
+@pytest.mark.parametrize("has_window", [False, True])
+@pytest.mark.parametrize("length", [2000, pytest.param(4000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
 def test_the_same_bits_if_a_context_is_split(
-    extras: dict[str, Any], window: int | None, variant: str, threads: None
+    extras: dict[str, Any], length: int, has_window: bool, variant: str, threads: None
 ) -> None:
-    sequences = make_sequences([4000, 40])
-    cut = Cut([(3960, 39), (1, 1), (39, 0)], 16, window, variant=variant, **extras)
+    sequences = make_sequences([length, 40])
+    window = length // 2 if has_window else None
+    cut = Cut([(length - 40, 39), (1, 1), (39, 0)], 16, window, variant=variant, **extras)
     wanted = compute(replace(cut, split=False), sequences)
     for count in (2, 16):
         set_num_threads(count)
@@ -360,14 +360,16 @@ def test_shared_spans_are_read_once(threads: None) -> None:
     assert (plan.num_items, plan.num_merges) == (1 + 4, 3)
 
 
-@pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize(("kv_format", "dtype"), STORED, ids=STORED_IDS)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+@pytest.mark.parametrize(
+    ("variant", "stored", "bad", "extras"),
+    in_pairs(list(variants()), STORED_IDS, [torch.nan, torch.inf], EXTRAS),
+)
 def test_what_is_not_finite_reaches_those_who_see_it(
-    extras: dict[str, Any], bad: float, kv_format: str, dtype: torch.dtype, variant: str
+    extras: dict[str, Any], bad: float, stored: str, variant: str
 ) -> None:
     """Of queries before the bad token and of those whose window has left it, no bit changes."""
+    kv_format, dtype = STORED[STORED_IDS.index(stored)]
+    decoded = [(250,), *[(1,)] * 90, (60,)]  # from before the bad token until it has left
     for name, at in [("k", 270), ("v", 270), ("v", 271)]:
         sequences = make_sequences([400], dtype)
         cut = Cut([(400,)], 16, 50, kv_format, variant, **extras)
@@ -376,7 +378,7 @@ def test_what_is_not_finite_reaches_those_who_see_it(
         (got,) = compute(cut, sequences)
         assert same_bits([got[:at], got[at + 50 :]], [wanted[:at], wanted[at + 50 :]])
         assert not got[at : at + 50].isfinite().any()
-        assert same_bits(compute(replace(cut, steps=[(1,)] * 400), sequences), [got])
+        assert same_bits(compute(replace(cut, steps=decoded), sequences), [got])
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

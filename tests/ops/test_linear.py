@@ -17,6 +17,7 @@ from quire.ops.packed import PackedWeight, pack
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import IntegerRows
 from quire.ops.threads import set_num_threads
+from tests.combinations import in_pairs
 from tests.ops.figures import keep_figures, own_figures
 
 if core() is None:
@@ -99,10 +100,11 @@ def test_sums_have_the_same_bits_wherever_they_wait(shape: tuple[int, int], vari
         assert torch.equal(whole, linear(x.float(), opaque, torch.zeros(shape[0])))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "quantization", "variant", "dtype"),
+    in_pairs(SHAPES, QUANTIZATIONS, VARIANTS, FLOATS),
+    ids=str,
+)
 def test_quantised(
     shape: tuple[int, int], quantization: Quantization, variant: str, dtype: torch.dtype
 ) -> None:
@@ -166,11 +168,13 @@ def test_scales_of_four_groups_of_int4_are_multiples_of_one() -> None:
     assert (groups_of(rows.dequantised(), 32) - exact).square().mean() < 0.8 * plain
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("quantization", "variant", "dtype"),
+    in_pairs([None, *QUANTIZATIONS], VARIANTS, FLOATS),
+    ids=str,
+)
 def test_a_row_has_the_same_bits_in_any_batch(
-    dtype: torch.dtype, quantization: Quantization | None, variant: str
+    quantization: Quantization | None, variant: str, dtype: torch.dtype
 ) -> None:
     weight = pack(random(150, 1100, dtype=dtype, seed=1) / 32, quantization, variant)
     x = random(300, 1100, dtype=dtype)

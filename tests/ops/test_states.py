@@ -18,6 +18,7 @@ from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.threads import set_num_threads
+from tests.combinations import in_pairs
 
 CPU = torch.device("cpu")
 P = 4  # tokens of a block
@@ -273,12 +274,13 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("variant", variants())
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("heads", "width"), SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "variant", "dtype"), in_pairs(SHAPES, list(variants()), FLOATS), ids=str
+)
 def test_the_core_within_its_rounding(
-    heads: DeltaHeads, width: int, dtype: torch.dtype, variant: str
+    shape: tuple[DeltaHeads, int], variant: str, dtype: torch.dtype
 ) -> None:
+    heads, width = shape
     inputs = [Inputs(i, 23 + 5 * i, heads, dtype, width) for i in range(3)]
     made = run(CpuBackend(layout_of(dtype, heads, width), variant=variant), inputs, 1, 4)
     for each, (convolved, out) in zip(inputs, made, strict=True):

@@ -28,6 +28,7 @@ from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
+from tests.combinations import in_pairs
 from tests.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
 from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged, run_step
 
@@ -263,10 +264,14 @@ def test_it_rounds_less_than_the_operations(
     assert by_program < min(by_operations, most)
 
 
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "variant", ["qwen3_tied", "mistral_window", "gpt2", "gemma2", "qwen3_next"]
+    ("formats", "variant", "dtype"),
+    in_pairs(
+        list(FORMATS),
+        ["qwen3_tied", "mistral_window", "gpt2", "gemma2", "qwen3_next"],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+    ids=str,
 )
 def test_logits_have_the_same_bits_alone_batched_and_chunked(
     variant: str, dtype: torch.dtype, formats: str, tmp_path: Path

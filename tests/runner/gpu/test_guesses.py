@@ -1,5 +1,6 @@
 """Steps with guesses by kernels: more masks than rows, and penalties counted in parts."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -32,14 +33,22 @@ def answers(**settings: Any) -> tuple[list[Any], int]:
         return [each.token_ids for each in outputs], sum(step.num_accepted for step in steps)
 
 
+@functools.cache
+def answers_without_guesses() -> list[Any]:
+    return answers(
+        speculative_config={"method": "none"}, attention_backend="triton", pipeline_depth=2
+    )[0]
+
+
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_masks_and_penalties_at_each_guess(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
-    triton = {"attention_backend": "triton", "pipeline_depth": depth}
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-    found, num_right = answers(speculative_config=ngram, **triton)
-    assert found == answers(speculative_config={"method": "none"}, **triton)[0]
+    found, num_right = answers(
+        speculative_config=ngram, attention_backend="triton", pipeline_depth=depth
+    )
+    assert found == answers_without_guesses()
     assert num_right > 10
 
 

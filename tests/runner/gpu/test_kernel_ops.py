@@ -144,6 +144,7 @@ KINDS: dict[str, list[SamplingParams]] = {
 
 # Two of them at once, where each by itself takes long.
 KINDS["penalties and edits"] = [*KINDS["penalties"][:2], *KINDS["edits"][:3]]
+KINDS["filters and logprobs"] = [*KINDS["filters"][:2], *KINDS["logprobs"]]
 
 
 @functools.cache
@@ -158,7 +159,7 @@ def slow_but(kinds: Iterable[str], *quick: str) -> list[Any]:
 
 
 # The first round of what is recorded below begins with steps that are launched as they are, too.
-@pytest.mark.parametrize("kind", slow_but(KINDS, "n", "extras"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "extras"))
 def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     found = run("triton", KINDS[kind], rounds=1, max_logprobs=-1, enforce_eager=True)
     assert found == wanted(kind)
@@ -209,7 +210,10 @@ def test_recorded_whole(kind: str, devices: list[LateDevice], replays: Counter[b
     check_recorded(kind, "full", replays)
 
 
-@pytest.mark.parametrize("kind", slow_but(["greedy", "filters", "logprobs"], "filters", "logprobs"))
+@pytest.mark.parametrize(
+    "kind",
+    slow_but(["greedy", "filters", "logprobs", "filters and logprobs"], "filters and logprobs"),
+)
 def test_recorded_in_pieces(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
     check_recorded(kind, "piecewise", replays)
 
