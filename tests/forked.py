@@ -59,7 +59,7 @@ class Zygote:
 
     def Popen(self, args: list[str], **options: Any) -> "subprocess.Popen[bytes]":
         """Fork the zygote for a child that runs its module; execute any other child."""
-        if args[1:4] != ["-P", "-m", "quire.engine.child"] or args[5] != self._module:
+        if args[1:4] != ["-P", "-m", "quire.engine.wire.child"] or args[5] != self._module:
             return subprocess.Popen(args, **options)
         return _Forked(self, args, **options)
 
@@ -127,7 +127,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def _run(request: dict[str, Any], fds: list[int]) -> None:
-    """Run quire.engine.child as the child of the process that asked for it; never return."""
+    """Run quire.engine.wire.child as the child of the process that asked for it; never return."""
     status = 1
     try:
         os.setpgid(0, 0)
@@ -139,7 +139,7 @@ def _run(request: dict[str, Any], fds: list[int]) -> None:
         os.chdir(request["directory"])
         sys.argv = request["arguments"]
         _start_site()
-        runpy.run_module("quire.engine.child", run_name="__main__", alter_sys=True)
+        runpy.run_module("quire.engine.wire.child", run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1

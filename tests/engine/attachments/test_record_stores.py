@@ -144,7 +144,7 @@ def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -
         assert given and found.what == "an order to a store, Fetch.host_blocks,"
         assert "entries" in found.recorded != found.replayed
     with monkeypatch.context() as patch:
-        patch.setattr(Stores, "take", lambda self, answer: None)  # requests wait for ever
+        patch.setattr(Stores, "_take_looked_up", lambda self, answer: None)  # requests wait on
         assert one(path).what == "whether there is a plan"
     replayed(path)
 

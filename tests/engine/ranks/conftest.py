@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-import quire.engine.spawn
 
+import quire.engine.wire.spawn
 from tests.forked import Zygote
 
 
@@ -24,4 +24,4 @@ def executed_ranks() -> None:
 def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "executed_ranks" not in request.fixturenames:
         zygote = request.getfixturevalue("zygote")
-        monkeypatch.setattr(quire.engine.spawn, "subprocess", zygote)
+        monkeypatch.setattr(quire.engine.wire.spawn, "subprocess", zygote)
