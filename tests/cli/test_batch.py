@@ -109,7 +109,7 @@ def stop_and_go_on(
 def test_a_batch_that_is_killed_or_stopped_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stop_and_go_on(tmp_path, 60, [signal.SIGKILL, signal.SIGINT], caplog)
+    stop_and_go_on(tmp_path, 40, [signal.SIGKILL, signal.SIGINT], caplog)
 
 
 @pytest.mark.slow

@@ -206,6 +206,7 @@ def test_windows_only_where_they_are_used() -> None:
     assert spec_with(**hub).layer_windows == (6,) * 3
 
 
+@pytest.mark.slow
 def test_the_sizes_of_qwen3_30b_a3b() -> None:
     """30.5 billion parameters, of which each token is multiplied with 3.0."""
     spec = load_spec(resolve_model("shape:qwen3-30b-a3b").directory)

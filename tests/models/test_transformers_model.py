@@ -259,8 +259,15 @@ def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
         model_spec(path, "transformers")
 
 
-@pytest.mark.parametrize("name", ["gptq ordered", "float blocks"])
-@pytest.mark.parametrize("model_type", ["stablelm", "cohere"])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("stablelm", "float blocks"),
+        ("cohere", "gptq ordered"),
+        pytest.param("stablelm", "gptq ordered", marks=pytest.mark.slow),
+        pytest.param("cohere", "float blocks", marks=pytest.mark.slow),
+    ],
+)
 def test_quantised_checkpoints_are_the_numbers_they_stand_for(
     model_type: str, name: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from quire.base.model_spec import load_spec
 from quire.cli.port import lines
 from quire.models import registry
 from quire.models.loading import load_model
-from quire.tools.port.nearest import Nearest, find_nearest, read_checkpoint
+from quire.tools.port.nearest import Checkpoint, Nearest, find_nearest, read_checkpoint
 from quire.tools.port.skeleton import TINY, class_name, module_name, write_skeleton
 from tests.cli.commands import run
 from tests.models.checkpoints import random_tokens, write_checkpoint
@@ -44,8 +44,19 @@ def foreign(folder: Path, model_type: str) -> Path:
     return folder
 
 
+_NEAREST: dict[str, Nearest] = {}  # by the checkpoint's config and shapes
+
+
+def nearest(checkpoint: Checkpoint) -> Nearest:
+    """Compare with all of ours, once for each content of a checkpoint."""
+    key = f"{json.dumps(checkpoint.config, sort_keys=True)} {checkpoint.shapes}"
+    if key not in _NEAREST:
+        _NEAREST[key] = find_nearest(checkpoint)
+    return _NEAREST[key]
+
+
 def nearest_of(folder: Path) -> Nearest:
-    return find_nearest(read_checkpoint(folder))
+    return nearest(read_checkpoint(folder))
 
 
 def imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -70,7 +81,7 @@ def test_a_type_of_ours_under_another_name_runs(
     write_checkpoint(tmp_path / "ours", variant)
     folder = renamed(tmp_path / "model", variant, "fable-2")
     checkpoint = read_checkpoint(folder)
-    found = find_nearest(checkpoint)
+    found = nearest(checkpoint)
     assert (found.model_type, found.fields, found.tensors) == (variant, (), ())
     files = write_skeleton(checkpoint, found, tmp_path / "out")
     assert [path.name for path in files] == ["fable_2.py", "test_fable_2.py", "pyproject.toml"]
@@ -108,7 +119,7 @@ def test_what_is_open_is_refused_until_it_is_done(
 ) -> None:
     folder = foreign(tmp_path / "model", "stablelm")
     checkpoint = read_checkpoint(folder)
-    files = write_skeleton(checkpoint, find_nearest(checkpoint), tmp_path / "out")
+    files = write_skeleton(checkpoint, nearest(checkpoint), tmp_path / "out")
     made = imported(files[0], monkeypatch)
     monkeypatch.setitem(registry.MODELS, "stablelm", made.Stablelm)
     with pytest.raises(ModelError, match="rope_parameters is .*; the class for stablelm does not"):
@@ -124,7 +135,7 @@ def test_the_test_that_is_written_compares_with_transformers(
     """With the class as it stands it fails; with a right one it passes."""
     folder = foreign(tmp_path / "model", "stablelm")
     checkpoint = read_checkpoint(folder)
-    files = write_skeleton(checkpoint, find_nearest(checkpoint), tmp_path / "out")
+    files = write_skeleton(checkpoint, nearest(checkpoint), tmp_path / "out")
     made = imported(files[0], monkeypatch)
     tests = imported(files[1], monkeypatch)
     with pytest.raises(ModelError, match="the class for stablelm does not read it yet"):
@@ -139,13 +150,13 @@ def test_the_test_that_is_written_compares_with_transformers(
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(renamed(tmp_path / "model", "qwen2", "fable"))
+    checkpoint = read_checkpoint(renamed(tmp_path / "model", "qwen2", "fable-2"))
     out = tmp_path / "out"
     out.mkdir()
-    (out / "test_fable.py").write_text("mine")
-    with pytest.raises(ConfigError, match="has test_fable.py already; nothing is overwritten"):
-        write_skeleton(checkpoint, find_nearest(checkpoint), out)
-    assert [path.name for path in out.iterdir()] == ["test_fable.py"]
+    (out / "test_fable_2.py").write_text("mine")
+    with pytest.raises(ConfigError, match="has test_fable_2.py already; nothing is overwritten"):
+        write_skeleton(checkpoint, nearest(checkpoint), out)
+    assert [path.name for path in out.iterdir()] == ["test_fable_2.py"]
 
 
 def test_without_weights_the_config_tells(tmp_path: Path) -> None:
