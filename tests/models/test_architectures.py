@@ -17,6 +17,7 @@ from tests.models.checkpoints import (
     write_checkpoint,
 )
 from tests.models.paged import CPU, run_paged
+from tests.models.quick import one_of_each_type
 
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]
@@ -31,8 +32,9 @@ def checkpoint(
     return write_checkpoint(directory, request.param)
 
 
+@pytest.mark.parametrize("checkpoint", one_of_each_type(), indirect=True)
 def test_logits_are_those_of_transformers(checkpoint: Checkpoint) -> None:
-    """In whole prompts, and in uneven chunks of several sequences."""
+    """In float32, in whole prompts and in uneven chunks of several sequences."""
     model = load_model(checkpoint.directory, checkpoint.spec, torch.float32, CPU)
     wanted = [checkpoint.logits(tokens) for tokens in SEQUENCES]
     for chunks in (WHOLE, UNEVEN):

@@ -28,12 +28,17 @@ VARIANTS = [
     ("llama_multi_query", 4, 4),
     ("llama_multi_query", 2, 2),
 ]
+LIKE_OTHERS = ("mixtral", "mistral_window")
 
 
 @pytest.mark.parametrize(
     ("variant", "size", "sharing", "backend"),
     [
-        pytest.param(*case, backend, marks=[] if number % 2 == b else pytest.mark.slow)
+        pytest.param(
+            *case,
+            backend,
+            marks=[] if number % 2 == b and case[0] not in LIKE_OTHERS else pytest.mark.slow,
+        )
         for number, case in enumerate(VARIANTS)
         for b, backend in enumerate(("reference", "torch"))
     ],

@@ -65,9 +65,8 @@ def compare(path: Path, size: int = 2) -> None:
 
 # Slow: those that are cut as another one is.
 QUICK = (
-    "gptq", "gptq ordered", "awq", "packed asymmetric", "packed ordered", "packed rows",
-    "integers asymmetric", "integers tensor", "float blocks", "float powers", "float tensor",
-    "fbgemm", "float groups", "mxfp4",
+    "gptq ordered", "awq", "packed asymmetric", "packed rows", "integers tensor", "float blocks",
+    "float tensor", "fbgemm", "float groups", "mxfp4",
 )  # fmt: skip
 
 

@@ -49,19 +49,20 @@ FOR_TWO = (
 )
 
 
+AMONG_TWO = ("llama_tied", "llama_multi_query", "opt_350m", "gemma2_plain", "qwen3_moe_some")
+
+
 def variants_and_sizes() -> list[Any]:
     """Each variant among 2 and among 4 ranks; in `make test` the first variant of each type among
-    4, and the others among 2."""
+    as many as can share it, and a few others among 2."""
     stand = first_of_each_type()
-    return [
-        pytest.param(
-            name,
-            size,
-            marks=[] if name in FOR_TWO or (size == 4) == (name in stand) else pytest.mark.slow,
-        )
-        for name in VARIANTS
-        for size in ((2,) if name in FOR_TWO else (2, 4))
-    ]
+    found = []
+    for name in VARIANTS:
+        sizes = (2,) if name in FOR_TWO else (2, 4)
+        for size in sizes:
+            is_quick = name in stand if size == sizes[-1] else name in AMONG_TWO
+            found.append(pytest.param(name, size, marks=[] if is_quick else pytest.mark.slow))
+    return found
 
 
 @pytest.mark.parametrize(("variant", "size"), variants_and_sizes())
@@ -112,8 +113,14 @@ def test_random_numbers_of_whole_experts(tmp_path: Path) -> None:
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("is_dummy", [False, True])
+@pytest.mark.parametrize(
+    ("variant", "is_dummy"),
+    [
+        pytest.param(name, is_dummy, marks=[] if is_dummy == bool(v % 2) else pytest.mark.slow)
+        for v, name in enumerate(["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe"])
+        for is_dummy in (False, True)
+    ],
+)
 def test_experts_side_by_side(
     variant: str, is_dummy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
