@@ -69,6 +69,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(700, 10, 100)
 
 
+def pytest_unconfigure() -> None:
+    """Let the end of the process free everything: nanobind reports what is left."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Neighbours go to different processes: they take alike long. All that is asked for is run by
     exactly one of them."""

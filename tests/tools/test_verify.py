@@ -4,6 +4,7 @@ Covers `tools/verify/theirs.py` and `tools/verify/paged.py`.
 """
 
 import dataclasses
+import gc
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,6 +48,13 @@ MORE_VARIANTS = (
     "glm4",
 )
 MORE_VARIANTS += ("mixtral", "qwen2_moe", "gpt_oss")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def young_objects() -> None:
+    """A verification collects garbage: let it not look through what other tests have left."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
