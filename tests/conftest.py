@@ -54,12 +54,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the {most_s:.0f} s of this run are over")
 
 
+def pytest_collection() -> None:
+    """Turn garbage collection off while modules are imported and thousands of tests are made: it
+    would look through them again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Let no garbage collection look through all tests again, and seldom through what they keep:
     modules, models, checkpoints."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(700, 10, 100)
+
+
+def pytest_unconfigure() -> None:
+    """Let the end of the process free everything: nanobind reports what is left."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

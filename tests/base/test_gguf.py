@@ -273,7 +273,7 @@ def test_damaged_anywhere(path: Path) -> None:
     whole = write_gguf(path, METADATA, TENSORS).read_bytes()
     numbers = random.Random(11)
     num_read = 0
-    for _ in range(3000):
+    for _ in range(1500):
         raw = bytearray(whole)
         for _ in range(numbers.choice((1, 1, 2, 8))):
             raw[numbers.randrange(len(raw))] = numbers.choice((0, 1, 127, 128, 255))
@@ -291,4 +291,4 @@ def test_damaged_anywhere(path: Path) -> None:
             num_read += 1
         except ModelError:
             continue
-    assert 100 < num_read < 2900
+    assert 50 < num_read < 1450

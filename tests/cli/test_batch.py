@@ -1,11 +1,13 @@
 """`quire batch` as its user starts it: killed, stopped, started again (`serve/batch_run.py`)."""
 
+import gc
 import json
 import logging
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,15 @@ WAIT_S = 120.0
 SYSTEMS = ["You are a fox. Answer in rhymes. " * 4, "Count slowly, and say why. " * 4]
 # No bar, and few rows, so that a batch takes long enough to be killed in its middle.
 SMALL = ("--max-num-seqs", "4", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_again() -> Iterator[None]:
+    """A batch in this process unfreezes what tests/conftest.py has frozen: collections would look
+    through all tests from then on."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Batch:
@@ -109,7 +120,7 @@ def stop_and_go_on(
 def test_a_batch_that_is_killed_or_stopped_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stop_and_go_on(tmp_path, 60, [signal.SIGKILL, signal.SIGINT], caplog)
+    stop_and_go_on(tmp_path, 40, [signal.SIGKILL, signal.SIGINT], caplog)
 
 
 @pytest.mark.slow

@@ -1,8 +1,12 @@
 """Tiny checkpoints with random weights, written by transformers, and its logits for them."""
 
+import functools
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -347,14 +351,24 @@ class Checkpoint:
         return self.model(torch.tensor([tokens])).logits[0]
 
 
+_EXACT: dict[str, list[torch.Tensor]] = {}  # by a digest of the checkpoint and the sequences
+
+
 @torch.inference_mode()
 def exact_logits(directory: Path, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """[tokens, V] of each sequence by transformers, all of it in float64."""
-    with WholePrecision():
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float64, **EAGER
-        )
-        return [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    """[tokens, V] of each sequence by transformers, all of it in float64; computed once for each
+    content of the directory."""
+    digest = hashlib.sha256(json.dumps(sequences).encode())
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
+    key = digest.hexdigest()
+    if key not in _EXACT:
+        with WholePrecision():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float64, **EAGER
+            )
+            _EXACT[key] = [model(torch.tensor([tokens])).logits[0] for tokens in sequences]
+    return _EXACT[key]
 
 
 def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB") -> Checkpoint:
@@ -365,17 +379,39 @@ def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB")
 def write_own(
     directory: Path, model_type: str, config: dict[str, Any], max_shard_size: str = "1GB"
 ) -> Checkpoint:
-    """Write one of another config."""
+    """Write a checkpoint of another config. Tests share the model: do not change it."""
+    made = _make(model_type, json.dumps(config), max_shard_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in made.files.items():
+        (directory / name).write_bytes(content)
+    torch.set_rng_state(made.random_state)
+    return Checkpoint(directory, load_spec(directory), made.model)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model, the files of its checkpoint, and the random generator's state after its weights."""
+
+    model: torch.nn.Module
+    files: dict[str, bytes]
+    random_state: torch.Tensor
+
+
+@functools.lru_cache(maxsize=96)  # most are a quarter of a megabyte
+def _make(model_type: str, config: str, max_shard_size: str) -> Made:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
+        transformers.AutoConfig.for_model(model_type, **json.loads(config)),
+        attn_implementation="eager",
     ).eval()
     for name, parameter in model.named_parameters():
         is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
         is_offset = model_type.startswith(OFFSET_NORMS) and "linear_attn" not in name
         parameter.data.normal_(1.0 if is_norm and not is_offset else 0.0, 0.25)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return Checkpoint(directory, load_spec(directory), model)
+    with TemporaryDirectory() as directory:
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        files = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+    return Made(model, files, torch.get_rng_state())
 
 
 def random_tokens(*lengths: int, seed: int = 0) -> list[list[int]]:

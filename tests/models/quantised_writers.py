@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,23 @@ def write(
     directory: Path, form: Format, model_type: str = "llama", **config: Any
 ) -> tuple[Path, Path]:
     """Write a random model; returns where it is quantised, and where it is plain, in float64."""
+    key = (id(form), model_type, json.dumps(config))
+    if key not in _WRITTEN:
+        with TemporaryDirectory() as made:
+            _write(Path(made), form, model_type, **config)
+            files = {path.relative_to(made): path.read_bytes() for path in Path(made).glob("*/*")}
+        _WRITTEN[key] = (form, files)
+    for path, content in _WRITTEN[key][1].items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_bytes(content)
+    return directory / "quantised", directory / "plain"
+
+
+# What `write` has written. The format is kept, so that its id stays its own.
+_WRITTEN: dict[tuple[int, str, str], tuple[Format, dict[Path, bytes]]] = {}
+
+
+def _write(directory: Path, form: Format, model_type: str, **config: Any) -> None:
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **SIZES | config)
@@ -92,7 +110,6 @@ def write(
     (plain / "config.json").write_text(json.dumps(raw | {"dtype": "float64"}))
     raw |= {"quantization_config": form.config}
     (quantised / "config.json").write_text(json.dumps(raw))
-    return quantised, plain
 
 
 # ---- rounding --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.models.checkpoints import (
     write_checkpoint,
 )
 from tests.models.paged import CPU, run_paged
+from tests.models.quick import one_of_each_type
 
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]
@@ -31,20 +32,16 @@ def checkpoint(
     return write_checkpoint(directory, request.param)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint: Checkpoint) -> torch.nn.Module:
-    return load_model(checkpoint.directory, checkpoint.spec, torch.float32, CPU)
-
-
-@pytest.mark.parametrize("chunks", [WHOLE, UNEVEN], ids=["whole", "uneven"])
-def test_logits_are_those_of_transformers(
-    checkpoint: Checkpoint, model: torch.nn.Module, chunks: list[list[int]]
-) -> None:
-    got = run_paged(model, checkpoint.spec, SEQUENCES, chunks)
-    for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
-        wanted_TV = checkpoint.logits(tokens)
-        assert wanted_TV.std() > 0.3, "too tame to tell anything"
-        torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("checkpoint", one_of_each_type(), indirect=True)
+def test_logits_are_those_of_transformers(checkpoint: Checkpoint) -> None:
+    """In float32, in whole prompts and in uneven chunks of several sequences."""
+    model = load_model(checkpoint.directory, checkpoint.spec, torch.float32, CPU)
+    wanted = [checkpoint.logits(tokens) for tokens in SEQUENCES]
+    for chunks in (WHOLE, UNEVEN):
+        got = run_paged(model, checkpoint.spec, SEQUENCES, chunks)
+        for wanted_TV, logits_TV in zip(wanted, got, strict=True):
+            assert wanted_TV.std() > 0.3, "too tame to tell anything"
+            torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-4, atol=1e-4)
 
 
 def test_float64_by_the_reference_backend(checkpoint: Checkpoint) -> None:

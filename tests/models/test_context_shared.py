@@ -28,10 +28,21 @@ VARIANTS = [
     ("llama_multi_query", 4, 4),
     ("llama_multi_query", 2, 2),
 ]
+LIKE_OTHERS = ("mixtral", "mistral_window")
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize(("variant", "size", "sharing"), VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "size", "sharing", "backend"),
+    [
+        pytest.param(
+            *case,
+            backend,
+            marks=[] if number % 2 == b and case[0] not in LIKE_OTHERS else pytest.mark.slow,
+        )
+        for number, case in enumerate(VARIANTS)
+        for b, backend in enumerate(("reference", "torch"))
+    ],
+)
 def test_ranks_compute_what_one_does(
     variant: str, size: int, sharing: int, backend: str, tmp_path: Path
 ) -> None:
@@ -44,8 +55,20 @@ def test_ranks_compute_what_one_does(
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
-@pytest.mark.parametrize("paging", [{}, {"kv_format": "int8"}, {"block_size": 16}])
-@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_next", "llama_multi_query"])
+@pytest.mark.parametrize(
+    ("variant", "paging"),
+    [
+        ("gpt_oss", {}),
+        ("qwen3_next", {}),
+        ("gpt_oss", {"kv_format": "int8"}),
+        ("llama_multi_query", {"block_size": 16}),
+        pytest.param("llama_multi_query", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"kv_format": "int8"}, marks=pytest.mark.slow),
+        pytest.param("llama_multi_query", {"kv_format": "int8"}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {"block_size": 16}, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"block_size": 16}, marks=pytest.mark.slow),
+    ],
+)
 def test_by_the_core(variant: str, paging: dict[str, Any], tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     given = {"backend": "cpu", **paging}

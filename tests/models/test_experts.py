@@ -70,9 +70,20 @@ def test_stacked_as_on_a_gpu(variant: str, tmp_path: Path, monkeypatch: pytest.M
 MIXTURES = sorted(name for name, (kind, _) in VARIANTS.items() if kind in EXPERTS_OF)
 
 
-@pytest.mark.parametrize("stacks", [False, True])
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("variant", MIXTURES)
+@pytest.mark.parametrize(
+    ("variant", "together", "stacks"),
+    [
+        pytest.param(
+            name,
+            together,
+            stacks,
+            marks=[] if (together == stacks) == (number % 2 == 0) else pytest.mark.slow,
+        )
+        for number, name in enumerate(MIXTURES)
+        for together in (False, True)
+        for stacks in (False, True)
+    ],
+)
 def test_one_by_one_and_in_one_tensor(
     variant: str, together: bool, stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +206,7 @@ def test_windows_only_where_they_are_used() -> None:
     assert spec_with(**hub).layer_windows == (6,) * 3
 
 
+@pytest.mark.slow
 def test_the_sizes_of_qwen3_30b_a3b() -> None:
     """30.5 billion parameters, of which each token is multiplied with 3.0."""
     spec = load_spec(resolve_model("shape:qwen3-30b-a3b").directory)

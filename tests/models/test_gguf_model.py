@@ -232,7 +232,7 @@ def test_damaged_anywhere(tmp_path: Path) -> None:
     path = convert(folder, tmp_path / "model.gguf", Q8_0)
     whole = path.read_bytes()
     numbers, num_loaded = random.Random(7), 0
-    for _ in range(300):
+    for _ in range(150):
         raw = bytearray(whole)
         for _ in range(numbers.choice((1, 2))):
             raw[numbers.randrange(1200)] = numbers.choice((0, 1, 2, 127, 255))
@@ -242,7 +242,7 @@ def test_damaged_anywhere(tmp_path: Path) -> None:
             num_loaded += 1
         except ModelError:
             continue
-    assert 10 < num_loaded < 290
+    assert 5 < num_loaded < 145
 
 
 def complete() -> dict[str, Any]:

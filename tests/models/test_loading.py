@@ -444,6 +444,7 @@ print(memory("VmHWM") - before, model_bytes(model))
 """
 
 
+@pytest.mark.slow  # what is unpacked at once is counted above
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_of_memory_is_near_the_packed_model() -> None:

@@ -11,8 +11,9 @@ from quire.models.loading import load_model
 from quire.ops.add import add
 from quire.ops.attention.select import make_backend
 from quire.ops.registry import OpCall, OpRecord, op, record_ops
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.models.paged import CPU, RowPart, make_layout, make_step
+from tests.models.quick import one_of_each_type
 
 
 class OutsideOps(TorchDispatchMode):
@@ -31,7 +32,7 @@ class OutsideOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", one_of_each_type())
 def test_nothing_is_computed_outside_operations(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     spec = checkpoint.spec

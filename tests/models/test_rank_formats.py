@@ -24,6 +24,7 @@ from tests.models import quantised_writers as writers
 from tests.models.checkpoints import HYBRID, write_own
 from tests.models.gguf_writer import Q4_0, Q8_0, convert
 from tests.models.paged import CPU
+from tests.models.quick import slow_but
 from tests.models.ranks import logits_of
 from tests.models.test_quantised_checkpoints import FORMATS
 
@@ -62,8 +63,15 @@ def compare(path: Path, size: int = 2) -> None:
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
+# Slow: those that are cut as another one is.
+QUICK = (
+    "gptq ordered", "awq", "packed asymmetric", "packed rows", "integers tensor", "float blocks",
+    "float tensor", "fbgemm", "float groups", "mxfp4",
+)  # fmt: skip
+
+
 @needs_core
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, *QUICK))
 def test_checkpoints_of_quantisers(name: str, tmp_path: Path) -> None:
     path, _ = writers.write(tmp_path, FORMATS[name], intermediate_size=INNER)
     compare(path)
@@ -93,8 +101,14 @@ OF_TYPE = {
 
 
 @needs_core
-@pytest.mark.parametrize("kind", [Q8_0, Q4_0])
-@pytest.mark.parametrize("model_type", OF_TYPE)
+@pytest.mark.parametrize(
+    ("model_type", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if number % 2 == k else pytest.mark.slow)
+        for number, name in enumerate(OF_TYPE)
+        for k, kind in enumerate((Q8_0, Q4_0))
+    ],
+)
 def test_gguf_files(model_type: str, kind: int, tmp_path: Path) -> None:
     config = writers.SIZES | {"intermediate_size": INNER} | OF_TYPE[model_type]
     config |= {"hidden_size": 64, "intermediate_size": INNER}

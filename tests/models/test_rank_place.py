@@ -34,6 +34,7 @@ from tests.models.checkpoints import HYBRID, LLAMA, VARIANTS, write_checkpoint, 
 from tests.models.gguf_writer import Q8_0, convert
 from tests.models.heads import LAYER, HeadShape, target_spec, write_head
 from tests.models.paged import CPU, RowPart, make_layout, make_step
+from tests.models.quick import first_of_each_type
 from tests.models.ranks import logits_of
 from tests.models.test_eagle3 import SHAPES, TOKENS, Target
 
@@ -48,14 +49,29 @@ FOR_TWO = (
 )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_ranks_compute_what_one_does(variant: str, tmp_path: Path) -> None:
+AMONG_TWO = ("llama_tied", "llama_multi_query", "opt_350m", "gemma2_plain", "qwen3_moe_some")
+
+
+def variants_and_sizes() -> list[Any]:
+    """Each variant among 2 and among 4 ranks; in `make test` the first variant of each type among
+    as many as can share it, and a few others among 2."""
+    stand = first_of_each_type()
+    found = []
+    for name in VARIANTS:
+        sizes = (2,) if name in FOR_TWO else (2, 4)
+        for size in sizes:
+            is_quick = name in stand if size == sizes[-1] else name in AMONG_TWO
+            found.append(pytest.param(name, size, marks=[] if is_quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("variant", "size"), variants_and_sizes())
+def test_ranks_compute_what_one_does(variant: str, size: int, tmp_path: Path) -> None:
     spec = write_checkpoint(tmp_path, variant).spec
     (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
-    for size in (2,) if variant in FOR_TWO else (2, 4):
-        for found in run_ranks(size, lambda group: logits_of(tmp_path, spec, group)):
-            for one_TV, other_TV in zip(wanted, found, strict=True):
-                torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
+    for found in run_ranks(size, lambda group: logits_of(tmp_path, spec, group)):
+        for one_TV, other_TV in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
 MIXTURES = ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next")
@@ -97,8 +113,14 @@ def test_random_numbers_of_whole_experts(tmp_path: Path) -> None:
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("is_dummy", [False, True])
+@pytest.mark.parametrize(
+    ("variant", "is_dummy"),
+    [
+        pytest.param(name, is_dummy, marks=[] if is_dummy == bool(v % 2) else pytest.mark.slow)
+        for v, name in enumerate(["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe"])
+        for is_dummy in (False, True)
+    ],
+)
 def test_experts_side_by_side(
     variant: str, is_dummy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +207,7 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_rank_reads_its_part_alone(
     model_type: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,10 +18,10 @@ from quire.models.model import Model
 from quire.models.rank_place import RankPlace
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel, native_or_same
-from tests.models.checkpoints import random_tokens, write_checkpoint
+from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.models.gguf_writer import convert
 from tests.models.paged import CPU, RowPart, make_layout, make_step
-from tests.models.quick import one_of_each_type
+from tests.models.quick import first_of_each_type
 
 FLOAT = torch.float32
 BLOCK, CUTS = 4, (0, 13, 14, 23)  # tokens of a block, and where the steps of a sequence begin
@@ -62,17 +62,36 @@ def logits_by(
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("variant", one_of_each_type())
-def test_stages_compute_what_the_whole_computes(variant: str, tmp_path: Path) -> None:
+def variants_and_backends() -> list[Any]:
+    """One variant of each type, by torch in 2 stages and by the core in as many as it has layers,
+    or the other way round; all of the rest is slow."""
+    stand = first_of_each_type()
+    return [
+        pytest.param(
+            name,
+            backend,
+            in_two,
+            marks=[] if name in stand and in_two == (v % 2 == b) else pytest.mark.slow,
+        )
+        for v, name in enumerate(VARIANTS)
+        for b, backend in enumerate(("torch", "cpu"))
+        for in_two in (True, False)
+    ]
+
+
+@pytest.mark.parametrize(("variant", "backend", "in_two"), variants_and_backends())
+def test_stages_compute_what_the_whole_computes(
+    variant: str, backend: str, in_two: bool, tmp_path: Path
+) -> None:
     """To the bit, in float64 and by the core's programs; with as many stages as there are layers
     some of the cache groups are empty."""
     spec = write_checkpoint(tmp_path, variant).spec
-    for num in {2, spec.num_layers}:
-        for backend, dtype in (("torch", torch.float64), ("cpu", FLOAT)):
-            whole = load_model(tmp_path, spec, dtype, CPU)
-            stages = [stage_of(tmp_path, spec, stage, num, dtype) for stage in range(num)]
-            wanted = logits_by([whole], spec, backend, dtype)
-            assert torch.equal(logits_by(stages, spec, backend, dtype), wanted)
+    dtype = torch.float64 if backend == "torch" else FLOAT
+    num = 2 if in_two else spec.num_layers
+    whole = load_model(tmp_path, spec, dtype, CPU)
+    stages = [stage_of(tmp_path, spec, stage, num, dtype) for stage in range(num)]
+    wanted = logits_by([whole], spec, backend, dtype)
+    assert torch.equal(logits_by(stages, spec, backend, dtype), wanted)
 
 
 @pytest.mark.parametrize("variant", ["llama_tied", "gpt2", "opt_350m", "qwen3_next", "mixtral"])

@@ -26,11 +26,13 @@ from quire.ops.formats import Quantization
 from tests.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
 from tests.models.paged import CPU, run_paged
 from tests.models.quantised_writers import write as write_quantised
+from tests.models.quick import slow_but
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.models.transformers_checkpoints import (
     ALL_ATTEND,
     FAMILIES,
     SMALL,
+    TRANSLATED,
     WINDOW,
     Reference,
     write_reference,
@@ -46,7 +48,11 @@ def load(reference: Reference, dtype: torch.dtype, options: LoadOptions | None =
     return load_model(reference.directory, reference.spec, dtype, CPU, options)
 
 
-@pytest.mark.parametrize("name", [*OURS, *FAMILIES])
+# The programs of translated models are compared with transformers, too.
+COMPARED = {*TRANSLATED, "llama", "qwen2_windows"} - {"gemma2"}
+
+
+@pytest.mark.parametrize("name", slow_but([*OURS, *FAMILIES], *{*OURS, *FAMILIES} - COMPARED))
 def test_logits_are_exactly_those_of_transformers(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *(VARIANTS | FAMILIES)[name])
     model, spec = load(reference, torch.float64), reference.spec
@@ -59,7 +65,7 @@ def test_logits_are_exactly_those_of_transformers(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_neox", "minicpm3"])
+@pytest.mark.parametrize("name", slow_but(["gemma3", "gpt_neox", "minicpm3"], "gemma3", "minicpm3"))
 def test_float32_by_the_core(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *FAMILIES[name])
     model = load(reference, torch.float32)
@@ -254,8 +260,15 @@ def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
         model_spec(path, "transformers")
 
 
-@pytest.mark.parametrize("name", ["gptq ordered", "float blocks"])
-@pytest.mark.parametrize("model_type", ["stablelm", "cohere"])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("stablelm", "float blocks"),
+        ("cohere", "gptq ordered"),
+        pytest.param("stablelm", "gptq ordered", marks=pytest.mark.slow),
+        pytest.param("cohere", "float blocks", marks=pytest.mark.slow),
+    ],
+)
 def test_quantised_checkpoints_are_the_numbers_they_stand_for(
     model_type: str, name: str, tmp_path: Path
 ) -> None:

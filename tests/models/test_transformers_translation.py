@@ -32,15 +32,12 @@ from quire.ops.native import core
 from quire.ops.registry import record_ops
 from tests.models.checkpoints import VARIANTS, random_tokens
 from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged
-from tests.models.transformers_checkpoints import FAMILIES, write_reference
+from tests.models.quick import slow_but
+from tests.models.transformers_checkpoints import FAMILIES, TRANSLATED, write_reference
 
 SEQUENCES = random_tokens(23, 5, 31, 1)
 CHUNKS = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 11, 1, 1, 1, 4], [0, 0, 1]]
 CASES = VARIANTS | FAMILIES
-TRANSLATED = (
-    "llama_biases", "yarn_rope", "qwen3_tied", "mistral_window", "gemma2", "gemma3", "starcoder2",
-    "phi", "phi3", "olmo2", "granite", "glm4", "cohere2", "gpt_neox",
-)  # fmt: skip
 LEFT = {
     "qwen2_moe": "Cannot copy out of meta tensor",
     "gpt2": "Cannot copy out of meta tensor",
@@ -50,7 +47,9 @@ LEFT = {
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
-@pytest.mark.parametrize("name", TRANSLATED)
+@pytest.mark.parametrize(
+    "name", slow_but(TRANSLATED, *{*TRANSLATED} - {"yarn_rope", "gemma3", "phi3", "olmo2"})
+)
 def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *CASES[name])
     model = load_model(tmp_path, reference.spec, torch.float32, CPU)

@@ -4,9 +4,12 @@ transformers' own attention makes its softmax in float32 whatever the dtype; so 
 attends by plain float64 arithmetic here, over the masks that transformers makes.
 """
 
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -54,6 +57,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("granitemoehybrid", SMALL | ALL_ATTEND),
     "minicpm3": ("minicpm3", SMALL | LATENT | {"v_head_dim": 6, "num_key_value_heads": 4}),
 }
+# Variants and families that quire translates into its own operations.
+TRANSLATED = (
+    "llama_biases", "yarn_rope", "qwen3_tied", "mistral_window", "gemma2", "gemma3", "starcoder2",
+    "phi", "phi3", "olmo2", "granite", "glm4", "cohere2", "gpt_neox",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,22 +79,48 @@ class Reference:
 
 
 def write_reference(directory: Path, model_type: str, config: dict[str, Any]) -> Reference:
-    """Write a checkpoint with weights large enough that every part matters."""
+    """Write a checkpoint with weights large enough that every part matters. Tests share the model:
+    do not change it."""
+    made = _make(model_type, json.dumps(config))
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in made.files.items():
+        (directory / name).write_bytes(content)
+    torch.set_rng_state(made.random_state)
+    return Reference(directory, made.spec, made.model)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model in float64, its spec, the files of its checkpoint, and the random generator's state
+    after its weights."""
+
+    model: torch.nn.Module
+    spec: ModelSpec
+    files: dict[str, bytes]
+    random_state: torch.Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def _make(model_type: str, config: str) -> Made:
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(model_type, **config)
+        transformers.AutoConfig.for_model(model_type, **json.loads(config))
     )
     for name, parameter in made.named_parameters():
         is_norm = "norm" in name or ".ln_" in name
         parameter.data.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
-    made.save_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.float64,
-        attn_implementation=use_exact_attention(),
-        experts_implementation="eager",
-    ).eval()
-    return Reference(directory, model_spec(directory, "transformers"), model)
+    with TemporaryDirectory() as folder:
+        directory = Path(folder)
+        made.save_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float64,
+            attn_implementation=use_exact_attention(),
+            experts_implementation="eager",
+        ).eval()
+        spec = model_spec(directory, "transformers")
+        files = {path.name: path.read_bytes() for path in directory.iterdir()}
+    return Made(model, spec, files, torch.get_rng_state())
 
 
 def use_exact_attention() -> str:

@@ -33,7 +33,7 @@ SOME = [
     " STOP",
 ]
 texts = st.lists(st.one_of(st.sampled_from(SOME), st.text(max_size=4)), max_size=12).map("".join)
-fast = settings(max_examples=150, deadline=None)
+fast = settings(max_examples=60, deadline=None)
 
 
 def shown(tok: Tokenizer, ids: list[int], cuts: list[int], params: SamplingParams) -> list[str]:

@@ -116,7 +116,7 @@ def test_what_is_large_and_harmless_passes(grammars: Grammars, name: str) -> Non
 
 @pytest.mark.parametrize("name", list(EXPLODING))
 def test_what_explodes_is_ended_and_others_go_on(name: str) -> None:
-    grammars = Grammars()
+    grammars = Grammars(replace(CHECKS, cpu_s=0.4))
     grammars.check(grammar(regex="warm"))
 
     async def both() -> None:

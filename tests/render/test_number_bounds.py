@@ -97,7 +97,7 @@ def check_bounds(seed: int, num_schemas: int) -> None:
 
 
 def test_random_bounds() -> None:
-    check_bounds(1, 100)
+    check_bounds(1, 50)
 
 
 @pytest.mark.slow

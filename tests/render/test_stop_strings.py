@@ -23,7 +23,7 @@ def expected(text: str, stops: list[str], include: bool, floor: int = 0) -> tupl
 
 
 @given(text=small, stops=stops, include=st.booleans(), sizes=st.lists(st.integers(1, 5)))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_cut_at_the_first_occurrence(
     text: str, stops: list[str], include: bool, sizes: list[int]
 ) -> None:
@@ -44,7 +44,7 @@ def test_cut_at_the_first_occurrence(
 
 @pytest.mark.parametrize("family", ["byte_level", "llama"])
 @given(text=small, stops=stops, include=st.booleans(), minimum=st.integers(0, 12))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_tokens_with_stop_strings(
     family: str, text: str, stops: list[str], include: bool, minimum: int
 ) -> None:

@@ -110,9 +110,9 @@ def test_it_costs_little_beside_tokenising() -> None:
     backend = tiny.byte_level()
     bound = text_bound(backend)
     assert bound is not None
-    text = "The quick brown fox. " * 50_000
+    text = "The quick brown fox. " * 20_000
     start = time.process_time()
-    assert bound.at_least(text) > 10_000
+    assert bound.at_least(text) > 4_000
     judged = time.process_time() - start
     start = time.process_time()
     backend.encode(text)

@@ -160,7 +160,7 @@ def test_bad_words_behind_a_space_of_its_own() -> None:
 def test_other_threads_go_on_while_a_long_text_is_worked_on(work: str) -> None:
     """A call that held the interpreter's lock would let them have a turn or two in all."""
     tok = tokenizer("byte_level")
-    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    text = "The quick brown fox jumps over the lazy dog. " * 10_000
     calls = {
         "encode": lambda: tok.encode(text),
         "encode_batch": lambda: tok.encode_batch([text]),

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,16 +86,17 @@ def test_all_that_a_template_gets_counts_as_the_prompt(
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "make_fields",
     [
-        {"chat_template_kwargs": {"x": [[]] * 600_000}},
-        {"messages": [{**MESSAGES[0], **{str(i): {} for i in range(200_000)}}]},
+        lambda: {"chat_template_kwargs": {"x": [[]] * 600_000}},
+        lambda: {"messages": [{**MESSAGES[0], **{str(i): {} for i in range(200_000)}}]},
     ],
     ids=["kwargs", "names"],
 )
 def test_what_has_too_many_values_is_refused_unread(
-    server: Server, fields: dict[str, object]
+    server: Server, make_fields: Callable[[], dict[str, object]]
 ) -> None:
+    fields = make_fields()
     body = json.dumps({"messages": MESSAGES, "max_tokens": 1, **fields}).encode()
     status, answer = post(server, "/v1/chat/completions", body)
     assert (status, json.loads(answer)["error"]["code"]) == (413, "too_many_values")

@@ -142,16 +142,21 @@ def test_the_plan_of_a_gguf_file(
 
 @needs_core
 @pytest.mark.parametrize(
-    "settings",
+    ("shape", "settings"),
     [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"quantization": "int8", "kv_cache_dtype": "int8"},
+        ("opt-125m", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        pytest.param("qwen3-0.6b", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3-0.6b",
+            {"quantization": "int8", "kv_cache_dtype": "int8"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_plan_of_a_large_shape(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    shape: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = resolve_model("shape:qwen3-0.6b")
+    source = resolve_model(f"shape:{shape}")
     settings = settings | {"max_model_len": 2048}
     found = fitted(source, 4 * GIB, **settings)
     runner = built(monkeypatch, source, 4 * GIB, **settings)
@@ -321,7 +326,8 @@ def test_a_gpu() -> None:
             for shape in ("qwen3-8b", "qwen3-0.6b")
             for each in ("int4", "int8", "fp8")
         ],
-        ("qwen3-30b-a3b", "int4"),
+        ("mixtral-8x7b", "int4"),
+        pytest.param("qwen3-30b-a3b", "int4", marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", "int8", marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", "fp8", marks=pytest.mark.slow),
     ],

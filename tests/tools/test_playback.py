@@ -21,6 +21,7 @@ from quire.tools.explain import timelines_of
 from quire.tools.playback import write_playback
 from quire.tools.replay import Outcome, replay_all
 from tests.engine.recordings import Run, begin_segment
+from tests.models.quick import slow_but
 from tests.serve.api.test_live import Viewer
 
 SAME = ("groups", "running", "num_running", "waiting", "num_waiting", "pinned", "host")
@@ -45,8 +46,14 @@ def steps_of(recording: Path) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("num_steps", [1, 7, 20, 0])
-@pytest.mark.parametrize("key_frames", [1000, 3])
+@pytest.mark.parametrize(
+    ("num_steps", "key_frames"),
+    [
+        pytest.param(steps, frames, marks=[] if number % 2 == f else pytest.mark.slow)
+        for number, steps in enumerate((1, 7, 20, 0))
+        for f, frames in enumerate((1000, 3))
+    ],
+)
 def test_frames_add_up_to_what_was(
     tmp_path: Path, num_steps: int, key_frames: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +147,7 @@ def test_times_are_those_that_the_engine_measured(tmp_path: Path) -> None:
     assert abs(np.mean(next_ms) - 1e3 * mean.total / mean.counts.sum()) < 1.0
 
 
-@pytest.mark.parametrize("policy", ["fifo", "srtf", "two-level"])
+@pytest.mark.parametrize("policy", slow_but(["fifo", "srtf", "two-level"], "fifo", "two-level"))
 def test_a_run_that_was_watched_is_replayed_and_played(tmp_path: Path, policy: str) -> None:
     """Who watches looks nothing up: that would name blocks before their time."""
     run = Run(tmp_path / "run", scheduling_policy=policy, max_num_seqs=3)

@@ -176,7 +176,7 @@ def recorded(directory: Path, keeps_tokens: bool = True, **settings: object) -> 
     run.everything()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_model_gives_the_same_tokens(tmp_path: Path, depth: int) -> None:
     recorded(tmp_path, pipeline_depth=depth, preemption_mode="swap")
     outcome = replay_model.replay_with_model(read_recording(tmp_path), {})

@@ -16,7 +16,7 @@ from quire.base.errors import EngineBusy, EngineDead, RequestError
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.client.client import remote
+from quire.engine.client import remote
 from quire.engine.client.remote import RemoteClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core

@@ -8,8 +8,9 @@ from quire import LLM, SamplingParams
 from quire.base.events import Event, Planned, Stepped
 from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
+from quire.engine.drafting import drafting
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.engine.drafting.drafting import Drafting, drafting
+from quire.engine.drafting.drafting import Drafting
 from quire.scheduler.core.sequence import Sequence
 from tests.engine.stand_in import drafter_of
 

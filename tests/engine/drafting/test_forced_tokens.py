@@ -12,8 +12,8 @@ from quire import SamplingParams, StructuredOutputsParams
 from quire.base.config import config_from_flat
 from quire.base.events import Preempted, Stepped
 from quire.base.messages import Request
+from quire.engine.drafting import drafting as drafting_module
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.engine.drafting.drafting import drafting as drafting_module
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quire.base.speculation import Suffixes
-from quire.engine.drafting.drafting import ngram_index as places
+from quire.engine.drafting import ngram_index as places
 from quire.engine.drafting.ngram_index import LONG, SHORT
 from quire.engine.drafting.suffixes import BULK, OWN_TOKENS, PIECE, Answers, SuffixGuesser
 

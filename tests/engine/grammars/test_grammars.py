@@ -26,7 +26,7 @@ from quire.base.messages import Abort, GrammarReady
 from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.engine.attachments.recorder import Recorder
-from quire.engine.grammars.grammars import compiler as grammar_compiler
+from quire.engine.grammars import compiler as grammar_compiler
 from quire.engine.grammars.matchers import Follower, Guided
 from quire.engine.observability.timeline import Timelines
 from quire.engine.recording.files import read_recording

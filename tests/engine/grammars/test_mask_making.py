@@ -11,8 +11,8 @@ from llguidance import LLMatcher
 
 from quire.base.messages import Draft
 from quire.engine.attachments.recorder import Recorder
+from quire.engine.grammars import compiler as grammar_compiler
 from quire.engine.grammars.compiler import Compiler
-from quire.engine.grammars.grammars import compiler as grammar_compiler
 from quire.engine.grammars.mask_making import MaskMaker
 from quire.engine.grammars.matchers import Guided, Wanted
 from quire.engine.recording.files import read_recording
