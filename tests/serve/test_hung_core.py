@@ -162,7 +162,7 @@ def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
 
 
 def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() -> None:
-    with started("--pipeline-depth", "2") as server:
+    with started("--pipeline-depth", "2", is_fork=False) as server:
         for ttl_s, expected in [
             (2_147_484, 200),
             (31_622_400, 200),

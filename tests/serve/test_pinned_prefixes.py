@@ -7,7 +7,6 @@ Covers `engine/prefix_file.py`.
 import asyncio
 import http.client
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.ops.native import core
+from tests.forks import run_forked
 from tests.models.checkpoints import random_tokens
 from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.processes import Server, wait_until
@@ -304,9 +304,7 @@ def test_quire_serve_ends_with_what_is_wrong_with_the_file(
     if content is not None:
         file.write_text(content)
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
-    done = subprocess.run(
-        [*command, "--pin-prefix", str(file)], capture_output=True, text=True, timeout=60
-    )
+    done = run_forked([*command, "--pin-prefix", str(file)])
     assert done.returncode == 3
     assert f"pin_prefix={str(file)!r}" in done.stderr and message in done.stderr
     assert "Traceback" not in done.stderr and "ready:" not in done.stderr
