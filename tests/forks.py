@@ -203,6 +203,7 @@ def _forked_twice(order: dict[str, Any], fds: list[int]) -> int:
             os._exit(0)
         os.close(adopted)
         os.read(waiting, 1)  # until it has its new parent
+        _forget_parent()
         _become(order, fds)
     os.waitpid(middle, 0)
     pid = int(os.read(answer, 64))
@@ -212,10 +213,15 @@ def _forked_twice(order: dict[str, Any], fds: list[int]) -> int:
 
 
 def _fork_here(order: dict[str, Any], fds: list[int]) -> int:
-    """Fork this process, which has one thread; return the id of the child."""
+    """Fork this process, which has one thread; return the id of the child. Signals wait until the
+    child no longer has the handlers of this process, which would swallow them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid == 0:
+        _forget_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _become(order, fds)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
 
 
@@ -231,7 +237,6 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
         if order["group"] not in (None, -1):
             os.setpgid(0, order["group"])
         _place_descriptors(dict(zip(order["fds"], fds, strict=True)))
-        _forget_parent()
         _show_in_proc(command, order["environment"])
         status = _run(command)
         threading._shutdown()  # type: ignore[attr-defined]
