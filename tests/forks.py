@@ -13,7 +13,7 @@ are imported already, and the interpreter is not taken down at the end: tests of
 
 The template process has no threads, so its forks are safe. It forks twice: the first fork ends at
 once, and the second becomes a child of the test process, which is a "subreaper" for that moment.
-A forked server forks its own children, as long as it has one thread.
+A forked server forks its own children, as long as it has one thread; so does a forked core.
 """
 
 import atexit
@@ -37,12 +37,13 @@ import types
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36
 TITLE_BYTES = 8192  # room for a fork's command line
 ENVIRONMENT_BYTES = 4096  # room for what its environment has more than the template's
-PYTHONPATH = os.environ.get("PYTHONPATH")
+PYTHONPATH = os.environ.get("PYTHONPATH", "")
 PADDING = "QUIRE_TEST_PADDING"
 MAX_ORDER_BYTES = 1 << 17
 FIRST_SPARE_FD = 400  # descriptors wait there for their final numbers
@@ -115,11 +116,20 @@ def _fork_for(command: Sequence[Any], environment: Mapping[str, str]) -> Any:
     """Return the function that forks a process for a command; None if it must be started."""
     if command[0] != sys.executable or _place_of_program(command) is None:
         return None
-    if environment.get("PYTHONPATH") != PYTHONPATH:  # it may find other modules
+    if any((folder / "sitecustomize.py").exists() for folder in _own_path(environment)):
         return None
     if not _template.is_this:
         return _template.fork
-    return _fork_here if threading.active_count() == 1 else None
+    # Other threads might hold locks; but a main thread that waits for one that starts ranks.
+    is_main = threading.current_thread() is threading.main_thread()
+    return _fork_here if threading.active_count() == (1 if is_main else 2) else None
+
+
+def _own_path(environment: Mapping[str, str]) -> list[Path]:
+    """Return the folders of PYTHONPATH that the template does not have."""
+    known = PYTHONPATH.split(os.pathsep)
+    given = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return [Path(folder) for folder in given if folder and folder not in known]
 
 
 def _place_of_program(command: Sequence[str]) -> int | None:
@@ -213,7 +223,7 @@ def _forked_twice(order: dict[str, Any], fds: list[int]) -> int:
 
 
 def _fork_here(order: dict[str, Any], fds: list[int]) -> int:
-    """Fork this process, which has one thread; return the id of the child. Signals wait until the
+    """Fork this process; return the id of the child. Signals wait until the
     child no longer has the handlers of this process, which would swallow them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
@@ -234,6 +244,8 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(order["environment"])
         os.chdir(order["folder"])
+        sys.path[:0] = map(str, _own_path(order["environment"]))
+        importlib.invalidate_caches()
         if order["group"] not in (None, -1):
             os.setpgid(0, order["group"])
         _place_descriptors(dict(zip(order["fds"], fds, strict=True)))

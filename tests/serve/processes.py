@@ -21,15 +21,15 @@ WAIT_S = 60.0
 class Server:
     """A running server with the demo model. lines: what it wrote to standard error so far.
 
-    before: Python for its first process to run before quire is imported, such as shorter waits.
+    before: Python for its first process to run before quire does, such as shorter waits.
     is_fork: whether its processes are forks of one that has imported everything (tests/forks.py),
-    which start in a sixth of the processor time. With `before` they are not.
+    which start in a sixth of the processor time.
     """
 
     def __init__(self, *arguments: str, before: str = "", is_fork: bool = True) -> None:
         program = f"{before}\nimport sys; from quire.cli.main import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "serve", "--port", "0", *arguments]
-        start = ForkedPopen if is_fork and not before else subprocess.Popen
+        start = ForkedPopen if is_fork else subprocess.Popen
         self.process = start(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()

@@ -75,14 +75,14 @@ def generate(llm: LLM, options: dict[str, Any], salt: str = "") -> list[RequestO
 # ---- LLM ---------------------------------------------------------------------------------------
 
 
-# With and without prefix caching where layers look back in another way, else one of the two.
-QUICK = {
+# With and without prefix caching where layers look back in another way.
+QUICK: dict[str, tuple[bool, ...]] = {
     "llama": (True, False),
     "mistral": (True, False),
-    "qwen2": (True,),
+    "qwen2": (),
     "qwen3": (False,),
     "opt": (True,),
-    "gpt2": (False,),
+    "gpt2": (),
 }
 
 
