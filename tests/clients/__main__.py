@@ -65,7 +65,7 @@ def running_servers() -> Iterator[dict[str, str]]:
         }
         urls = {}
         for model in MODELS:
-            server = Server(*given[model])
+            server = Server(*given[model], is_fork=False)
             stack.callback(server.stop)
             urls[model] = f"{server.url}/v1"
         yield urls

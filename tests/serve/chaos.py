@@ -98,7 +98,7 @@ class Chaos:
 
     async def _ask_quietly(self) -> None:
         """What each case answers alone, on a server with room."""
-        server = await asyncio.to_thread(Server, "--max-model-len", "512")
+        server = await asyncio.to_thread(Server, "--max-model-len", "512", is_fork=False)
         asker = Asker(server.url, None)
         for case in self._cases:
             found = await asker.ask(case, self._rng)
@@ -112,6 +112,7 @@ class Chaos:
             "--restart-engine", "--kv-cache-memory-bytes", str(self._options.pool_bytes),
             "--kv-host-gb", "0.003", "--kv-disk-dir", str(self._folder / "blocks"),
             "--kv-disk-gb", "0.02", "--max-num-queued-reqs", "6", "--shutdown-timeout", "30",
+            is_fork=False,
         )  # fmt: skip
 
     def kill(self) -> None:

@@ -215,6 +215,15 @@ def _continuation(folder: Path, prompt: tuple[int, ...], num_tokens: int) -> tup
 
 
 @torch.inference_mode()
+def confirmed_tokens(folder: Path, prompt: list[int], tokens: list[int]) -> list[int]:
+    """Return what `reference_tokens` does, as many as the given tokens. If they are right, that
+    takes one forward pass."""
+    logits = reference_model(folder)(torch.tensor([prompt + tokens])).logits[0]
+    wanted: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return wanted if wanted == tokens else reference_tokens(folder, prompt, len(tokens))
+
+
+@torch.inference_mode()
 def reference_logits(
     folder: Path, tokens: list[int], dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:

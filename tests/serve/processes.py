@@ -13,19 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.forks import ForkedPopen
+
 WAIT_S = 60.0
 
 
 class Server:
     """A running server with the demo model. lines: what it wrote to standard error so far.
 
-    before: Python for its first process to run before quire is imported, such as shorter waits.
+    before: Python for its first process to run before quire does, such as shorter waits.
+    is_fork: whether its processes are forks of one that has imported everything (tests/forks.py),
+    which start in a sixth of the processor time.
     """
 
-    def __init__(self, *arguments: str, before: str = "") -> None:
+    def __init__(self, *arguments: str, before: str = "", is_fork: bool = True) -> None:
         program = f"{before}\nimport sys; from quire.cli.main import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "serve", "--port", "0", *arguments]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        start = ForkedPopen if is_fork else subprocess.Popen
+        self.process = start(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -137,7 +142,7 @@ def children_of(pid: int) -> dict[int, str]:
             continue
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (entry / "cmdline").read_text().replace("\0", " ")
+            command = (entry / "cmdline").read_text().rstrip("\0").replace("\0", " ")
         except OSError:
             continue
         if parent == pid:

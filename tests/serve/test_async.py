@@ -131,8 +131,21 @@ def assert_idle(llm: LLM) -> None:
     assert all(pool.num_used == 0 for pool in core.scheduler.memory.kv.pools), "blocks leak"
 
 
-@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("settings", SETTINGS)
+AT_DEPTH_1 = (("chunks", 1), ("recompute", 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "depth"),
+    [
+        pytest.param(
+            settings,
+            depth,
+            marks=[] if depth == 3 or (settings, depth) in AT_DEPTH_1 else pytest.mark.slow,
+        )
+        for settings in SETTINGS
+        for depth in (1, 2, 3)
+    ],
+)
 def test_every_way_of_decoding(settings: str, depth: int) -> None:
     wanted = at_depth_1()
     with open_llm(pipeline_depth=depth, **SETTINGS[settings]) as llm:
@@ -149,8 +162,17 @@ def test_every_way_of_decoding(settings: str, depth: int) -> None:
         assert was_preempted == ("num_blocks" in SETTINGS[settings])
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-@pytest.mark.parametrize("settings", ["defaults", "swap", "recompute"])
+@pytest.mark.parametrize(
+    ("settings", "depth"),
+    [
+        ("defaults", 3),
+        ("swap", 2),
+        ("recompute", 3),
+        pytest.param("defaults", 2, marks=pytest.mark.slow),
+        pytest.param("swap", 3, marks=pytest.mark.slow),
+        pytest.param("recompute", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_aborts_in_the_middle(settings: str, depth: int) -> None:
     """Every third request ends while it runs or waits; what it got is the beginning of its text,
     and the others are as if it had not been."""

@@ -75,6 +75,11 @@ def core_of(engine: AsyncLLM) -> int:
     return engine._cores._cores[0]._process.process.pid
 
 
+def cores_of_this() -> set[int]:
+    """Return the ids of this process's cores."""
+    return {pid for pid, line in children_of(os.getpid()).items() if "core_main" in line}
+
+
 def run(program: Callable[[], Awaitable[None]]) -> None:
     async def limited() -> None:
         await asyncio.wait_for(program(), 60)
@@ -300,9 +305,9 @@ def test_the_event_loop_goes_on_while_the_model_loads() -> None:
 
 def test_a_start_that_is_cancelled_leaves_nothing(homes: Path) -> None:
     async def program() -> None:
-        before = set(children_of(os.getpid()))
+        before = cores_of_this()
         task = asyncio.create_task(AsyncLLM.create(str(text_checkpoint()), **SETTINGS))
-        while not (new := set(children_of(os.getpid())) - before):
+        while not (new := cores_of_this() - before):
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.wait([task])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from tests.forks import ForkedPopen
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "front_end.py"
 QUESTIONS = ["What is 17 + 25?", "Who are you?"]
@@ -17,7 +18,7 @@ QUESTIONS = ["What is 17 + 25?", "Who are you?"]
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    process = subprocess.Popen(
+    process = ForkedPopen(
         [sys.executable, str(SCRIPT), "--port", "0"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None

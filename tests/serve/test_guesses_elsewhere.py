@@ -107,7 +107,9 @@ def tiny() -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("kind", ["likely", "unlikely", "random"])
+@pytest.mark.parametrize(
+    "kind", ["likely", "unlikely", pytest.param("random", marks=pytest.mark.slow)]
+)
 def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None:
     """With guesses that are often right and with guesses that are hardly ever right."""
     core, steps = tiny.engine.client.core, list[Stepped]()

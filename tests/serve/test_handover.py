@@ -94,7 +94,10 @@ def directory(tmp_path: Path) -> str:
     return f"dir:{tmp_path}"
 
 
-@pytest.fixture(params=["directory", "shm", "peer", "redis_server", "s3_server"])
+KINDS = ("directory", "shm", "peer", "redis_server", "s3_server")
+
+
+@pytest.fixture(params=KINDS)
 def urls(request: pytest.FixtureRequest) -> Urls:
     if request.param == "peer":
         return ["serve://127.0.0.1:0"], []
@@ -231,6 +234,9 @@ def test_blocks_are_fetched_while_others_are_computed(
         assert outputs[0].num_cached_tokens == FULL * BLOCK
 
 
+@pytest.mark.parametrize(
+    "urls", [*KINDS[:-1], pytest.param(KINDS[-1], marks=pytest.mark.slow)], indirect=True
+)
 def test_a_conversation_goes_through_three_engines(urls: Urls) -> None:
     """Each turn in another engine, which begins with what the one before has left: its answer,
     too."""

@@ -40,7 +40,10 @@ __all__ = ["redis_server", "s3_server", "secret", "wanted"]  # fixtures
 CALLS_S = 18.0  # for calls that end without an answer, and a tiny model on a busy machine
 
 
-@pytest.fixture(params=["redis_server", "s3_server"])
+SERVERS = ("redis_server", "s3_server")
+
+
+@pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> StoreServer:
     made: StoreServer = request.getfixturevalue(request.param)
     return made
@@ -59,7 +62,16 @@ def before(llm: LLM, kind: type, happens: Callable[[], None]) -> None:
     connections.submit = watching
 
 
-@pytest.mark.parametrize("kind", [LookUp, Fetch])
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        ("redis_server", LookUp),
+        ("redis_server", Fetch),
+        ("s3_server", Fetch),
+        pytest.param("s3_server", LookUp, marks=pytest.mark.slow),
+    ],
+    indirect=["server"],
+)
 def test_a_server_that_goes_away_is_a_miss(
     server: StoreServer, kind: type, wanted: dict[str, Any]
 ) -> None:
@@ -110,7 +122,22 @@ def harmed(value: bytes, other: bytes, harm: str, fingerprint: bytes) -> bytes:
     return seal(foreign, group, digest, data) + data
 
 
-@pytest.mark.parametrize("harm", ["flipped", "cut", "another block's", "another model's"])
+HARMS = ("flipped", "cut", "another block's", "another model's")
+
+
+@pytest.mark.parametrize(
+    ("server", "harm"),
+    [
+        pytest.param(
+            server,
+            harm,
+            marks=[] if server == "redis_server" or harm == "cut" else pytest.mark.slow,
+        )
+        for server in SERVERS
+        for harm in HARMS
+    ],
+    indirect=["server"],
+)
 def test_what_a_server_has_damaged_is_computed_again(
     server: StoreServer, harm: str, wanted: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,6 +158,9 @@ def test_what_a_server_has_damaged_is_computed_again(
         settled(second)
 
 
+@pytest.mark.parametrize(
+    "server", [SERVERS[0], pytest.param(SERVERS[1], marks=pytest.mark.slow)], indirect=True
+)
 def test_engines_of_two_models_share_a_server(server: StoreServer) -> None:
     """Each finds its own blocks, of the same prompt."""
     store = {"kv_store": [server.url]}

@@ -73,7 +73,7 @@ def test_a_core_that_hangs_at_rest_is_replaced_and_time_limits_hold_meanwhile() 
 
 
 def test_the_end_of_a_server_whose_core_hangs_is_bounded_and_an_error() -> None:
-    shorter = "from quire.serve import launch; launch.END_S = 2.0"
+    shorter = "from quire.serve import launch, supervisor; launch.END_S = supervisor.END_S = 2.0"
     with started("--shutdown-timeout", "0", before=shorter) as server:
         kill(server.core, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
@@ -162,7 +162,7 @@ def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
 
 
 def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() -> None:
-    with started("--pipeline-depth", "2") as server:
+    with started("--pipeline-depth", "2", is_fork=False) as server:
         for ttl_s, expected in [
             (2_147_484, 200),
             (31_622_400, 200),

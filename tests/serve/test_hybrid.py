@@ -52,7 +52,13 @@ def ask(llm: LLM, asked: list[list[int]], params: SamplingParams) -> list[Reques
     return llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("one row", "more requests than rows", "block size 5", "depth 3, chunks")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in LONG else []) for case in CASES],
+)
 def test_tokens_are_those_of_transformers(case: str) -> None:
     counts = [min(count, MOST) for count in NUM_TOKENS]
     with CASES[case].open(folder()) as llm:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from quire.base.hooks import EndRequest, HookContext, HookPiece, HookRequest
 from quire.base.outputs import RequestOutput
 from quire.serve.hooks import Hooks
 from quire.serve.local_hooks import LocalHooks
+from tests.forks import run_forked
 from tests.serve.test_llm import assert_idle
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "word_filter.py"
@@ -227,7 +227,9 @@ def test_the_example_as_its_user_runs_it(plain: LLM) -> None:
 
     def run(question: str) -> str:
         command = [sys.executable, str(EXAMPLE), "--word", word, question]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        done = run_forked(command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     shown = run(question)
     assert shown.rstrip() == text(expected).replace(word, "*" * len(word)).rstrip()

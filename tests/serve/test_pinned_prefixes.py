@@ -7,7 +7,6 @@ Covers `engine/start/prefix_file.py`.
 import asyncio
 import http.client
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.ops.native import core
+from tests.forks import run_forked
 from tests.models.checkpoints import random_tokens
 from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.processes import Server, wait_until
@@ -75,9 +75,26 @@ def generate(llm: LLM, options: dict[str, Any], salt: str = "") -> list[RequestO
 # ---- LLM ---------------------------------------------------------------------------------------
 
 
+# With and without prefix caching where layers look back in another way.
+QUICK: dict[str, tuple[bool, ...]] = {
+    "llama": (True, False),
+    "mistral": (True, False),
+    "qwen2": (),
+    "qwen3": (False,),
+    "opt": (True,),
+    "gpt2": (),
+}
+
+
 @needs_core
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "caching"),
+    [
+        pytest.param(name, caching, marks=[] if caching in quick else pytest.mark.slow)
+        for name, quick in QUICK.items()
+        for caching in (True, False)
+    ],
+)
 def test_the_same_bits_as_without(architecture: str, caching: bool) -> None:
     """Greedy, seeded and several samples; the mistral here has a window of 9."""
     with open_llm(architecture, enable_prefix_caching=False) as llm:
@@ -304,9 +321,7 @@ def test_quire_serve_ends_with_what_is_wrong_with_the_file(
     if content is not None:
         file.write_text(content)
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
-    done = subprocess.run(
-        [*command, "--pin-prefix", str(file)], capture_output=True, text=True, timeout=60
-    )
+    done = run_forked([*command, "--pin-prefix", str(file)])
     assert done.returncode == 3
     assert f"pin_prefix={str(file)!r}" in done.stderr and message in done.stderr
     assert "Traceback" not in done.stderr and "ready:" not in done.stderr

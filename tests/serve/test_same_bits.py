@@ -23,6 +23,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8 keys and values": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4", "quantized_head": "int4"},
 }
+PROMPTS = prompts()[2:8]  # of 5 to 52 tokens
 PARAMS = [
     SamplingParams(
         temperature=0.0 if i % 2 else 0.8,
@@ -31,7 +32,7 @@ PARAMS = [
         ignore_eos=True,
         logprobs=3,
     )
-    for i in range(len(prompts()))
+    for i in range(len(PROMPTS))
 ]
 
 Found = list[list[tuple[int, dict[int, float]]]]
@@ -55,20 +56,33 @@ def open_llm(architecture: str, **settings: Any) -> LLM:
     return LLM(str(checkpoint(architecture)), disable_log_stats=True, **(defaults | settings))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "gpt2"])
+QUICK = {  # each architecture and each format, and not each with each
+    "qwen3": tuple(FORMATS),
+    "qwen3_moe": ("float16", "int8", "int4"),
+    "gpt2": ("float32", "int8 per output"),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        pytest.param(architecture, name, marks=[] if name in quick else pytest.mark.slow)
+        for architecture, quick in QUICK.items()
+        for name in FORMATS
+    ],
+)
 def test_nothing_around_a_request_changes_a_bit(architecture: str, name: str) -> None:
     settings = FORMATS[name]
     with open_llm(architecture, enable_prefix_caching=False, **settings) as llm:
         alone = [
             found(llm.generate([prompt], params))[0]
-            for prompt, params in zip(prompts(), PARAMS, strict=True)
+            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
         ]
-        assert found(llm.generate(prompts(), PARAMS)) == alone
+        assert found(llm.generate(PROMPTS, PARAMS)) == alone
     chunks = {"max_num_batched_tokens": 7}
     with open_llm(architecture, **chunks, **settings) as llm:
-        assert found(llm.generate(prompts(), PARAMS)) == alone
-        again = llm.generate(prompts(), PARAMS)
+        assert found(llm.generate(PROMPTS, PARAMS)) == alone
+        again = llm.generate(PROMPTS, PARAMS)
         assert found(again) == alone
         assert sum(output.num_cached_tokens or 0 for output in again) > 100
     for mode in ("recompute", "swap"):
@@ -76,6 +90,6 @@ def test_nothing_around_a_request_changes_a_bit(architecture: str, name: str) ->
         pool = pool if name == "float32" else pool // 2
         few = {"kv_cache_memory_bytes": pool, "preemption_mode": mode}
         with open_llm(architecture, **few, **settings) as llm:
-            outputs = llm.generate(prompts(), PARAMS)
+            outputs = llm.generate(PROMPTS, PARAMS)
             assert found(outputs) == alone
             assert any(o.metrics is not None and o.metrics.num_preemptions for o in outputs)

@@ -16,6 +16,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.serve.api.responses.ids import process_of
+from tests.forks import run_forked
 from tests.serve.processes import Server, Stream, is_running, kill, wait_until
 
 CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
@@ -23,15 +24,16 @@ CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("--api-server-count", "2", "--max-num-seqs", "16")
+    """Its processes are started as its user starts them."""
+    server = Server("--api-server-count", "2", "--max-num-seqs", "16", is_fork=False)
     yield server
     assert server.stop() == 0
 
 
 @contextlib.contextmanager
-def started(*arguments: str, before: str = "") -> Iterator[Server]:
+def started(*arguments: str, before: str = "", is_fork: bool = True) -> Iterator[Server]:
     """A server of one test's own; nothing of it is left behind."""
-    server = Server(*arguments, before=before)
+    server = Server(*arguments, before=before, is_fork=is_fork)
     try:
         yield server
     finally:
@@ -163,7 +165,7 @@ def test_only_the_supervisors_children_listen_and_only_where_told(server: Server
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
     with started("--shutdown-timeout", "300") as server:
-        stream = Stream(server, max_tokens=1900)
+        stream = Stream(server, max_tokens=1000)
         stream.event()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: server.get("/ready") == 503, "it drains")
@@ -172,7 +174,7 @@ def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
         assert refused.value.status_code == 503
         assert "retry-after" in refused.value.response.headers
         events = stream.rest()
-        assert events[-1]["usage"]["completion_tokens"] == 1900
+        assert events[-1]["usage"]["completion_tokens"] == 1000
         assert server.process.wait(30) == 0
         assert not any(map(is_running, server.children))
 
@@ -255,6 +257,6 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded() -> None:
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
     command += ["--kv-cache-memory-bytes", "1000"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_forked(command)
     assert done.returncode == 3
     assert "quire: " in done.stderr and "Traceback" not in done.stderr

@@ -145,7 +145,7 @@ def test_clients_that_leave_free_rows_on_both(server: Server) -> None:
 
 
 def test_a_killed_core_is_started_anew_while_the_other_goes_on(server: Server) -> None:
-    streams = [Stream(server, 1500) for _ in range(2)]
+    streams = [Stream(server, 700) for _ in range(2)]
     for stream in streams:
         stream.event()
     gone, stays = cores_of(server)
@@ -159,7 +159,7 @@ def test_a_killed_core_is_started_anew_while_the_other_goes_on(server: Server) -
     failed = [events[-1]["error"]["code"] for events in ends if "error" in events[-1]]
     assert failed == ["engine_dead"]
     [whole] = [events[-1]["usage"] for events in ends if "usage" in events[-1]]
-    assert whole["completion_tokens"] == 1500
+    assert whole["completion_tokens"] == 700
     wait_until(lambda: len(samples(server, "quire:num_requests_running")) == 2, "it is back")
     assert cores_of(server)[1] == stays and gone not in cores_of(server)
     for _ in range(4):

@@ -73,9 +73,23 @@ def schemas() -> st.SearchStrategy[dict[str, Any]]:
     return st.recursive(scalars(), grown, max_leaves=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@few
 @given(schema=schemas(), seed=st.integers(0, 99))
 def test_every_answer_validates(llm: LLM, schema: dict[str, Any], seed: int) -> None:
+    assert_answers_validate(llm, schema, seed)
+
+
+@pytest.mark.slow
+@settings(few, max_examples=200)
+@given(schema=schemas(), seed=st.integers(0, 99))
+def test_every_answer_of_many_validates(llm: LLM, schema: dict[str, Any], seed: int) -> None:
+    assert_answers_validate(llm, schema, seed)
+
+
+def assert_answers_validate(llm: LLM, schema: dict[str, Any], seed: int) -> None:
     wanted = params(json=schema)
     wanted.seed, wanted.n = seed, 3
     [output] = llm.generate([[1, 2, 3]], wanted, use_tqdm=False)

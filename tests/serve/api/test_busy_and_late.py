@@ -38,7 +38,7 @@ def busy(held: FakeClient) -> Iterator[FakeClient]:
 def test_more_than_may_wait_are_answered_with_503(
     server_url: str, busy: FakeClient, path: str, stream: bool
 ) -> None:
-    body = (LONG if path == "/v1/completions" else CHAT) | {"stream": stream}
+    body = (LONG if path == "/v1/completions" else CHAT) | {"stream": stream, "max_tokens": 20}
     rows = busy.ready.max_num_seqs
     waiting = [open_connection(server_url, path, body) for _ in range(rows + 1)]
     wait_until(lambda: busy.num_unfinished == rows + 1)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from quire.serve.api.app import create_app
@@ -75,14 +76,28 @@ class KeptServer:
         return [json.loads(line) for line in found.text.splitlines()]
 
 
+SPARE: list[FastAPI] = []  # an app gets its routes ready with its first requests, which takes long
+
+
+def app_over(context: ApiContext, kept: Batches) -> FastAPI:
+    """Return an app that serves nobody else; its own context becomes the given one."""
+    if not SPARE:
+        return create_app(context, kept)
+    app = SPARE.pop()
+    app.state.context.__dict__ = vars(context)
+    app.state.batches = kept
+    return app
+
+
 @contextmanager
 def serving(make_context: MakeContext, folder: Path, **server: Any) -> Iterator[KeptServer]:
     context = make_context(files_dir=str(folder), **server)
     kept = open_batches(context.config)
     assert kept is not None
-    app = create_app(context, kept)
+    app = app_over(context, kept)
     with TestClient(app, raise_server_exceptions=False) as client:
         try:
-            yield KeptServer(context, kept, client)
+            yield KeptServer(app.state.context, kept, client)
         finally:
             client.portal.call(kept.stop)
+    SPARE.append(app)

@@ -125,7 +125,9 @@ def test_an_address_where_nobody_is(address: str, said: str) -> None:
 
 def test_a_server_starts_anew_and_leaves_nothing(cluster: Cluster) -> None:
     arguments = ["--distributed-executor-backend", "ray", "--ray-address", cluster.address]
-    server = Server(str(text_checkpoint("llama")), "-tp", "2", "--restart-engine", *arguments)
+    server = Server(
+        str(text_checkpoint("llama")), "-tp", "2", "--restart-engine", *arguments, is_fork=False
+    )
     try:
         before = found()
         kill(found("RankActor")[0], signal.SIGKILL)
