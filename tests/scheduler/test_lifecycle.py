@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from quire.base.events import Preempted, Queued
+from quire.scheduler.core.lifecycle import TRANSITIONS
 from quire.scheduler.core.sequence import Sequence, State
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
@@ -68,3 +69,22 @@ def test_a_view_walks_no_requests() -> None:
     assert scheduler.view().num_waiting == 3
     with pytest.raises(AssertionError, match="walked"):
         scheduler.requests()
+
+
+def test_a_wrong_transition_asserts() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", [1, 2, 3]), 0.0)
+    sequence, lifecycle = scheduler.lifecycle.sequences["r"], scheduler.lifecycle
+    lifecycle.end(sequence, "abort", 0.0)
+    with pytest.raises(AssertionError, match="r: ENDED to WAITING"):
+        lifecycle.unpark(sequence)
+    assert sequence.state is State.ENDED
+
+
+def test_the_table_of_transitions_is_complete() -> None:
+    """From every state a sequence can end, and only from the table is one reached."""
+    assert {one for one, other in TRANSITIONS if other is State.ENDED} == set(State) - {
+        State.NEW,
+        State.ENDED,
+    }
+    assert not [pair for pair in TRANSITIONS if pair[0] is State.ENDED or pair[1] is State.NEW]

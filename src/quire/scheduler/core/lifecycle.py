@@ -9,8 +9,9 @@
                   RUNNING --preempt---+ | start
                      ^------------------+            end: from everywhere, to ENDED
 
-A branch of a running sequence begins as RUNNING. This is the only place that sets `state`, and the
-only writer of the queue and of the events.
+A branch of a running sequence begins as RUNNING. `TRANSITIONS` lists all that may happen, and
+`_move` is the only function that sets `state`: another transition is a bug, and asserts at once.
+This is the only writer of the queue and of the events.
 """
 
 from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
@@ -22,6 +23,29 @@ from quire.scheduler.core.plans import Suspects
 from quire.scheduler.core.queue import MakePolicy, SchedulerProgress, WaitingQueue
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence, SequenceGroup, State
+
+NEW, WAITING, PARKED = State.NEW, State.WAITING, State.PARKED
+RUNNING, SWAPPED, ENDED = State.RUNNING, State.SWAPPED, State.ENDED
+TRANSITIONS = frozenset(
+    {
+        (NEW, WAITING), (NEW, PARKED),  # enter
+        (NEW, RUNNING),  # branch
+        (WAITING, RUNNING), (SWAPPED, RUNNING),  # start
+        (RUNNING, WAITING), (RUNNING, SWAPPED),  # preempt
+        (WAITING, PARKED), (SWAPPED, PARKED),  # park
+        (RUNNING, PARKED),  # park_running
+        (PARKED, WAITING), (PARKED, SWAPPED),  # unpark
+        (SWAPPED, WAITING),  # forget_swapped
+        (WAITING, ENDED), (PARKED, ENDED), (RUNNING, ENDED), (SWAPPED, ENDED),  # end
+    }
+)  # fmt: skip
+
+
+def _move(sequence: Sequence, state: State) -> None:
+    """Change the state of a sequence."""
+    move = sequence.state, state
+    assert move in TRANSITIONS, f"{sequence.request.request_id}: {move[0].name} to {state.name}"
+    sequence.state = state
 
 
 class Lifecycle:
@@ -60,7 +84,7 @@ class Lifecycle:
         if sequence.has_long_stop_list:
             self.long_stop_lists.add(sequence)
         sequence.tenant = self.queue.tenants.enter(request.tenant)
-        sequence.state = State.PARKED if is_parked else State.WAITING
+        _move(sequence, State.PARKED if is_parked else State.WAITING)
         if not is_parked:
             self.queue.push(sequence)
         self.events.append(
@@ -79,7 +103,7 @@ class Lifecycle:
         """Give a sequence of the queue a row; returns what the plan tells the device of it."""
         self.queue.remove(sequence)
         started = self._rows.start(sequence, num_computed, self._memory.names.is_indexed(sequence))
-        sequence.state = State.RUNNING
+        _move(sequence, State.RUNNING)
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = num_computed
         if sequence.group is not None and not sequence.group.is_forked:
@@ -102,7 +126,6 @@ class Lifecycle:
             blocks=self._memory.new_sequence(),
             root=leader.root,
             table=leader.table,
-            state=State.RUNNING,
             row=row,
             digests=leader.digests.copy(),
             num_cached_tokens=leader.num_cached_tokens,
@@ -118,6 +141,7 @@ class Lifecycle:
             watchers=leader.watchers,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
+        _move(child, State.RUNNING)
         self._rows.hand_to(child)
         group.members.append(child)
         if child.has_long_stop_list:
@@ -137,7 +161,7 @@ class Lifecycle:
         rows, num_lost = self._take_rows(members, is_swapped)
         for member in members:
             member.num_preemptions += 1
-            member.state = State.SWAPPED if is_swapped else State.WAITING
+            _move(member, State.SWAPPED if is_swapped else State.WAITING)
             self.queue.requeue(member)
         self._end_branching(victim)
         self._tell_preempted(victim, for_request_id, num_lost, is_swapped, now)
@@ -146,13 +170,13 @@ class Lifecycle:
     def park(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue until what it lacks has come."""
         self.queue.remove(sequence)
-        sequence.state = State.PARKED
+        _move(sequence, State.PARKED)
 
     def park_running(self, sequence: Sequence, for_request_id: str, now: float) -> None:
         """Take the row of a sequence that waits for more of its prompt. It loses nothing that it
         was waiting for, so this does not count among its preemptions."""
         _, num_lost = self._take_rows([sequence], is_swapped=False)
-        sequence.state = State.PARKED
+        _move(sequence, State.PARKED)
         self._tell_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
@@ -160,7 +184,7 @@ class Lifecycle:
         something else waits on."""
         if sequence.blockers:
             return
-        sequence.state = State.WAITING if sequence.host_blocks is None else State.SWAPPED
+        _move(sequence, State.WAITING if sequence.host_blocks is None else State.SWAPPED)
         if sequence.num_preemptions:
             self.queue.requeue(sequence)
         else:
@@ -170,7 +194,7 @@ class Lifecycle:
         """Give up what a sequence has in host memory, if it cannot be relied on."""
         self._memory.free_swapped(sequence)
         if sequence.state is State.SWAPPED:
-            sequence.state = State.WAITING
+            _move(sequence, State.WAITING)
 
     def end(self, sequence: Sequence, reason: str, now: float) -> None:
         """End a sequence: `reason` is that of a `Finish`. The request ends with the last of its
@@ -183,7 +207,8 @@ class Lifecycle:
             self.queue.remove(sequence)
         self._end_branching(sequence)
         self._memory.free_swapped(sequence)
-        sequence.state, sequence.finish_reason = State.ENDED, reason
+        _move(sequence, State.ENDED)
+        sequence.finish_reason = reason
         self.long_stop_lists.discard(sequence)
         if self.suspects.until:
             self.suspects.drop(sequence)

@@ -50,6 +50,7 @@ class Blocker(StrEnum):
 class State(Enum):
     """Where a sequence is in its life; the transitions are the methods of `Lifecycle`."""
 
+    NEW = "new"  # made, and not entered yet
     WAITING = "waiting"  # in the queue, with nothing computed
     PARKED = "parked"  # outside the queue, until what it lacks has come
     RUNNING = "running"  # holds a row
@@ -110,7 +111,7 @@ class Sequence:
     root: bytes
     table: RowTable = field(repr=False)
     saved_tokens: Int32 = field(repr=False, default_factory=lambda: np.empty(0, np.int32))
-    state: State = State.WAITING
+    state: State = State.NEW
     row: int = -1
     num_pending_lost: int = 0  # plans in flight when it was preempted that will bring it tokens
     digests: list[bytes] = field(default_factory=list, repr=False)
