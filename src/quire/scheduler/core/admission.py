@@ -46,6 +46,8 @@ class Admission:
         Prompts under way that were deferred take their turn."""
         deferred, queue = deque(builder.deferred), self._lifecycle.queue
         while budget > 0:
+            if deferred:
+                pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
             used = None if head is None else self._bring_in(head, builder, budget, now)
             if used is None and head is not None and self._park_idle(head, builder, now):
@@ -311,6 +313,7 @@ def share_budget(
     ]
     order = [i for _, i in sorted(ranked)]
     prompts = running.sequences(rows[order])
+    pass_over_heads(queue, prompts[0])
     head = competing_head(queue, prompts[0])
     if head is not None and not fits(head):
         head = None
@@ -325,17 +328,22 @@ def share_budget(
 
 
 def competing_head(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
-    """Find the head of the queue, if it comes before this prompt under way. New ones that do not
-    are passed over, which may bring others to the head."""
+    """Return the head of the queue, if it comes before this prompt under way."""
+    head = queue.peek()
+    return head if head is not None and is_before(queue, head, prompt) else None
+
+
+def pass_over_heads(queue: WaitingQueue, prompt: Sequence) -> None:
+    """Pass over the new sequences at the head that do not come before this prompt under way, which
+    may bring others to the head."""
     head = queue.peek()
     while head is not None and not is_before(queue, head, prompt):
         if head.priority > prompt.priority or queue.is_preempted(head):
-            return None
+            return
         queue.pass_over(head)
         passed, head = head, queue.peek()
         if head is passed:
-            return None
-    return head
+            return
 
 
 def is_before(queue: WaitingQueue, head: Sequence, sequence: Sequence) -> bool:
