@@ -30,7 +30,6 @@ def test_same_as_transformers(family: str) -> None:
             )
             assert ours.decode(ids, skip_special_tokens=skip) == expected
         assert ours.tokens(ids) == theirs.convert_ids_to_tokens(ids)
-    assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
     assert ours.vocab_size == len(theirs)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
     assert set(theirs.all_special_ids) <= ours.special_ids
@@ -110,13 +109,10 @@ def test_no_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-def test_limits_and_templates(tmp_path: Path) -> None:
-    assert tokenizer("metaspace").model_max_length == 512
-    assert tokenizer("llama").model_max_length is None
+def test_templates(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    write_directory(tmp_path, "byte_level", chat_template=named, model_max_length=1e30)
+    write_directory(tmp_path, "byte_level", chat_template=named)
     assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "a", "tool_use": "b"}
-    assert Tokenizer.from_directory(tmp_path).model_max_length is None
     (tmp_path / "chat_template.jinja").write_text("c")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("d")
@@ -134,8 +130,6 @@ def test_template_in_a_json_file(tmp_path: Path) -> None:
 def test_text_that_is_not_unicode() -> None:
     with pytest.raises(RequestError, match="Unicode"):
         tokenizer("byte_level").encode("\ud800")
-    with pytest.raises(RequestError, match="Unicode"):
-        tokenizer("byte_level").encode_batch(["a", "\ud800"])
 
 
 def test_bad_words_with_and_without_space() -> None:
@@ -156,14 +150,13 @@ def test_bad_words_behind_a_space_of_its_own() -> None:
     assert bad_words_token_ids([word], tok) == (tuple(plain),)
 
 
-@pytest.mark.parametrize("work", ["encode", "encode_batch", "decode"])
+@pytest.mark.parametrize("work", ["encode", "decode"])
 def test_other_threads_go_on_while_a_long_text_is_worked_on(work: str) -> None:
     """A call that held the interpreter's lock would let them have a turn or two in all."""
     tok = tokenizer("byte_level")
     text = "The quick brown fox jumps over the lazy dog. " * 10_000
     calls = {
         "encode": lambda: tok.encode(text),
-        "encode_batch": lambda: tok.encode_batch([text]),
         "decode": lambda: tok.decode(token_ids),
     }
     token_ids = tok.encode(text) * 4

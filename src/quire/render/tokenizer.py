@@ -24,8 +24,6 @@ from quire.render.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, read_
 if TYPE_CHECKING:
     import tokenizers
 
-NO_LIMIT = 10**9  # files write a huge number where there is no length limit
-
 
 def is_mark(text: str, is_special: bool) -> bool:
     """Tell an added token that is named, as `<tool_call>`, from one that stands for its text."""
@@ -117,14 +115,6 @@ class Tokenizer:
             rest = rest[start + len(text) :]
         return [*found, rest]
 
-    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` many texts, on several threads."""
-        try:
-            many = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeError):
-            return [self.encode(text, add_special_tokens) for text in texts]
-        return [one.ids for one in many]
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of all ids at once. Ids outside of the vocabulary give no text. Other
         threads go on meanwhile."""
@@ -180,12 +170,6 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The text of the usual chat template."""
         return self._files.chat_templates.get(DEFAULT_TEMPLATE)
-
-    @property
-    def model_max_length(self) -> int | None:
-        """Longest sequence that the files name, in tokens."""
-        value = self._files.config.get("model_max_length")
-        return int(value) if isinstance(value, (int, float)) and value < NO_LIMIT else None
 
     @cached_property
     def pieces(self) -> Pieces | None:
