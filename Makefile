@@ -9,7 +9,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 RESULTS = benchmarks/results/$(shell $(BIN)/python -m benchmarks.result_files)
-BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*) \
+	$(wildcard src/quire/*/__init__.py src/quire/*/*/__init__.py)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
