@@ -88,7 +88,7 @@ class ForkedPopen(subprocess.Popen[Any]):
 @contextlib.contextmanager
 def forked_children() -> Iterator[None]:
     """Have this process's `start_child` fork."""
-    from quire.engine import spawn
+    from quire.engine.wire import spawn
 
     before = spawn.subprocess
     spawn.subprocess = types.SimpleNamespace(  # type: ignore[assignment]

@@ -9,7 +9,8 @@ from quire.base.events import Event
 from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
 from quire.base.plan import StepResult
 from quire.base.validation import RequestLimits, check_fork
-from quire.engine.loop.attachment import Attachment, Attachments, Doors, DoorWatcher, Given
+from quire.engine.loop.attachment import Attachment, Doors, DoorWatcher, Given
+from quire.engine.loop.attachments import Attachments
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import RequestView, SchedulerView
