@@ -83,7 +83,7 @@ BUDGETS = {
 }
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 7000
+MAX_CORE_LINES = 7100
 # Folders that import each other, though neither is in the other.
 CIRCLES: set[tuple[str, str]] = {
     ("ops/attention", "ops/kernels"),

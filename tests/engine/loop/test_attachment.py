@@ -1,5 +1,8 @@
 """Attachments: when they are called, in which order, and what happens if they fail. Covers
-`engine/loop/attachment.py` and `engine/loop/front.py`."""
+`engine/loop/attachment.py` and `engine/loop/front.py`.
+
+Covers `engine/loop/attachments.py`.
+"""
 
 import inspect
 from pathlib import Path
