@@ -39,7 +39,7 @@ from tests.mutation.mutants import FUNCTIONS, Mutant, mutants_of, sample
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "src/quire/scheduler/*.py", "src/quire/kv/*.py", "src/quire/ops/sampling*.py",
+    "src/quire/scheduler/*.py", "src/quire/scheduler/*/*.py", "src/quire/kv/*.py", "src/quire/ops/sampling*.py",
     "src/quire/runner/sampler.py",
 )  # fmt: skip
 TESTS = (

@@ -19,14 +19,18 @@ from quire.tools.replay_model import replay_with_model
 from tests.engine.attachments.test_recorder import Recorded, bodies
 from tests.engine.recordings import begin_segment
 from tests.engine.stand_in import attached
+from tests.models.checkpoints import random_tokens
 from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import MixedStoresMachine, StoresMachine
 from tests.serve.checkpoints import checkpoint, pool_bytes
-from tests.serve.test_host_tier import PARAMS, PROMPTS
+from tests.serve.test_host_tier import PARAMS
 from tests.serve.test_same_bits import open_llm
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
+
+
+PROMPTS = [{"prompt_token_ids": tokens} for tokens in random_tokens(*[40] * 6, seed=3)]
 
 
 def recorder_of(llm: LLM) -> Recorder:

@@ -72,7 +72,7 @@ def test_snapshot_and_differences_are_the_true_state(every: int) -> None:
             s.request.request_id for s in bench.scheduler.rows.sequences()
         ]
         assert len(viewer.known["waiting"]) == len(frame.state.waiting)
-        pinned = [pin.request.request_id for pin in bench.scheduler.memory.pinned.ready]
+        pinned = [pin.request.request_id for pin in bench.scheduler.pinned.ready]
         assert [row["id"] for row in viewer.known["pinned"]] == pinned
         host = bench.kv.host_pools
         assert viewer.known["host"]["num_swapped"] == sum(pool.num_used for pool in host)

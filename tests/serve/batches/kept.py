@@ -1,6 +1,8 @@
 """A server in this process that keeps files, and what tests ask of it."""
 
+import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,14 +78,21 @@ class KeptServer:
         return [json.loads(line) for line in found.text.splitlines()]
 
 
-SPARE: list[FastAPI] = []  # an app gets its routes ready with its first requests, which takes long
+# An app gets its routes ready with its first requests, which takes long. By its settings, which its
+# middleware knows.
+SPARE: dict[str, list[FastAPI]] = defaultdict(list)
+
+
+def settings_of(context: ApiContext) -> str:
+    return repr(dataclasses.replace(context.config, files_dir=None))
 
 
 def app_over(context: ApiContext, kept: Batches) -> FastAPI:
     """Return an app that serves nobody else; its own context becomes the given one."""
-    if not SPARE:
+    spare = SPARE[settings_of(context)]
+    if not spare:
         return create_app(context, kept)
-    app = SPARE.pop()
+    app = spare.pop()
     app.state.context.__dict__ = vars(context)
     app.state.batches = kept
     return app
@@ -100,4 +109,4 @@ def serving(make_context: MakeContext, folder: Path, **server: Any) -> Iterator[
             yield KeptServer(app.state.context, kept, client)
         finally:
             client.portal.call(kept.stop)
-    SPARE.append(app)
+    SPARE[settings_of(context)].append(app)
