@@ -32,11 +32,19 @@ FOLDER = re.compile(r"[a-z_][\w.-]*(?:/[\w.-]+)*/")
 PLACEHOLDER = re.compile(r"[A-Z]{3,}")
 DOTTED = re.compile(r"\bquire(?:\.\w+)+")
 ATTRIBUTE = re.compile(r"([A-Z]\w+)\.(\w+)(?:\(.*)?")
+IDENTIFIER = re.compile(r"([A-Za-z_]\w*)(?:\(.*\))?")
+CAMEL = re.compile(r"[A-Z][a-z]+[A-Z]")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 # Paths that only an example or a build has, and endings of files that are named after quire.
 OTHERS = {"build/", "quire-held-1/"}
 ENDINGS = {"yaml", "json", "key", "service", "toml"}
+# Identifiers of others: environment variables, forms of names, metrics made of parts.
+OTHERS_NAMES = {
+    "ATEN_CPU_CAPABILITY", "KvEventPublisher", "num_x", "x_bytes", "x_id", "x_idx", "x_ms", "x_s",
+}  # fmt: skip
+PREFIXES = ("OTEL_",)
+SHAPE = re.compile(r"_total$")
 GENERATED = {"build", "node_modules", "__pycache__"}
 
 
@@ -74,6 +82,14 @@ def is_there(path: str, page: Path) -> bool:
     if "/" not in path and path in files():
         return True
     return any((base / path).exists() for base in (ROOT, PACKAGE, ROOT / "tests", page.parent))
+
+
+@functools.cache
+def words() -> frozenset[str]:
+    """All words of the code, tests included; not of this file."""
+    paths = [*sources(PACKAGE, ROOT / "tests", ROOT / "benchmarks"), *(ROOT / "csrc").iterdir()]
+    texts = (path.read_text("utf-8") for path in paths if path != Path(__file__))
+    return frozenset(word for text in texts for word in re.findall(r"\w+", text))
 
 
 @functools.cache
@@ -173,6 +189,16 @@ def test_attributes_that_a_page_names_exist(page: Path) -> None:
     pairs = {match.groups() for code in codes(page) if (match := ATTRIBUTE.fullmatch(code))}
     known = attributes()
     assert not {(name, each) for name, each in pairs if name in known and each not in known[name]}
+
+
+@of_each_page
+def test_identifiers_of_a_page_are_in_the_code(page: Path) -> None:
+    if page.name == "migrating.md":  # names vLLM's settings
+        return
+    named = {match[1] for code in codes(page) if (match := IDENTIFIER.fullmatch(code))}
+    ours = {name for name in named if "_" in name or CAMEL.match(name)}
+    others = {name for name in ours if name.startswith(PREFIXES) or SHAPE.search(name)}
+    assert not ours - others - OTHERS_NAMES - words()
 
 
 @of_each_page
