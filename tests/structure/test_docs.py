@@ -33,6 +33,9 @@ PLACEHOLDER = re.compile(r"[A-Z]{3,}")
 DOTTED = re.compile(r"\bquire(?:\.\w+)+")
 ATTRIBUTE = re.compile(r"([A-Z]\w+)\.(\w+)(?:\(.*)?")
 IDENTIFIER = re.compile(r"([A-Za-z_]\w*)(?:\(.*\))?")
+SOURCE = r"`[\w/]+\.(?:py|cpp|h)`"
+IN_FILES = re.compile(rf"`([A-Za-z_]\w*(?:\.\w+)?)(?:\(\))?`\s\(({SOURCE}(?:,\s{SOURCE})*)\)")
+FILE_OF = re.compile(rf"({SOURCE})\s\(((?:`\w+`(?:,\s)?)+)\)")
 CAMEL = re.compile(r"[A-Z][a-z]+[A-Z]")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -81,7 +84,13 @@ def is_there(path: str, page: Path) -> bool:
     of a file without a folder may be anywhere."""
     if "/" not in path and path in files():
         return True
-    return any((base / path).exists() for base in (ROOT, PACKAGE, ROOT / "tests", page.parent))
+    return find(path, page) is not None
+
+
+def find(path: str, page: Path) -> Path | None:
+    """What a path leads to."""
+    bases = ROOT, PACKAGE, ROOT / "tests", page.parent
+    return next((base / path for base in bases if (base / path).exists()), None)
 
 
 @functools.cache
@@ -199,6 +208,21 @@ def test_identifiers_of_a_page_are_in_the_code(page: Path) -> None:
     ours = {name for name in named if "_" in name or CAMEL.match(name)}
     others = {name for name in ours if name.startswith(PREFIXES) or SHAPE.search(name)}
     assert not ours - others - OTHERS_NAMES - words()
+
+
+@of_each_page
+def test_names_beside_a_file_are_in_it(page: Path) -> None:
+    """As in: `Name.attribute` (`path.py`), and `path.py` (`name`, `name`)."""
+    text = FENCE.sub("", text_of(page))
+    pairs = {(name, paths) for name, paths in IN_FILES.findall(text)}
+    pairs |= {(name, path) for path, names in FILE_OF.findall(text) for name in CODE.findall(names)}
+    missing = set()
+    for name, paths in pairs:
+        found = [find(path, page) for path in CODE.findall(paths) or [paths]]
+        texts = " ".join(path.read_text("utf-8") for path in found if path is not None)
+        if not all(re.search(rf"\b{part}\b", texts) for part in name.split(".")):
+            missing.add((name, paths))
+    assert not missing
 
 
 @of_each_page
