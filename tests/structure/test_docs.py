@@ -36,6 +36,7 @@ IDENTIFIER = re.compile(r"([A-Za-z_]\w*)(?:\(.*\))?")
 SOURCE = r"`[\w/]+\.(?:py|cpp|h)`"
 IN_FILES = re.compile(rf"`([A-Za-z_]\w*(?:\.\w+)?)(?:\(\))?`\s\(({SOURCE}(?:,\s{SOURCE})*)\)")
 FILE_OF = re.compile(rf"({SOURCE})\s\(((?:`\w+`(?:,\s)?)+)\)")
+IN_COMMENT = re.compile(r"(?<![\w/.*{}])((?:[\w-]+/)*[\w-]+\.py)\b(?!\()")
 CAMEL = re.compile(r"[A-Z][a-z]+[A-Z]")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -240,6 +241,17 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
             if anchor not in {anchor_of(heading) for heading in headings}:
                 broken.add(link)
     assert not broken
+
+
+def test_files_that_comments_of_the_package_name_exist() -> None:
+    missing = {
+        (path.name, named)
+        for path in sources(PACKAGE)
+        for named in IN_COMMENT.findall(path.read_text("utf-8"))
+        if not is_there(named, path) and not (path.parents[1] / named).exists()
+        if not (PACKAGE.parent / named).exists()
+    }
+    assert not missing
 
 
 def test_an_unknown_name_is_found() -> None:
