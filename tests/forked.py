@@ -36,7 +36,7 @@ LAUNCH = "import json, subprocess, sys; subprocess.run(json.load(sys.stdin), clo
 
 
 class Zygote:
-    """A process that has imported `module`, for children that run it (engine/spawn.py)."""
+    """A process that has imported `module`, for children that run it (engine/wire/spawn.py)."""
 
     PIPE = subprocess.PIPE  # so that this object stands in for the module `subprocess`
 

@@ -19,7 +19,7 @@ spread of the lengths does, which makes r and is ours (tools/workloads.py), as P
 
 Beams share whatever they have in common, and what that is depends on the model. `sure`: the chance
 that two draws from its distribution agree; `alike`: the share of the positions in which all beams
-of a request have the same candidates (tools/branching.py). `depth`: how many tokens ago all beams
+of a request have the same candidates (virtual/branching.py). `depth`: how many tokens ago all beams
 were one; the prompt and all tokens before that are held once. Where beams choose independently of
 each other, one soon wins, and the depth is small; where they go on alike, those that live on differ
 anywhere in the output. A text has both, so P's figure lies between the columns.

@@ -9,9 +9,9 @@ mirror were written before. Each time is the shortest of some rounds, after one 
 what others do on the machine only adds to it. The limit of a swap: each byte read once and written
 once, each way, at the measured speed of a long read; `of limit` is how much of that the copies
 reach. `ratio`: recomputation over swapping. `auto`: what the engine would do with this sequence, by
-the rates that it has measured itself (scheduler/swap.py).
+the rates that it has measured itself (scheduler/core/preemption.py).
 
-By formula (tools/swap_costs.py): OPT-13B in fp16, as in the paper: 40 layers of 40 heads of 128,
+By formula (virtual/swap_costs.py): OPT-13B in fp16, as in the paper: 40 layers of 40 heads of 128,
 26 GB of weights. An A100 reaches half of its 312 TFLOP/s in a prefill; PCIe 4 x16 gives 25 GB/s and
 PCIe 5 x16 55 GB/s; submitting a transfer takes 10 us. An A100 has no PCIe 5: there the link alone
 is changed; the H100 reaches half of 989 TFLOP/s. Once with a transfer for each block, layer, and K

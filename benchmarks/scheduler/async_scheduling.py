@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler.async_scheduling
 
-The device is virtual (tools/virtual_device.py): a step starts at the end of the one before it, or
+The device is virtual (virtual/virtual_device.py): a step starts at the end of the one before it, or
 when it is handed over, if that is later, and takes 1 or 5 ms. Everything else is the engine's own.
 
 `server`: the core's process as `quire serve` has it (engine/wire/core_server.py), with a client in

@@ -47,8 +47,8 @@ def _overhead() -> Figure:
         f"A sequence of {VICTIM.num_tokens} tokens, out and in again. Recomputation does not depend"
         " on blocks; many small transfers do. quire gathers a plan's blocks and sends them at once,"
         " so that its swaps do not depend on them either, and the choice between the two is made by"
-        " measured rates (`scheduler/swap.py`). By formula: `benchmarks/memory/swap.py` measures"
-        " the copies of this machine."
+        " measured rates (`scheduler/core/preemption.py`). By formula: `benchmarks/memory/swap.py`"
+        " measures the copies of this machine."
     )
     return Figure(
         "fig_19a",

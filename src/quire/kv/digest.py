@@ -3,9 +3,10 @@
     root  = H(cache fingerprint, cache salt, adapter, media ids)
     block = H(digest of the block before it or root, int32 token ids, little endian)
 
-The fingerprint covers what determines a block's bytes besides its tokens (engine/identity.py), so
-processes with the same fingerprint agree, also after a restart. Tenants with different salts never
-share. Python's `hash` is not used: it differs between processes and can be made to collide.
+The fingerprint covers what determines a block's bytes besides its tokens
+(engine/start/identity.py), so processes with the same fingerprint agree, also after a restart.
+Tenants with different salts never share. Python's `hash` is not used: it differs between processes
+and can be made to collide.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ OPTIONS = "x-guidance"  # of a schema, for llguidance
 # white space for ever sometimes does.
 WHITESPACE = r"(\r?\n)?[ \t]{0,16}"
 _DECODER = json.JSONDecoder()
-GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_check.py`)
+GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_worker.py`)
 
 # What may hold a name in angle brackets without naming a token, or is one that does; and schemas.
 # What nothing ends goes on to the end of its line, so that every character is read once.

@@ -1,6 +1,6 @@
 """The scheduler with all of its features: the core's four doors, and questions about them.
 
-    prefix index      hits by name, on the device and in host memory     prefix_index.py
+    prefix index      hits by name, on the device and in host memory     core/names.py
     pinned prefixes   prompts that are kept                              pins.py, pinned.py
     held requests     what has ended, and may be continued or forked     held.py
     stores            blocks outside of this process                     stores.py, offers.py

@@ -70,7 +70,7 @@ BUILT_IN: Mapping[str, Make] = MappingProxyType(
 )  # fmt: skip
 
 
-NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (connect.py)
+NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (start/connect_stores.py)
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:

@@ -326,7 +326,7 @@ class SchedulerCore:
         return [member for member in members if member.state is not State.ENDED]
 
     def _reset_cache(self, epoch: str, now: float) -> None:
-        """Forget all names, and let those to come be others (renaming.py)."""
+        """Forget all names, and let those to come be others (names.py)."""
         self.memory.reset(root_digest(self.memory.names.fingerprint, epoch), now)
         for sequence in self.lifecycle.sequences.values():
             rename(sequence, self.memory.names, epoch)

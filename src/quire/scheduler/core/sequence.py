@@ -121,7 +121,7 @@ class Sequence:
     reads_cache: bool = True  # its request lets it begin with cached blocks
     blockers: frozenset[StrEnum] = frozenset()  # what it waits for outside the queue
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
-    is_renamed: bool = False  # nobody else has the names of its blocks (renaming.py)
+    is_renamed: bool = False  # nobody else has the names of its blocks (names.py)
     tenant: int = 0  # its slot among the tenants' counters
     keep_s: float = 0.0  # how long it is held when it has ended
     report: PrefixReport | None = None  # of its first admission

@@ -4,7 +4,7 @@ Nobody keeps this unless it was asked for (`Scheduler.subscribe`). Then pools no
 they give and take away, in order. What a name stands for, tokens and the block before, is told by
 the sequences whose blocks are named, in the same call through a door. Both are handed out as they
 are (`IndexDelta`), which takes the core next to no time; who wants to know puts them together, in a
-thread of its own (`engine/event_encoding.py`).
+thread of its own (`engine/attachments/event_encoding.py`).
 
 A change is told when a plan is made, as the index itself changes then. If the step fails, the
 names are taken away again, which is a change like any other.
