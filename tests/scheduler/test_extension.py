@@ -12,7 +12,14 @@ from quire.base.errors import RequestError
 from quire.base.messages import Cancel, Request
 from quire.base.plan import StepResult
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
-from quire.scheduler.core.extension import Extension, Handler, HitSource, StepEnd, StepExtension
+from quire.scheduler.core.extension import (
+    CacheListener,
+    Extension,
+    Handler,
+    HitSource,
+    StepEnd,
+    StepExtension,
+)
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
@@ -143,3 +150,79 @@ def test_an_interface_has_at_most_six_methods(kind: Any) -> None:
     methods = [name for name, value in vars(kind).items() if callable(value) or
                isinstance(value, property)]  # fmt: skip
     assert 3 <= len([name for name in methods if not name.startswith("_")]) <= 6
+
+
+class Loads(CacheListener):
+    """Notes which leading blocks are loaded from host memory."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, int]] = []
+
+    def loaded(self, sequence: Sequence, num_blocks: int) -> None:
+        self.found.append((sequence.request.request_id, num_blocks))
+
+
+def test_a_listener_hears_of_blocks_that_come_from_host_memory() -> None:
+    kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, host_limits=[NUM_BLOCKS])
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(Memory(kv, 64, watermark=0.0), config, 64)
+    listener = Loads()
+    scheduler.attach(listener)
+    prompt = list(range(10))
+    run(scheduler, make_request("a", prompt, max_tokens=1))
+    run(scheduler, make_request("other", list(range(50, 96)), max_tokens=1))  # takes all blocks
+    run(scheduler, make_request("b", [*prompt, 40], max_tokens=1))
+    assert listener.found == [("b", 2)]
+
+
+def test_full_blocks_are_named_once() -> None:
+    scheduler = scheduler_of(caching=True)
+    scheduler.add(make_request("a", list(range(10)), max_tokens=5), 0.0)
+    assert scheduler.schedule(0.0).plan is not None
+    [row] = scheduler.rows.running.tolist()
+    assert scheduler.rows.table.index_at[row] == 12, "when the third block is full"
+
+
+def test_a_prompt_that_is_scored_reads_no_further_than_its_scores() -> None:
+    """The last token is computed in any case; its block of four is not taken from the cache."""
+    scheduler = scheduler_of(caching=True)
+    request = make_request("a", list(range(10)), max_tokens=1, prompt_logprobs=1)
+    scheduler.add(request, 0.0)
+    sequence = scheduler.lifecycle.sequences["a"]
+    sequence.num_prompt_logprobs, sequence.num_preemptions = 3, 1
+    digests, num_tokens = scheduler.memory.names.readable(sequence)
+    assert num_tokens == 4 and len(digests) <= 1
+
+
+class Claims(Extension):
+    """Answers for the room of every request."""
+
+    def accept(self, request: Request) -> bool:
+        return True
+
+
+def test_one_extension_that_answers_for_the_room_is_enough() -> None:
+    scheduler = scheduler_of()
+    request = make_request("large", list(range(20)), max_tokens=40)
+    assert scheduler.add(request, 0.0).refusal is not None
+    scheduler.attach(Claims())
+    assert scheduler.add(request, 0.0).refusal is None
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_two_stages_are_stages(num_stages: int) -> None:
+    kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(Memory(kv, 64), config, 64, num_stages=num_stages)
+    assert scheduler.has_stages == (num_stages == 2)
+    assert scheduler.may_repeat_steps == (num_stages == 1)
+
+
+def test_an_open_prompt_that_was_swapped_out_whole_has_nothing_to_compute() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", list(range(5)), max_tokens=4), 0.0)
+    sequence = scheduler.lifecycle.sequences["a"]
+    sequence.is_open, sequence.num_swapped_tokens = True, 4
+    assert sequence.has_something_to_compute, "what was swapped out once has come back"
+    sequence.host_blocks = scheduler.memory.new_sequence()
+    assert not sequence.has_something_to_compute

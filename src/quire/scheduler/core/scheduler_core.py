@@ -104,7 +104,7 @@ class SchedulerCore:
         failures = Failures(rows, memory, lifecycle, self.extensions)
         self._results = StepResults(rows, memory, lifecycle, forking, failures)
         self._collectors: list[Collector] = []  # of what subscribers hear of
-        self._handlers = self._own_handlers()
+        self.attach()
 
     def attach(self, *features: object) -> None:
         """Connect features, which are called in this order (extension.py)."""
