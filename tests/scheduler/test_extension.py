@@ -11,6 +11,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.messages import Cancel, Request
 from quire.base.plan import StepResult
+from quire.kv.host_tier import Copies
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.scheduler.core.extension import (
     CacheListener,
@@ -22,6 +23,7 @@ from quire.scheduler.core.extension import (
 )
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
+from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import make_request
 
@@ -226,3 +228,48 @@ def test_an_open_prompt_that_was_swapped_out_whole_has_nothing_to_compute() -> N
     assert sequence.has_something_to_compute, "what was swapped out once has come back"
     sequence.host_blocks = scheduler.memory.new_sequence()
     assert not sequence.has_something_to_compute
+
+
+def test_drafts_are_not_kept_of_a_row_that_is_swapped_out() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", list(range(10)), max_tokens=4), 0.0)
+    assert scheduler.schedule(0.0).plan is not None
+    sequence = scheduler.lifecycle.sequences["a"]
+    scheduler.rows.table.tried[sequence.row] = 3
+    assert (sequence.num_computed_tokens, sequence.num_kept_tokens) == (10, 7)
+
+
+def test_an_open_prompt_of_one_token_has_nothing_to_compute() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("a", [1], max_tokens=4), 0.0)
+    sequence = scheduler.lifecycle.sequences["a"]
+    assert sequence.has_something_to_compute
+    sequence.is_open = True
+    assert not sequence.has_something_to_compute
+
+
+def test_a_row_that_found_nothing_is_named_with_no_cached_tokens() -> None:
+    scheduler = scheduler_of(caching=True)
+    scheduler.add(make_request("a", list(range(10)), max_tokens=4), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None
+    result = StepResult(plan.step_id, np.full((1, 1), 7, np.int32), np.ones(1, np.int32))
+    [name] = scheduler.update(result, 0.0).outputs.names
+    assert (name.request_id, name.num_cached_tokens) == ("a", 0)
+
+
+class Room:
+    room = 2
+
+
+def test_no_more_blocks_are_copied_for_stores_than_there_is_room_for() -> None:
+    kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, host_limits=[NUM_BLOCKS])
+    assert kv.tier is not None
+    offers, pool = Offers(kv, kv.tier, True, Room()), kv.pools[0]
+    digests = [b"a", b"b", b"c", b"d"]
+    for digest in digests:
+        pool.index(pool.allocate(), digest)
+    offers._offer(digests)
+    copies: list[Copies] = [([], [])]
+    offers.copy_out(copies)
+    assert len(copies[0][0]) == 2 and offers.num_waiting == 2
