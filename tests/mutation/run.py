@@ -52,7 +52,7 @@ TESTS = (
     "tests/engine/loop/test_core.py", "tests/engine/loop/test_figure_9.py",
     "tests/engine/loop/test_open_prompts.py", "tests/engine/attachments/test_queue_limit.py",
     "tests/engine/observability/test_timeline.py", "tests/engine/observability/test_metrics.py",
-    "tests/engine/attachments/test_kv_events.py",
+    "tests/engine/attachments/test_held_files.py", "tests/engine/attachments/test_kv_events.py",
     "tests/engine/connectors/test_store.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
