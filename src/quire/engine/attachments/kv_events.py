@@ -34,7 +34,7 @@ class KVEvents(Attachment):
         self._publisher = publisher
         self._log = ThrottledLog(MonotonicClock())
         self._has_lost = self._is_closed = False
-        self._end = weakref.finalize(self, publisher.close)  # also of a core that nobody closes
+        self._end = weakref.finalize(self, publisher.close)  # also if the core is never closed
 
     def hear(self, given: Given, decisions: Decisions) -> None:
         """Publish changes of the index. Once some were lost, routers are to forget all that they

@@ -98,7 +98,7 @@ class Attachments:
         self.remove(attachment)
 
     def _index(self) -> None:
-        """Find who overrides what, so that a call costs nothing where nobody does."""
+        """List the attachments that override each method; the others are never called."""
 
         def overriding(method: str) -> list[Attachment]:
             default = getattr(Attachment, method)

@@ -7,8 +7,8 @@
 
 A feature implements those that it needs, and `SchedulerCore.attach` connects it. The order of
 attaching is the order of calls. A question (`find`, `num_tokens`, `evictable`, `accept`) changes
-nothing. Example: a source that remembers one system prompt needs `find`, `num_tokens` and
-`evictable`; all other methods have defaults that do nothing.
+nothing. A method that a feature does not bring does nothing: a source that remembers one prompt
+needs `find`, `evictable` and `evict_one` (tests/scheduler/test_extension.py has one).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sized

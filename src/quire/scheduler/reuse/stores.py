@@ -116,7 +116,7 @@ class Stores(Extension, StepExtension):
             LookedUp: lambda answer, now: self._take_looked_up(answer),
             Fetched: lambda answer, now: self._take_fetched(answer),
             Kept: lambda answer, now: self._take_kept(answer),
-            KeepCached: lambda message, now: self._end_keeping(),
+            KeepCached: self._begin_ending,
             ResetPrefixCache: lambda message, now: self.start_over(),
         }
 
@@ -159,7 +159,8 @@ class Stores(Extension, StepExtension):
             self.offers.drop_waiting()
         return plan
 
-    def _end_keeping(self) -> None:
+    def _begin_ending(self, message: KeepCached, now: float) -> None:
+        """Copy out from now on, when nothing else is to be planned, all that is cached."""
         self._is_ending = True
 
     def handed_over(self, sequence: Sequence) -> HandedOver | None:
