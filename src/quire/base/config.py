@@ -117,7 +117,7 @@ class ModelConfig:
     tool_call_parser: str = setting(
         "auto",
         "how the model writes calls of tools; auto is told from its chat template, none reads none"
-        " (docs/tools.md)",
+        " (docs/use/tools.md)",
     )
     reasoning_parser: str = setting(
         "auto",
