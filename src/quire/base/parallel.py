@@ -19,32 +19,38 @@ BACKENDS = "auto", "uni", "mp", "ray"
 class ParallelConfig:
     """One model on many devices."""
 
-    tensor_parallel_size: int = setting(1, "devices that share each layer")
-    pipeline_parallel_size: int = setting(1, "stages of consecutive layers, each on its devices")
-    data_parallel_size: int = setting(1, "copies of the model, each with a scheduler of its own")
+    tensor_parallel_size: int = setting(1, "devices that share each layer (tensor parallelism)")
+    pipeline_parallel_size: int = setting(
+        1, "stages of consecutive layers, each on its own devices (pipeline parallelism)"
+    )
+    data_parallel_size: int = setting(
+        1, "replicas of the model, each with its own scheduler (data parallelism)"
+    )
     enable_expert_parallel: bool = setting(
-        False, "give each device whole experts of a mixture, instead of a part of each"
+        False, "place whole experts on each device, instead of a part of every expert"
     )
     decode_context_parallel_size: int = setting(
-        1, "devices, of those that share a layer, among which a sequence's blocks are dealt out"
+        1, "devices of a tensor-parallel group that divide the KV blocks of each sequence"
     )
     distributed_executor_backend: str = setting(
         "auto",
-        "who starts the ranks: mp on this machine (and those that join it by nnodes), ray on a"
-        " cluster; uni: one, in the engine's process; auto is uni for one rank, else mp",
+        "how ranks start: `uni` in the engine's process, `mp` on this machine, `ray` on a cluster;"
+        " `auto` is `uni` for one rank, else `mp`",
         choices=BACKENDS,
     )
-    nnodes: int = setting(1, "machines that hold ranks, without Ray")
-    node_rank: int = setting(0, "which of them this is; 0 serves, others only hold ranks")
-    master_addr: str | None = setting(
-        None, "address of machine 0 that the others reach it at; nothing listens on a network else"
+    nnodes: int = setting(1, "number of machines that hold ranks, without Ray")
+    node_rank: int = setting(
+        0, "number of this machine; machine 0 answers requests, the others hold ranks"
     )
-    master_port: int = setting(29501, "TCP port there")
+    master_addr: str | None = setting(
+        None, "address of machine 0 on the network that the machines share"
+    )
+    master_port: int = setting(29501, "TCP port of machine 0 for the other machines")
     ray_address: str | None = setting(
-        None, "the Ray cluster, as HOST:PORT; RAY_ADDRESS or the one of this machine if absent"
+        None, "Ray cluster, as HOST:PORT; by default RAY_ADDRESS or this machine's cluster"
     )
     node_wait_s: float = setting(
-        300.0, "how long the start waits for other machines, or for room on them", unit="s"
+        300.0, "how long the start waits for other machines and their devices", unit="seconds"
     )
 
     def __post_init__(self) -> None:
