@@ -4,7 +4,7 @@
 
 A prompt with such a word is refused. What may be the beginning of a word is held back until more of
 the text is there, or its end. For `quire serve` a package names the class in an entry point
-(docs/extending.md).
+(docs/extend/hooks.md).
 """
 
 import argparse

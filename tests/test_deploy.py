@@ -155,5 +155,5 @@ def test_a_wheel_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["quire.yaml", "environment"])
 def test_the_service_and_its_page_name_the_same_files(name: str) -> None:
     unit = (ROOT / "deploy" / "systemd" / "quire.service").read_text()
-    page = (ROOT / "docs" / "operating.md").read_text()
+    page = (ROOT / "docs" / "operate" / "processes.md").read_text()
     assert f"/etc/quire/{name}" in unit and f"/etc/quire/{name}" in page

@@ -21,7 +21,7 @@ from tests.engine.observability.test_metrics import idle_scheduler, new_metrics
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "kubernetes"
 MODEL = "Qwen/Qwen3-8B"
-KEEPS_AT_END_S = 50  # docs/operating.md: what is cached goes to a store
+KEEPS_AT_END_S = 50  # docs/use/prefix-caching.md: what is cached goes to a store
 
 
 @cache
@@ -88,7 +88,10 @@ def test_there_is_time_for_the_end() -> None:
     waits_s = container()["lifecycle"]["preStop"]["sleep"]["seconds"]
     wanted = waits_s + server.shutdown_timeout + KEEPS_AT_END_S
     assert pod()["terminationGracePeriodSeconds"] >= wanted
-    assert f"latest {KEEPS_AT_END_S} s after SIGTERM" in (ROOT / "docs/operating.md").read_text()
+    assert (
+        f"latest {KEEPS_AT_END_S} s after SIGTERM"
+        in (ROOT / "docs/use/prefix-caching.md").read_text()
+    )
 
 
 def test_it_fits_the_image() -> None:

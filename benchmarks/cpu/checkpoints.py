@@ -18,7 +18,7 @@ from tests.models.gguf_writer import BF16, F16, Q4_0, Q8_0, byte_level_metadata,
 SPREAD = 0.02
 TRAINED_TOKENS = 1000
 SPECIAL = ("<|begin|>", "<|end|>")
-DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 GGUF_KINDS = {"bf16": BF16, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
 TOKEN_IDS = ("bos_token_id", "eos_token_id")
 ROPE_THETA = {"qwen3": 1_000_000.0, "llama": 10_000.0}

@@ -1,4 +1,4 @@
-"""Write docs/numbers.md from the files of benchmarks/results.
+"""Write docs/results/numbers.md from the files of benchmarks/results.
 
 python -m benchmarks.numbers
 """
@@ -9,7 +9,7 @@ from benchmarks.numbers.catalogue import PARTS
 from benchmarks.numbers.page import generated, updated
 from benchmarks.result_files import read_all
 
-PAGE = Path(__file__).parents[2] / "docs" / "numbers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "numbers.md"
 
 
 def main() -> None:

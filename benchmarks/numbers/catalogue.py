@@ -1,4 +1,4 @@
-"""What docs/numbers.md shows: all parts, in their order."""
+"""What docs/results/numbers.md shows: all parts, in their order."""
 
 from benchmarks.numbers.cpu import CPU, MODELS
 from benchmarks.numbers.engine import MEMORY, SCHEDULER, SERVER

@@ -64,13 +64,13 @@ GPU = Part("On a GPU", (
             "take the result": "{us.result:.0f}", "p99 of all": "{us.p99:.0f}", "a step":
             "{floor_us:,.0f}"}),),
     ),
-), "Of a GPU little is measured: [docs/gpu.md](gpu.md) says what is missing. "
+), "Of a GPU little is measured: [The GPU page](../inside/gpu.md) says what is missing. "
    "`make gpu-check` measures it.")  # fmt: skip
 
 PAPER = Part("The papers", (
     Section(
         "Figures",
-        "[docs/evaluation.md](evaluation.md) has all figures with their bands. Here are those"
+        "[The evaluation](evaluation.md) has all figures with their bands. Here are those"
         " for which the paper gives a number.",
         "make paper",
         (Table("virtual-time/paper.json", {
@@ -119,7 +119,7 @@ ROBUSTNESS = (
                 "body": "{body}", "processor": "{cpu_s} s", "held": "{held_s} s", "memory":
                 "{memory} times"}),),
         ),
-    ), "[robustness.md](robustness.md) is the table of what attacks found."),
+    ), "[The table of attacks](../operate/robustness.md) is the table of what attacks found."),
     Part("Mutations", (
         Section(
             "Small mistakes that the tests see",

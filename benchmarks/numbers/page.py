@@ -1,4 +1,4 @@
-"""Render docs/numbers.md: the tables of a catalogue, filled from the result files.
+"""Render docs/results/numbers.md: the tables of a catalogue, filled from the result files.
 
 A cell is a template such as `{ms.add.median*1e3:.1f} us`: the name of a row's field, a factor if it
 has one, a format. A list is the same figure of several rounds: its median, or with `@min` and
@@ -108,7 +108,7 @@ def lines_of(table: Table, result: Result) -> list[str]:
         raise ValueError(f"{table.file}: a column of {head} is empty; correct the catalogue.")
     body = [head, ["---"] * len(head), *cells]
     folder, commit, date = table.file.split("/")[0], result.commit, result.date[:10]
-    source = f"[{table.file}](../benchmarks/results/{table.file})"
+    source = f"[{table.file}](../../benchmarks/results/{table.file})"
     return [
         *("| " + " | ".join(each) + " |" for each in body), "",
         f"{folder}, commit {commit}, {date}: {source}", "",

@@ -1,4 +1,4 @@
-"""Write docs/evaluation.md and draw its plots."""
+"""Write docs/results/evaluation.md and draw its plots."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,15 +31,15 @@ P: *Efficient Memory Management for Large Language Model Serving with PagedAtten
 T: *vLLM: An Efficient Inference Engine for Large Language Models* (2025).
 
 `make paper` makes this page, its plots and `benchmarks/results/virtual-time/paper.json`. Unless a
-figure says that it was measured, it is [simulated](simulate.md): quire is its own core, scheduler
-and memory under a virtual clock, the other systems are written after the paper's description
-(`benchmarks/paper/baselines/`), and all have the same requests and step times. Steps are not
-those of the paper's machines: a formula makes them of the models' shapes and the A100's data
-sheet, and 18 ms are added to each, for what the paper's batches and rates say that engines of 2023
-needed beside it (`benchmarks/paper/settings.py`). So rates per second are not the paper's, and
-ratios between systems are what can be compared. Traces are ten minutes long. Lengths of requests
-are drawn after the paper's means; it does not give their spread.
-What the paper shows in drawings only is not repeated here; its numbers are those of its text.
+figure says that it was measured, it is [simulated](../operate/simulate.md): quire is its own
+core, scheduler and memory under a virtual clock, the other systems are written after the paper's
+description (`benchmarks/paper/baselines/`), and all have the same requests and step times. Steps
+are not those of the paper's machines: a formula makes them of the models' shapes and the A100's
+data sheet, and 18 ms are added to each, for what the paper's batches and rates say that engines
+of 2023 needed beside it (`benchmarks/paper/settings.py`). So rates per second are not the
+paper's, and ratios between systems are what can be compared. Traces are ten minutes long. Lengths
+of requests are drawn after the paper's means; it does not give their spread. What the paper shows
+in drawings only is not repeated here; its numbers are those of its text.
 
 A band says in which range a number must be; the tests assert the bands on shorter traces. All of
 it takes a quarter of an hour on two cores.

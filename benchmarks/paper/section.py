@@ -1,4 +1,4 @@
-"""What docs/evaluation.md says of a figure, and its numbers as rows of a result file."""
+"""What docs/results/evaluation.md says of a figure, and its numbers as rows of a result file."""
 
 import math
 from dataclasses import asdict, fields

@@ -1,5 +1,5 @@
 """Policies, attention backends, models and hooks of other packages: the examples of
-docs/extending.md are installed as they stand there, and served with."""
+docs/extend are installed as they stand there, and served with."""
 
 import asyncio
 import http.client
@@ -45,7 +45,7 @@ from tests.cli.commands import run
 from tests.serve.checkpoints import checkpoint
 from tests.serve.processes import Server
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
+DOCUMENTS = sorted((Path(__file__).parents[2] / "docs" / "extend").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"disable_log_stats": True, "max_model_len": 96}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -53,9 +53,10 @@ PROMPTS = [{"prompt_token_ids": [5 + i, 17, 3, 60]} for i in range(5)]
 
 
 def examples() -> dict[str, tuple[str, dict]]:
-    """Module name -> (its source, its pyproject.toml), in the document's order."""
+    """Module name -> (its source, its pyproject.toml), in the documents' order."""
     found: dict[str, tuple[str, dict]] = {}
-    blocks = [text for _, text in BLOCK.findall(DOCUMENT.read_text(encoding="utf-8"))]
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
+    blocks = [text for _, text in BLOCK.findall(pages)]
     for text, after in zip(blocks, blocks[1:], strict=False):
         named = re.match(r"# (\w+)\.py\n", text)
         if named:
@@ -124,8 +125,8 @@ def expected() -> list[list[int]]:
 
 
 def test_the_document_has_one_example_of_each_kind() -> None:
-    groups = [list(project["project"]["entry-points"]) for _, project in EXAMPLES.values()]
-    assert groups == [[kind.group] for kind in KINDS]
+    groups = [group for _, each in EXAMPLES.values() for group in each["project"]["entry-points"]]
+    assert sorted(groups) == sorted(kind.group for kind in KINDS)
 
 
 def test_a_policy_changes_the_order(site: Site, expected: list[list[int]]) -> None:

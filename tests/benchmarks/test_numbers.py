@@ -1,4 +1,4 @@
-"""docs/numbers.md is made from the result files, and the README's figures are theirs."""
+"""docs/results/numbers.md is made from the result files, and the README's figures are theirs."""
 
 import re
 from collections.abc import Callable
@@ -69,7 +69,8 @@ def test_a_table_by_rows_and_turned() -> None:
         "|  | best | limit |", "| --- | --- | --- |", "| a | 1234.5 | 0.5 |", "| b | 12.3 | 0.5 |"
     ]  # fmt: skip
     assert (
-        lines[5] == "m, commit abc1234, 2026-11-28: [m/toy.json](../benchmarks/results/m/toy.json)"
+        lines[5]
+        == "m, commit abc1234, 2026-11-28: [m/toy.json](../../benchmarks/results/m/toy.json)"
     )
     headings = {"first_s": "first", "rate": "tok/s"}
     turned = Table("m/toy.json", {"": "{engine}"}, {}, "figure", "{best:sig}", headings)
@@ -171,7 +172,7 @@ def test_sentences_of_the_readme() -> None:
 
 
 def test_sentences_about_tiles_in_cpu_md() -> None:
-    text = " ".join((ROOT / "docs" / "cpu.md").read_text(encoding="utf-8").split())
+    text = " ".join((ROOT / "docs" / "inside" / "cpu.md").read_text(encoding="utf-8").split())
     many = RESULTS["xeon-amx-16/linear.json"].where(rows=1024)
     rates = {(row["format"], row["shape"], row["variant"]): row["gop_per_s"] for row in many}
     times = [

@@ -1,4 +1,4 @@
-"""No body of the largest permitted size costs much more than it is said to in docs/operating.md."""
+"""No body of the largest permitted size costs much more than docs/operate/load.md says."""
 
 import json
 import subprocess

@@ -24,7 +24,7 @@ from quire.serve.vllm_compat import SECRETS, SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS, GROUPS, VllmSetting
 from tests.structure.test_house import ROOT
 
-PAGE = ROOT / "docs" / "migrating.md"
+PAGE = ROOT / "docs" / "use" / "vllm-flags.md"
 OPTIONS = all_options()
 SAME = [name for name, each in FLAGS.items() if each.is_same]
 

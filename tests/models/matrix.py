@@ -1,6 +1,6 @@
-"""What every architecture is tried with, and the page that says so (docs/models.md).
+"""What every architecture is tried with, and the page that says so (docs/use/model-table.md).
 
-    python -m tests.models.matrix [TYPE ...]     # try all, or these, and write docs/models.md
+    python -m tests.models.matrix [TYPE ...]     # all, or these; writes docs/use/model-table.md
 
 Each feature is a function of a tiny random checkpoint. It returns where all is as it should be,
 raises Refused where quire says by name that it does not do that, and fails otherwise.
@@ -54,7 +54,7 @@ from tests.models.paged import CPU
 from tests.models.test_gguf_families import CONVERTIBLE, convertible
 from tests.serve.checkpoints import pool_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "model-table.md"
 YES = "yes"
 EXACT = 1e-10
 LONG = 4  # of the prompts; the short ones grow into windows
@@ -357,8 +357,8 @@ variants of each, which other tests compare as well).
 LOSSES_HEAD = f"""
 ## What formats cost the demo model
 
-Its loss on {LOSS_TOKENS:,} tokens of held-out text, in nats per token; [numbers.md](numbers.md) has
-the accuracy of its answers.
+Its loss on {LOSS_TOKENS:,} tokens of held-out text, in nats per token; [the
+results](../results/numbers.md) have the accuracy of its answers.
 
 | weights, or keys and values | loss | more than float32 |
 |---|---|---|
@@ -370,17 +370,17 @@ verify MODEL` compares a real checkpoint in the same ways. Types that are not he
 transformers' own classes (`--model-impl transformers`, `pip install "quire[transformers]"`);
 `quire port DIR` begins a class of our own. EAGLE-3 heads of both layouts guess beside every model
 that runs by a class of ours (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`;
-[operating.md](operating.md#guessing-ahead)).
+[speculation](speculation.md)).
 
 **Pooling**: embeddings (the last token, the first, or the mean; sentence-transformers' files),
-classes and scores ([operating.md](operating.md#embeddings-classes-and-scores)) of the types above.
+classes and scores ([embeddings](embeddings.md)) of the types above.
 Qwen 3 and Llama stand beside transformers' `AutoModel` and `AutoModelForSequenceClassification`,
 within 1e-10 in float64 (`tests/serve/test_pooling.py`).
 
 **Encoders** (`bert`, `roberta`, `xlm-roberta`, `camembert`, `modernbert`) give embeddings, classes
 and scores of pairs, each within 1e-10 of transformers' in float64, whatever shares a step with
 them. By the C++ core, in float32, in bfloat16 and with weights in int8, not a bit depends on that
-(`tests/serve/test_encoders.py`; [operating.md](operating.md#encoders)). GGUF files of them are not
+(`tests/serve/test_encoders.py`; [encoders](embeddings.md#encoders)). GGUF files of them are not
 read.
 """
 

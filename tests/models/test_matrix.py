@@ -1,4 +1,4 @@
-"""Every architecture with every feature: docs/models.md is true. See `matrix.py`."""
+"""Every architecture with every feature: docs/use/model-table.md is true. See `matrix.py`."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The table of vLLM's cases in docs/migrating.md is that of the cases as they are."""
+"""The table of vLLM's cases in docs/results/vllm-cases.md is that of the cases as they are."""
 
 from tests.serve.vllm_cases.table import PAGE, page, topics_of_cases
 

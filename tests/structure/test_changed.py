@@ -21,7 +21,7 @@ def test_a_helper_touches_tests_that_use_it_through_another_one() -> None:
 
 
 def test_other_files_touch_tests_that_name_them() -> None:
-    assert "tests/cli/test_migrating.py" in names("docs/migrating.md")
+    assert "tests/cli/test_migrating.py" in names("docs/use/vllm-flags.md")
     found = names("csrc/linear.cpp")
     assert found and all(name.startswith("tests/ops/") for name in found)
 

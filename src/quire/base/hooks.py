@@ -2,8 +2,8 @@
 
 A hook is an object with any of the methods of `METHODS`, each a plain or an async one. Each may
 pass what it is shown (return None), change it (return a changed one, made by
-`dataclasses.replace`), or end the request (raise EndRequest). docs/extending.md tells how to bring
-one.
+`dataclasses.replace`), or end the request (raise EndRequest). docs/extend/hooks.md has an
+example.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What other packages bring, by entry points. docs/extending.md tells how to write each kind.
+"""What other packages bring, by entry points. docs/extend/README.md tells how to write each kind.
 
 A built-in name always means the built-in thing, and is never looked up here: entry points are read
 only when somebody asks for another name, so those who use none pay nothing for them.

@@ -124,7 +124,7 @@ class RequestLimits:
             if name is None and not self.takes_functions:
                 raise RequestError(
                     "a Python function cannot go to an engine in another process; let a package"
-                    " bring it, and give its name (docs/extending.md).", field,
+                    " bring it, and give its name (docs/extend/README.md).", field,
                 )  # fmt: skip
             if name is not None and name not in self.logits_processors:
                 known = ", ".join(self.logits_processors) or "none"

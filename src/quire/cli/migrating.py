@@ -1,4 +1,4 @@
-"""`python -m quire.cli.migrating [FILE]`: writes vLLM's flags into docs/migrating.md.
+"""`python -m quire.cli.migrating [FILE]`: writes vLLM's flags into docs/use/vllm-flags.md.
 
 The page stays as it is but for what stands between the two marks.
 """
@@ -12,7 +12,7 @@ from quire.base.errors import ConfigError
 from quire.cli.settings import ALIASES, SHORT_FLAGS, Option, all_options
 from quire.serve.vllm_flags import GROUPS, VllmSetting
 
-PAGE = Path("docs/migrating.md")
+PAGE = Path("docs/use/vllm-flags.md")
 BEGIN = "<!-- flags: written by `make migrating` -->"
 END = "<!-- flags: end -->"
 

@@ -33,8 +33,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Serve a workload by the production scheduler in virtual time: MODEL on any"
         " device, by a formula of how long steps take or by what was measured. Prints what `quire"
         " bench serve` would, memory, preemptions, prefix hits and what requests waited for.",
-        epilog="Nothing is loaded: of MODEL only the config is read. docs/simulate.md tells what"
-        " the numbers can be trusted for.",
+        epilog="Nothing is loaded: of MODEL only the config is read. docs/operate/simulate.md says"
+        " how far to trust the numbers.",
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)

@@ -2,14 +2,14 @@
 
 Shape legend: T tokens, K inputs, N outputs.
 
-On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all quantised ones, are
-multiplied by it: faster than torch with few tokens, equal with many, and each token's result has
-the same bits in any batch. Without the core oneDNN's packed order is taken where it is faster than
-plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md). A GPU multiplies a weight
-of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that same promise, one to
-four rows with a plain weight by another (`ops/kernels/few_rows.py`), where it is faster than the
-library, and quantised ones by others (`gpu_weights.py`).
-"""
+On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all quantised ones,
+are multiplied by it: faster than torch with few tokens, equal with many, and each token's
+result has the same bits in any batch. Without the core oneDNN's packed order is taken where it
+is faster than plain weights; float64 and GPUs multiply plain tensors (docs/results/numbers.md).
+A GPU multiplies a weight of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which
+gives that same promise, one to four rows with a plain weight by another
+(`ops/kernels/few_rows.py`), where it is faster than the library, and quantised ones by others
+(`gpu_weights.py`)."""
 
 from collections.abc import Sequence
 

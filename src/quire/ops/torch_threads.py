@@ -2,7 +2,7 @@
 
 Both wait for work with threads that do not sleep at once. Where the two take turns within a step,
 torch's threads keep the cores that the core's need: steps of a mixture of experts took eight times
-as long so (docs/cpu.md).
+as long so (docs/inside/cpu.md).
 """
 
 from collections.abc import Iterator

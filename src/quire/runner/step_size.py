@@ -1,7 +1,7 @@
 """How many tokens a step begins with on a CPU, so that nobody who decodes waits long for a prefill.
 
 This is from what was measured of the kernels; while steps run, `engine/loop/step_budget.py` follows
-how long they take. Where chunks are cut changes no bit of the core's results (docs/cpu.md).
+how long they take. Where chunks are cut changes no bit of the core's results (docs/inside/cpu.md).
 """
 
 from quire.base.config import EngineConfig

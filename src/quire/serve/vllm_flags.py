@@ -1,7 +1,7 @@
 """Every flag of vLLM's `serve`, and what becomes of it here: one table, data only.
 
-`LLM` and the command line take vLLM's settings by it (`vllm_compat.py`), and docs/migrating.md is
-made of it (`python -m quire.cli.migrating`).
+`LLM` and the command line take vLLM's settings by it (`vllm_compat.py`), and docs/use/vllm-flags.md
+is made of it (`python -m quire.cli.migrating`).
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ SERVER = {
     "ssl_cert_reqs": _value("put a proxy in front that asks for clients' certificates", 0),
     "ssl_ciphers": _value("Python's choice is taken; put a proxy in front for another one"),
     "enable_ssl_refresh": _switch("start the server anew with a new certificate", False),
-    "middleware": _value("filter by --hooks (docs/extending.md), or put a proxy in front"),
+    "middleware": _value("filter by --hooks (docs/extend/hooks.md), or put a proxy in front"),
     "api_server_count": _same("vLLM has as many as copies of the model", short="-asc"),
     "headless": _switch(GROUP, False),
     "grpc": _switch("the server speaks HTTP", False),
@@ -96,7 +96,7 @@ SERVER = {
 }
 ANSWERS = {
     "served_model_name": _same(
-        "of [several models](operating.md#several-models) each is named as `NAME=MODEL`"
+        "of [several models](../operate/several-models.md) each is named as `NAME=MODEL`"
     ),
     "response_role": _same(),
     "chat_template": _same(),
@@ -111,13 +111,13 @@ ANSWERS = {
     "per_request_spec_decode_metrics": _ignored("--enable-per-request-metrics has them", True),
     "stream_interval": _same(),
     "tool_call_parser": _same("told by the template, where vLLM wants a name"),
-    "tool_parser_plugin": _value("formats are rows of a table (docs/tools.md)", ""),
+    "tool_parser_plugin": _value("formats are rows of a table (docs/use/tools.md)", ""),
     "tool_server": _value("tools are called by clients"),
     "tool_strict_level": _value("a tool's definition says it: strict"),
     "enable_auto_tool_choice": _ignored("tool calls are always read", True),
     "exclude_tools_when_tool_choice_none": _switch("they are always left out then", True),
     "reasoning_parser": _same("told by the template, where vLLM wants a name"),
-    "reasoning_parser_plugin": _value("formats are rows of a table (docs/tools.md)", ""),
+    "reasoning_parser_plugin": _value("formats are rows of a table (docs/use/tools.md)", ""),
     "reasoning_config": _value("the format tells it", "{}"),
     "enable_reasoning": _ignored("reasoning is always read", True),
     "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
@@ -150,7 +150,7 @@ MODEL = {
     "rope_scaling": _value("give it by --hf-overrides"),
     "rope_theta": _value("give it by --hf-overrides"),
     "model_impl": _same("auto, quire, transformers; vllm counts as quire"),
-    "model_class_overrides": _value("an architecture is one file here (docs/models.md)"),
+    "model_class_overrides": _value("an architecture is one file here (docs/extend/models.md)"),
     "dtype": _same(),
     "seed": _same(),
     "max_model_len": _same("auto and -1: what fits the memory"),
@@ -161,7 +161,7 @@ MODEL = {
         " compressed-tensors ...) count as absent: its files say it"
     ),
     "quantization_config": _value("--quantization and --quantization-group-size say it", "{}"),
-    "allow_deprecated_quantization": _ignored("docs/quantisation.md lists what is read", True),
+    "allow_deprecated_quantization": _ignored("docs/use/quantisation.md lists what is read", True),
     "generation_config": _same("auto, or none (vllm is the same); no folder"),
     "override_generation_config": _same(),
     "runner": _same("auto, generate and pooling"),
@@ -171,14 +171,18 @@ MODEL = {
         "with seq_pooling_type or pooling_type, and use_activation or normalize"
     ),
     "enable_prompt_embeds": _switch("send prompts as text or token ids", False),
-    "logits_processors": _same("names that installed packages bring (docs/extending.md), no paths"),
-    "io_processor_plugin": _value("filter by --hooks (docs/extending.md)"),
+    "logits_processors": _same(
+        "names that installed packages bring (docs/extend/logits-processors.md), no paths"
+    ),
+    "io_processor_plugin": _value("filter by --hooks (docs/extend/hooks.md)"),
     "disable_sliding_window": _switch("a model's windows are obeyed", False),
     "disable_cascade_attn": _ignored("answers do not depend on it", True),
     "use_fp64_gumbel": _ignored("a request's noise is the same bits everywhere", True),
     "enable_return_routed_experts": _switch("which experts were chosen is not told", False),
     "return_sampling_mask": _switch("it is not told", False),
-    "enable_trace_replay": _switch("quire replay runs recordings (docs/recording.md)", False),
+    "enable_trace_replay": _switch(
+        "quire replay runs recordings (docs/operate/recording.md)", False
+    ),
     "enable_sleep_mode": _switch("there is no sleep; a start maps the weights", False),
     "enable_cumem_allocator": _ignored(ONE_WAY, True),
     "enable_nccl_comm_suspend": _ignored("there is no sleep", True),
@@ -249,7 +253,7 @@ SCHEDULER = {
     "scheduling_policy": _same(
         "vLLM's is fcfs. fcfs and priority are fifo here: a request's priority always counts"
     ),
-    "scheduler_cls": _value("packages bring policies (docs/extending.md)"),
+    "scheduler_cls": _value("packages bring policies (docs/extend/policies.md)"),
     "scheduler_reserve_full_isl": _ignored("--watermark keeps blocks free", True),
     "scheduler_delay_factor": _value("nothing is delayed", 0),
     "num_scheduler_steps": _value("--pipeline-depth says how many steps are in flight", 1),
@@ -411,7 +415,7 @@ OBSERVATION = {
     "show_hidden_metrics_for_version": _ignored("no metric is hidden"),
     "custom_histogram_buckets": _value("the buckets are fixed"),
     "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's is gRPC unless its environment says so"),
-    "collect_detailed_traces": _value("use --record and quire trace (docs/recording.md)"),
+    "collect_detailed_traces": _value("use --record and quire trace (docs/operate/recording.md)"),
     "kv_cache_metrics": _switch("/v1/requests/ID tells what was cached", False),
     "kv_cache_metrics_sample": _ignored("/v1/requests/ID tells what was cached"),
     "enable_mfu_metrics": _switch("quire fit tells what a device could do", False),
@@ -419,10 +423,10 @@ OBSERVATION = {
     "enable_logging_iteration_details": _switch("--record keeps each step", False),
     "jit_monitor_mode": _ignored("compilations are not watched"),
     "jit_monitor_verbose": _ignored("compilations are not watched", True),
-    "profiler_config": _value("use --record and quire trace (docs/recording.md)", "{}"),
+    "profiler_config": _value("use --record and quire trace (docs/operate/recording.md)", "{}"),
 }
 TRANSFERS = {
-    "kv_transfer_config": _same("blocks go through --kv-store (docs/handover.md)"),
+    "kv_transfer_config": _same("blocks go through --kv-store (docs/operate/handover.md)"),
     "kv_events_config": _same("no tokens unless it says token_ids; the default is loopback"),
     "ec_transfer_config": _value(TEXT),
     "ec_manager_config": _value(TEXT),

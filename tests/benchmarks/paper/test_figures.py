@@ -36,7 +36,12 @@ def test_numbers_are_in_their_bands() -> None:
 
 
 def test_the_page_has_the_numbers_of_the_last_run() -> None:
-    page = Path(__file__).parents[3].joinpath("docs", "evaluation.md").read_text(encoding="utf-8")
+    page = (
+        Path(__file__)
+        .parents[3]
+        .joinpath("docs", "results", "evaluation.md")
+        .read_text(encoding="utf-8")
+    )
     figures = figures_of(newest("paper").rows)
     for figure in itertools.chain(*figures.values()):
         assert section(figure).strip() in page, figure.name

@@ -1,4 +1,4 @@
-"""The Valkey example of docs/extending.md, over a socket: a real server where one is installed,
+"""The Valkey example of docs/extend/kv-stores.md, over a socket: a real server if installed,
 else a few commands of its protocol."""
 
 import logging

@@ -1,4 +1,4 @@
-"""The extensions, hit sources and attachments of docs/extending.md, run as they stand there."""
+"""The extensions, hit sources and attachments of docs/extend, run as they stand there."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,11 @@ from quire.base.events import Admitted, Event
 from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 
-PAGE = Path(__file__).parents[3] / "docs" / "extending.md"
+DOCS = Path(__file__).parents[3] / "docs" / "extend"
+PAGES = (DOCS / "scheduler.md", DOCS / "attachments.md")
 EXAMPLE = re.compile(r'^```python\n(""".*?)^```$', re.MULTILINE | re.DOTALL)
 CALL = re.compile(r"^```python\n(core\..*?)^```$", re.MULTILINE | re.DOTALL)
+TEXT = "\n".join(page.read_text("utf-8") for page in PAGES)
 BLOCK, LENGTH, NUM_BLOCKS = 4, 64, 12
 PROMPT = list(range(10))
 
@@ -25,9 +27,9 @@ PROMPT = list(range(10))
 def examples() -> dict[str, Any]:
     """The classes of the page's modules that attach in code, by name."""
     found: dict[str, Any] = {}
-    for source in EXAMPLE.findall(PAGE.read_text("utf-8")):
+    for source in EXAMPLE.findall(TEXT):
         scope: dict[str, Any] = {"__name__": "example"}
-        exec(compile(source, str(PAGE), "exec"), scope)
+        exec(compile(source, str(DOCS), "exec"), scope)
         own = {n: v for n, v in scope.items() if getattr(v, "__module__", "") == "example"}
         found |= own
     return found
@@ -59,7 +61,7 @@ def test_the_page_has_these_examples() -> None:
     assert set(EXAMPLES) == {"TokenQuota", "LastPrompt", "ForgetEvery"}
 
 
-@pytest.mark.parametrize("call", CALL.findall(PAGE.read_text("utf-8")))
+@pytest.mark.parametrize("call", CALL.findall(TEXT))
 def test_features_attach_as_the_page_shows(call: str) -> None:
     core = make_core()
     before = len(core.scheduler.features) + len(core.attachments.all)

@@ -116,6 +116,6 @@ def test_a_mark_that_ends_any_message_closes_no_reasoning() -> None:
 
 
 def test_the_document_names_all_formats() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "use" / "tools.md").read_text(encoding="utf-8")
     for row in (*table.CALLS, *table.REASONING):
         assert f"\n| {', '.join(f'`{name}`' for name in row.names)} |" in text

@@ -20,7 +20,7 @@ from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext, serving
 from tests.serve.api.direct import text_of, wait_until
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "streaming.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "use" / "streaming.md"
 STORY = "Once upon a time, there was a little fox. It lived in the woods, and one day it"
 START = {"type": "start", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
 HANDSHAKE = (

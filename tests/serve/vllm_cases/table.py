@@ -1,4 +1,4 @@
-"""`python -m tests.serve.vllm_cases.table`: writes the cases into docs/migrating.md.
+"""`python -m tests.serve.vllm_cases.table`: writes the cases into docs/results/vllm-cases.md.
 
 The rows are the docstrings of the cases beside this file. What is between the two marks is written
 anew, the rest of the page stays.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "migrating.md"
+PAGE = HERE.parents[2] / "docs" / "results" / "vllm-cases.md"
 BEGIN = "<!-- cases: written by `make migrating` -->"
 END = "<!-- cases: end -->"
 

@@ -1,6 +1,6 @@
 """Sequences that wait for a row: priority classes; in each the preempted ones, then the tenant that
 was served least, then what its policy says. First in, first out is the default (T algorithm 1);
-other policies are in `scheduler/policy`, and other packages can bring one (docs/extending.md).
+other policies are in `scheduler/policy`, and packages can bring one (docs/extend/policies.md).
 """
 
 import heapq

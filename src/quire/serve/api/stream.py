@@ -1,7 +1,7 @@
 """/v1/stream, a WebSocket: prompts in pieces, computed while more of them comes (T 4.4.4).
 
-docs/streaming.md has the messages. One request at a time; what is wrong with it ends it and not the
-connection, which is closed where the protocol was broken. A closed connection ends its request.
+docs/use/streaming.md has the messages. One request at a time; what is wrong with it ends it and not
+the connection, which is closed where the protocol was broken. A closed connection ends its request.
 """
 
 import asyncio

@@ -24,9 +24,9 @@ UNLOADED, LOADING, LOADED, UNLOADING, FAILED, DEAD = (
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """state: see docs/operating.md. why: the last words of a model that has failed or died, until
-    it is loaded again. since_s: unix time of the last change. num_loads: how often it was
-    loaded."""
+    """state: see docs/operate/several-models.md. why: the last words of a model that has failed or
+    died, until it is loaded again. since_s: unix time of the last change. num_loads: how often it
+    was loaded."""
 
     name: str
     state: str

@@ -117,7 +117,7 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
     if spec.is_encoder:
         raise ConfigError(
             f"models of type {spec.model_type} are encoders, which generate nothing: there are no"
-            " tokens of theirs to compare. docs/models.md says what is known of them."
+            " tokens of theirs to compare. docs/use/model-table.md says what is known of them."
         )
     prompt = _prompt(asked, source, spec)
     length = len(prompt) + asked.num_tokens
