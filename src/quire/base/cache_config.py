@@ -24,7 +24,7 @@ class CacheConfig:
 
     block_size: int = setting(16, "size of a KV block", unit="tokens")
     gpu_memory_utilization: float = setting(
-        0.92, "share of the GPU's memory that this process may use, from 0 to 1"
+        0.92, "share of GPU memory for this process; above 0, at most 1"
     )
     kv_cache_memory_bytes: int | None = setting(
         None, "size of the KV pool; by default derived from free memory", unit="bytes"

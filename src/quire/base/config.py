@@ -157,7 +157,7 @@ class ModelConfig:
     seed: int = setting(0, "seed of requests that set none, and of dummy weights")
     quantization: str | None = setting(
         None,
-        "quantization of the weights at load, `none` to dequantize them; by default as in the"
+        "quantization of the weights at load; `none` dequantizes them; by default as in the"
         " checkpoint",
         choices=("none", "fp8", "int8", "int4"),
         aliases=CHECKPOINT_FORMATS,
@@ -272,8 +272,8 @@ class EngineConfig:
     )
     speculative_config: str | None = setting(
         None,
-        "JSON for speculative decoding, such as"
-        ' `{"method": "ngram", "num_speculative_tokens": 4}`; the methods are ngram, suffix,'
+        "method of speculative decoding; for example"
+        ' `{"method": "ngram", "num_speculative_tokens": 4}`; methods are ngram, suffix,'
         " draft_model, eagle3, forced and none",
     )
     kv_events_config: str | None = setting(

@@ -19,13 +19,11 @@ BACKENDS = "auto", "uni", "mp", "ray"
 class ParallelConfig:
     """One model on many devices."""
 
-    tensor_parallel_size: int = setting(1, "devices that share each layer (tensor parallelism)")
+    tensor_parallel_size: int = setting(1, "devices that share each layer")
     pipeline_parallel_size: int = setting(
-        1, "stages of consecutive layers, each on its own devices (pipeline parallelism)"
+        1, "stages of consecutive layers, each on its own devices"
     )
-    data_parallel_size: int = setting(
-        1, "replicas of the model, each with its own scheduler (data parallelism)"
-    )
+    data_parallel_size: int = setting(1, "replicas of the model, each with its own scheduler")
     enable_expert_parallel: bool = setting(
         False, "place whole experts on each device, instead of a part of every expert"
     )

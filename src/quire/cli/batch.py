@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import ConfigError
+from quire.cli.options.help_parser import Commands, HelpParser
 from quire.cli.settings import (
     add_server_settings,
     add_settings,
@@ -38,7 +39,7 @@ is of another input or model. Ctrl-C lets open lines end; a second one ends at o
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     for name in NAMES:
         known: dict[str, Any] = {}
         if name == NAMES[0]:
@@ -49,7 +50,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
             description=DESCRIPTION,
             epilog=EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
             **known,
         )
         parser.set_defaults(run=run)
@@ -58,7 +58,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         add_settings(parser)
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
+def _add_files(parser: HelpParser) -> None:
     add = parser.add_argument
     add("given_input", nargs="?", metavar="IN", help="the requests, one a line")
     add("given_output", nargs="?", metavar="OUT", help="where the answers go")

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any
 
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_settings, given_settings
 from quire.tools.bench.arguments import (
     add_calibrate_arguments,
@@ -20,13 +21,12 @@ CALIBRATE = """Run an engine in this process on steps of all kinds and find how 
 a step takes. `quire simulate --fit` reads what it writes."""
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         usage="quire bench KIND [option ...]",
         help="measure throughput or a server",
         description="Measure speed. `quire bench KIND --help` explains a kind.",
-        allow_abbrev=False,
     )
     kinds = parser.add_subparsers(
         required=True,
@@ -40,7 +40,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add(
-    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    kinds: Commands,
     name: str,
     text: str,
     description: str,
@@ -51,7 +51,6 @@ def _add(
         usage=f"quire bench {name} [option ...]",
         help=text,
         description=description,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     if name == "throughput":

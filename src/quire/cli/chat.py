@@ -16,6 +16,7 @@ from typing import Any
 from quire.base.errors import ConfigError, EngineDead, QuireError
 from quire.cli.asked import check_asked
 from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarget
+from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
 from quire.ops.torch_import import tell_own_process
@@ -29,13 +30,12 @@ HELP = """/help   this list
 Ctrl-C stops an answer."""
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat",
         usage="quire chat [MODEL] [option ...]",
         help="talk with a model",
         description="Talk with MODEL (the demo model if absent), or with a server's model.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     add_sampling(parser)

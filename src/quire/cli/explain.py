@@ -6,12 +6,13 @@ import logging
 from pathlib import Path
 
 from quire.base.errors import RequestError
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 
 logger = logging.getLogger("quire")
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
         usage="quire explain FILE [REQUEST] [--json]",
@@ -19,7 +20,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Tell from a recording what happened to REQUEST: how long it waited and behind"
         " whom, its prefix hit, its chunks, who preempted it. Without REQUEST: a line for each.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")

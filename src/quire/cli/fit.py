@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.config import config_from_flat
 from quire.cli.asked import DEVICE_HELP, find_config, find_device
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ GIB = 1 << 30
 NOTHING_KEPT = "none: a prompt is computed in one step"
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "fit",
         usage="quire fit [MODEL] [--device NAME] [option ...]",
@@ -37,7 +38,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Tell what MODEL (the demo model if absent) takes on a device: weights, KV pool"
         " and how many requests of which length fit at once; and what other formats would change."
         " Only the config and the headers of the weight files are read.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.cli.asked import check_asked
+from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.torch_import import tell_own_process
@@ -15,13 +16,12 @@ from quire.render.template_pool import start_ahead
 logger = logging.getLogger("quire")
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         usage="quire generate [PROMPT] [option ...]",
         help="answer one prompt",
         description="Answer PROMPT (or standard input) and stream the answer.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input if absent")

@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 
 from quire.base.errors import ConfigError
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 
 EVERY_S = 0.1
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "playback",
         usage="quire playback FILE --output frames.jsonl.gz [--every SECONDS]",
@@ -19,7 +20,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         " block, who ran, who waited and why. Open the file on the page (Engine, Open a"
         " recording); it stays in the browser.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")

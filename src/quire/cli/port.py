@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.base.config_fields import shown
+from quire.cli.options.help_parser import Commands
 
 if TYPE_CHECKING:
     from quire.tools.port.nearest import Checkpoint, Nearest, Shape
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "port",
         usage="quire port DIRECTORY [--out DIRECTORY]",
@@ -20,7 +21,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Find the supported architecture that the checkpoint in DIRECTORY is nearest to"
         " (by config.json and the headers of its weights), tell what differs, and write a class"
         " with its test to begin with. What the class does not obey yet it refuses.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("directory", type=Path, metavar="DIRECTORY")

@@ -3,11 +3,12 @@
 import argparse
 from pathlib import Path
 
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 from quire.cli.settings import add_settings, given_settings
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "replay",
         usage="quire replay FILE [--with-model] [option ...]",
@@ -17,7 +18,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         " recording with tokens) it also computes everything again and compares the sampled"
         " tokens; any setting below replaces the recorded one.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")

@@ -9,6 +9,7 @@ from typing import Any
 from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
 from quire.base.secrets import KEY_VARIABLES
+from quire.cli.options.help_parser import Commands
 from quire.cli.served_models import served_models
 from quire.cli.settings import (
     SERVER,
@@ -20,13 +21,12 @@ from quire.cli.settings import (
 from quire.serve.several.served import check_together
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         usage="quire serve [MODEL ...] [option ...]",
         help="answer OpenAI's HTTP API",
         description="Serve MODEL (the demo model if absent) or several through OpenAI's HTTP API.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     add_settings(parser, *SERVER, several_models=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.cli.asked import DEVICE_HELP, find_config, find_device
+from quire.cli.options.help_parser import Commands, HelpParser
 from quire.cli.settings import ENGINE, add_some_settings, given_settings, options_of
 from quire.tools.bench.arguments import (
     MANY_PROMPTS,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 OWN = {"device", "tensor_parallel_size", "data_parallel_size"}
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "simulate",
         usage="quire simulate [MODEL] [--device NAME] [option ...]",
@@ -35,7 +36,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         " bench serve` would, memory, preemptions, prefix hits and what requests waited for.",
         epilog="Nothing is loaded: of MODEL only the config is read. docs/operate/simulate.md says"
         " how far to trust the numbers.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     _add_device(parser)
@@ -47,7 +47,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add_some_settings(parser, options_of(ENGINE).keys() - OWN)
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
+def _add_device(parser: HelpParser) -> None:
     group = parser.add_argument_group("device")
     group.add_argument("--device", metavar="NAME", default=argparse.SUPPRESS, help=DEVICE_HELP)
     add_count(
@@ -79,7 +79,7 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_trace(parser: argparse.ArgumentParser) -> None:
+def _add_trace(parser: HelpParser) -> None:
     group = parser.add_argument_group("load")
     group.add_argument(
         "--trace", type=Path, metavar="FILE",

@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "trace",
         usage="quire trace FILE --output trace.json",
@@ -14,7 +15,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Write a recording as a Chrome trace: a track per row and one for the steps,"
         " with counters. Open it at https://ui.perfetto.dev (it stays in the browser).",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")

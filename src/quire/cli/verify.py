@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, QuireError
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings, human_integer
 
 SETTINGS = (
@@ -21,7 +22,7 @@ SETTINGS = (
 EQUAL, DIFFERS, NOT_COMPARED = 0, 1, 2
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "verify",
         usage="quire verify [MODEL] [option ...]",
@@ -31,7 +32,6 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         " sequences; with each attention backend, each format of weights and of keys and values"
         " that this machine runs. What is printed says where a difference beyond rounding begins:"
         " attach it to a bug. Exit status 0 equal within rounding, 1 different, 2 not compared.",
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     parser.add_argument("--prompt", metavar="TEXT", help="what is continued; one of ours if absent")
