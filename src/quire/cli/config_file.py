@@ -28,6 +28,7 @@ from quire.cli.settings import (
     all_options,
     options_of,
 )
+from quire.engine.wire.logs import choose_format
 from quire.serve.vllm_compat import (
     SPECULATION,
     SPECULATION_FIELDS,
@@ -47,9 +48,10 @@ KINDS = {
 
 
 def resolve(arguments: argparse.Namespace) -> list[str]:
-    """Set `arguments.settings` (by name, each with its origin) and `arguments.log_level`.
+    """Set `arguments.settings` (by name, each with its origin) and `arguments.log_level`, and
+    choose the format of the log.
 
-    Returns what a person should hear of. Raises ConfigError.
+    Returns notes to log as warnings. Raises ConfigError.
     """
     flags = vars(arguments)
     has_settings = flags.pop("has_settings", False)
@@ -73,6 +75,8 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
     if has_settings or "log_level" not in flags:
         given = settings.get("log_level")
         arguments.log_level = "info" if given is None else given.value
+    kind = settings.get("log_format")
+    choose_format(None if kind is None else kind.value)
     return notes
 
 

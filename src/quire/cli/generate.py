@@ -10,6 +10,7 @@ from quire.cli.asked import check_asked
 from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
+from quire.engine.wire.logs import print_error
 from quire.ops.torch_import import tell_own_process
 from quire.render.template_pool import start_ahead
 
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         print()
         final = output.outputs[0]
         if final.error is not None:
-            print(f"quire: {final.error.message}", file=sys.stderr)
+            print_error(final.error.message)
             return 1
         if final.finish_reason == "length":
             logger.info("[the answer was cut at its longest length]")

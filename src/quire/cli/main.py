@@ -22,6 +22,7 @@ from quire.cli.options.synonyms import COMMANDS as THEIR_COMMANDS
 from quire.cli.options.synonyms import SYNONYMS
 from quire.cli.options.translate import translate
 from quire.cli.settings import add_vllm_settings, vllm_spellings
+from quire.engine.wire.logs import begin_logging, print_error
 from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
@@ -39,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         notes = [*arguments.notes, *resolve(arguments)]
-        logging.basicConfig(
-            level=arguments.log_level.upper(), format="%(message)s", stream=sys.stderr
-        )
+        begin_logging(arguments.log_level)
         for note in notes:
             logger.warning("%s", note)
         for line in describe(arguments.settings):
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         return status
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)

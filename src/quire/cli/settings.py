@@ -27,6 +27,7 @@ from quire.base.secrets import MASK, Secret
 from quire.base.settings import setting
 from quire.cli.options.groups import GROUPS
 from quire.cli.options.help_parser import HelpParser
+from quire.engine.wire.logs import FORMATS
 from quire.serve.vllm_compat import SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS
 
@@ -38,7 +39,6 @@ SHORT_FLAGS = {"quantization": "-q"} | {  # vLLM's
 FLAG = "flag"  # where a value came from
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LogConfig:
     log_format: str = setting(
         "text",
         "form of log lines; `json` writes one object per line, for log collectors",
-        choices=LOG_FORMATS,
+        choices=FORMATS,
     )
 
 

@@ -13,6 +13,7 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, QuireError
 from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings, human_integer
+from quire.engine.wire.logs import print_error
 
 SETTINGS = (
     "model", "tokenizer", "revision", "dtype", "model_impl", "load_format", "seed", "quantization",
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _verify(arguments)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return NOT_COMPARED
 
 

@@ -6,6 +6,7 @@ Every setting is in exactly one group. The settings of `USUAL` are the ones that
 from dataclasses import dataclass
 
 from quire.base.secrets import KEY_VARIABLES
+from quire.engine.wire.logs import FORMAT_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ USUAL = (
 VARIABLES = {
     "api_key": KEY_VARIABLES,
     "ray_address": ("RAY_ADDRESS",),
-    "log_format": ("QUIRE_LOG_FORMAT",),
+    "log_format": (FORMAT_VARIABLE,),
 }
 
 
