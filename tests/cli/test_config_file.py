@@ -129,7 +129,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
         ("revision: 123", "must be text (in quotes if it looks like a number), got 123"),
         (
             "dtype: int3",
-            "dtype must be one of auto, float32, bfloat16, float16, float64, half, float, got",
+            "dtype must be one of auto, float32, bfloat16, float16, float64, got 'int3'",
         ),
         ("served-model-name: [a, 5]", "served-model-name must be text"),
         ("block-size: 8\nblock_size: 9", "block_size is there twice"),

@@ -39,5 +39,6 @@ def check_choices(*configs: Any) -> None:
                 continue
             kind = item.metadata["plugins"]
             if kind is None or not is_installed(kind, value, choices):
-                known = ", ".join(choices) if kind is None else all_names(kind, choices)
+                listed = tuple(c for c in choices if c not in item.metadata["aliases"])
+                known = ", ".join(listed) if kind is None else all_names(kind, listed)
                 raise ConfigError(f"{item.name} must be one of {known}, got {value!r}.")

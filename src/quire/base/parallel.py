@@ -45,7 +45,7 @@ class ParallelConfig:
     )
     master_port: int = setting(29501, "TCP port of machine 0 for the other machines")
     ray_address: str | None = setting(
-        None, "Ray cluster, as HOST:PORT; by default RAY_ADDRESS or this machine's cluster"
+        None, "Ray cluster, as HOST:PORT; by default this machine's cluster"
     )
     node_wait_s: float = setting(
         300.0, "how long the start waits for other machines and their devices", unit="seconds"

@@ -34,18 +34,18 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat",
         usage="quire chat [MODEL] [option ...]",
-        help="talk with a model",
-        description="Talk with MODEL (the demo model if absent), or with a server's model.",
+        help="chat with a model in the terminal",
+        description="Chat with MODEL (by default the demo model), or with the model of a server.",
     )
     parser.set_defaults(run=run)
     add_sampling(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
-        "--url", help="talk with this server, such as http://127.0.0.1:8000, and load no model"
+        "--url", help="server to chat with, such as http://127.0.0.1:8000, instead of a local model"
     )
     parser.add_argument(
         "--api-key", dest="server_key", metavar="TEXT",
-        help="the server's key (default: the environment's OPENAI_API_KEY)",
+        help="API key for the server (default: OPENAI_API_KEY of the environment)",
     )  # fmt: skip
     add_settings(parser, model_first=True)
 

@@ -218,7 +218,7 @@ def _single(path: Path, key: str, value: Any, option: Option) -> Any:
     wanted = KINDS[option.kind]
     choices = () if option.is_open else option.choices
     if choices:
-        wanted = f"one of {', '.join(choices)}"
+        wanted = f"one of {', '.join(option.shown_choices)}"
     elif option.words:
         wanted += f" or {', '.join(option.words)}"
     shown = "something else" if option.secrecy is not None else repr(value)

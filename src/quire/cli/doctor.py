@@ -59,9 +59,9 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         usage="quire doctor [MODEL] [option ...]",
-        help="what this machine has, and what quire would use",
-        description="Look at this machine and at what MODEL (the demo model if absent) would run"
-        " with. No weights are loaded.",
+        help="check this machine, and show what quire would use",
+        description="Check this machine, and show the settings with which MODEL (by default the"
+        " demo model) would run. No weights are loaded.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")

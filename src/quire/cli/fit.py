@@ -34,10 +34,10 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "fit",
         usage="quire fit [MODEL] [--device NAME] [option ...]",
-        help="what of a model fits this machine or another device",
-        description="Tell what MODEL (the demo model if absent) takes on a device: weights, KV pool"
-        " and how many requests of which length fit at once; and what other formats would change."
-        " Only the config and the headers of the weight files are read.",
+        help="show how many requests of a model fit a device",
+        description="Show the memory of MODEL (by default the demo model) on a device: weights, KV"
+        " pool, and how many requests fit at each length, also in other formats. Only the config"
+        " and the headers of the weight files are read.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -1,4 +1,4 @@
-"""`quire generate [PROMPT]`: one answer, streamed to the terminal."""
+"""`quire generate [PROMPT]`: text for one prompt, streamed to the terminal."""
 
 import argparse
 import logging
@@ -21,13 +21,17 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         usage="quire generate [PROMPT] [option ...]",
-        help="answer one prompt",
-        description="Answer PROMPT (or standard input) and stream the answer.",
+        help="generate text for one prompt",
+        description="Generate text for PROMPT, or for standard input, and stream it.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input if absent")
-    parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="prompt; by default standard input"
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without the chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     add_sampling(parser)
     add_settings(parser)
 

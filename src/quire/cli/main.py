@@ -141,10 +141,9 @@ def _hint(unknown: str, command: HelpParser, theirs: Sequence[str]) -> str:
         return " (give all models before the options)"
     if not unknown.startswith("-"):
         return ""
-    flag, own = unknown.partition("=")[0], [*command._option_string_actions]
-    for flags in (own, [*theirs, *SYNONYMS]):
-        if close := difflib.get_close_matches(flag, flags, n=1):
-            return f" (did you mean {close[0]}?)"
+    flags = [*command._option_string_actions, *theirs, *SYNONYMS]
+    if close := difflib.get_close_matches(unknown.partition("=")[0], flags, n=1):
+        return f" (did you mean {close[0]}?)"
     return f"; `{command.prog} --help all` lists the options"
 
 

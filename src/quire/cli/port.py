@@ -17,16 +17,19 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "port",
         usage="quire port DIRECTORY [--out DIRECTORY]",
-        help="begin a class for a model whose type is unknown",
-        description="Find the supported architecture that the checkpoint in DIRECTORY is nearest to"
-        " (by config.json and the headers of its weights), tell what differs, and write a class"
-        " with its test to begin with. What the class does not obey yet it refuses.",
+        help="start a class for a model of an unknown type",
+        description="Find the supported architecture nearest to the checkpoint in DIRECTORY, by"
+        " config.json and the headers of the weights. Print the differences, and write a class and"
+        " its test to start from. The class rejects each field that it does not implement yet.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIRECTORY", help="folder of the checkpoint"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIRECTORY",
-        help="where the files are written; nothing is overwritten. Without it they are not",
+        help="folder for the class and its test; existing files are kept; by default nothing is"
+        " written",
     )  # fmt: skip
 
 

@@ -139,11 +139,18 @@ VARIABLES = {
     "ray_address": ("RAY_ADDRESS",),
     "log_format": (FORMAT_VARIABLE,),
 }
-
-
-def group_of(setting: str) -> str:
-    """Return the name of the group that a setting is in."""
-    return next(group.name for group in GROUPS if setting in group.settings)
+# Environment variables besides those.
+OTHER_VARIABLES = {
+    "QUIRE_NUM_THREADS": "threads of the C++ core in each process; by default one per usable core",
+    "QUIRE_CPU_VARIANT": "kernels of the C++ core, such as `avx2`; by default the fastest",
+    "QUIRE_KV_SECRET": "secret that engines with `serve://` and `peer://` stores share",
+    "QUIRE_RANK_TOKEN": "secret that the machines of `--nnodes` share",
+    "HF_HOME": "directory of the models that were downloaded from Hugging Face",
+    "HF_TOKEN": "token for models on Hugging Face that need one",
+    "OPENAI_API_KEY": "API key that `quire chat --url` and `quire bench serve` send",
+    "OTEL_SERVICE_NAME": "name of the service in spans (`--otlp-traces-endpoint`)",
+    "CUDA_VISIBLE_DEVICES": "GPUs that quire may use",
+}
 
 
 def text_of(name: str) -> str:

@@ -8,6 +8,7 @@ An argument group's topic is the first word of its title: `cache settings` is sh
 import argparse
 import copy
 import difflib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, TypeAlias
 
@@ -71,7 +72,7 @@ class HelpParser(argparse.ArgumentParser):
             commands[topic].print_help(file)
             return
         if topic in (BRIEF, ALL) or any(self._sections(topic)):
-            self._print_message(self.format_help(topic), file)
+            self._print_message(self.format_help(topic), file or sys.stdout)
         if topic != BRIEF and "serve" in commands:
             commands["serve"].print_help(file, topic)
         elif topic not in (BRIEF, ALL) and not any(self._sections(topic)):

@@ -98,7 +98,7 @@ FLAGS = (
           LLAMA, OLLAMA, SGLANG, _1=()),
     _same("--max-num-queued-reqs", "--max-queue --max-queued-requests", OLLAMA, SGLANG),
     _ignored(BATCHING, "-cb --cont-batching", LLAMA),
-    _advice(STEP, "-b --batch-size -ub --ubatch-size --chunked-prefill-size --max-prefill-tokens"
+    _advice(STEP, "-b --batch-size -ub --chunked-prefill-size --max-prefill-tokens"
             " --max-batch-prefill-tokens", LLAMA, SGLANG, TGI),
     _advice("use --scheduling-policy fifo, srtf or two-level", "--schedule-policy", SGLANG),
     _advice("use --max-num-seqs for running and --max-num-queued-reqs for waiting requests",
