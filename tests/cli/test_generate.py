@@ -75,7 +75,7 @@ def test_bad_input_is_answered_with_what_to_do(
 
 
 def test_help_names_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "--help")
+    status, out, _ = run(capsys, "--help", "all")
     assert status == 0
     for text in ("--block-size TOKENS", "(default: 16)", "--kv-cache-memory-bytes", "--stop TEXT"):
         assert text in out

@@ -84,13 +84,15 @@ class CacheConfig:
         if self.transfer.needs_store and not self.stores:
             raise ConfigError(
                 f"kv_transfer_config={self.kv_transfer_config!r} needs a store that both engines"
-                " reach; add one, such as --kv-store shm:NAME or --kv-store peer://HOST:PORT."
+                " reach; add --kv-store, such as shm:NAME or peer://HOST:PORT."
             )
         if self.kv_eager and not self.stores:
-            raise ConfigError("kv_eager needs a store to give blocks to; add kv_store.")
+            raise ConfigError(
+                "kv_eager needs a store to write blocks to; add --kv-store or --kv-disk-dir."
+            )
         if self.kv_eager and self.transfer.role == CONSUMER:
             raise ConfigError(
-                f"kv_eager gives blocks to stores, and a {CONSUMER} gives none; leave one out."
+                f"kv_eager writes blocks to stores, and a {CONSUMER} writes none; remove one."
             )
 
     @property

@@ -6,6 +6,7 @@ value when it starts.
 """
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -446,7 +447,7 @@ class ServerConfig(SeveralModels):
         object.__setattr__(self, "allowed_origins", tuple(origins))
         hosts = self.allowed_hosts
         is_name = all(name and not set(name) & set("/:@ ") for name in hosts)
-        check(is_name, "allowed_hosts", hosts, "names without scheme and port, or *")
+        check(is_name, "allowed_hosts", hosts, "host names without scheme and port, or *")
         check_duration("shutdown_timeout", self.shutdown_timeout, "to end at once")
         check_duration("sse_keep_alive_interval", self.sse_keep_alive_interval, "for none")
         check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
@@ -458,8 +459,8 @@ class ServerConfig(SeveralModels):
             keys = set(getattr(self, name))
             if unknown := keys - set(self.api_key):  # never shown: they are secrets
                 raise ConfigError(
-                    f"{name} names {len(unknown)} of {len(keys)} keys that api_key does not; give"
-                    " them there, too."
+                    f"{name} has {len(unknown)} of {len(keys)} keys that are not in api_key; add"
+                    " them to api_key."
                 )
         limit = self.hook_timeout
         check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
@@ -467,7 +468,7 @@ class ServerConfig(SeveralModels):
         check(0 < self.files_gb < 1 << 20, "files_gb", self.files_gb, "above 0, and in GB")
         self._check_rates()
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
-        check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
+        check(pair, "ssl_certfile", self.ssl_certfile, "set together with ssl_keyfile")
 
     def _check_rates(self) -> None:
         for name in ("requests_per_minute", "tokens_per_minute"):
@@ -475,8 +476,8 @@ class ServerConfig(SeveralModels):
             check(min(values, default=0) >= 0, name, values, "0 (no limit) or more")
             if len(values) > 1 and len(values) != num_keys:
                 raise ConfigError(
-                    f"{name} has {len(values)} numbers for {num_keys} keys; give one for all of"
-                    " them, or one for each."
+                    f"{name} has {len(values)} numbers for {num_keys} API keys; give one number, or"
+                    " one per key."
                 )
 
     @property
@@ -503,9 +504,11 @@ def _list_of(text: str) -> list[str]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"allowed_origins is not JSON ({error}): {text!r}.") from error
+        raise ConfigError(
+            f"allowed_origins must be origins or a JSON list of them, got {text!r} ({error})."
+        ) from error
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ConfigError(f"allowed_origins must be a list of texts, got {text!r}.")
+        raise ConfigError(f"allowed_origins must be a list of strings, got {text!r}.")
     return value
 
 
@@ -538,8 +541,12 @@ def config_from_flat(**settings: Any) -> EngineConfig:
         elif name in top:
             parts[""][name] = value
         else:
-            known = ", ".join(sorted(top | owners.keys()))
-            raise ConfigError(f"there is no setting {name!r}; the settings are: {known}.")
+            known = sorted(top | owners.keys())
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {close[0]}?" if close else f"the settings are: {', '.join(known)}."
+            )
+            raise ConfigError(f"there is no setting {name!r}; {hint}")
     sections = {part: cls(**parts[part]) for part, cls in SECTIONS.items()}
     return EngineConfig(**sections, **parts[""])
 

@@ -1,4 +1,4 @@
-"""How one model is spread over several devices and machines, in vLLM's words.
+"""Settings that spread a model over several devices and machines, with vLLM's names.
 
     data_parallel_size cores, each with
         pipeline_parallel_size stages, each some of the layers, with
@@ -72,14 +72,15 @@ class ParallelConfig:
             )
         if self.distributed_executor_backend == "ray" and self.nnodes > 1:
             raise ConfigError(
-                f"distributed_executor_backend=ray finds the machines itself, and nnodes="
-                f"{self.nnodes} is for ranks without Ray; leave one of them out."
+                f"nnodes={self.nnodes} is for ranks without Ray, which finds the machines itself;"
+                " remove nnodes, or distributed_executor_backend=ray."
             )
         if self.nnodes > 1:
             self._check_nodes()
         if self.ray_address is not None and self.distributed_executor_backend != "ray":
             raise ConfigError(
-                f"ray_address={self.ray_address!r} needs distributed_executor_backend=ray."
+                f"ray_address={self.ray_address!r} needs Ray; add distributed_executor_backend=ray,"
+                " or remove ray_address."
             )
         if not 0 < self.node_wait_s < float("inf"):
             raise ConfigError(
@@ -87,8 +88,8 @@ class ParallelConfig:
             )
         if self.num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(
-                f"distributed_executor_backend=uni is for one rank, but tensor_parallel_size"
-                f" x pipeline_parallel_size is {self.num_ranks}; leave it out."
+                "distributed_executor_backend=uni is for one rank, but tensor_parallel_size x"
+                f" pipeline_parallel_size is {self.num_ranks}; remove it."
             )
 
     def _check_nodes(self) -> None:
@@ -97,7 +98,7 @@ class ParallelConfig:
             raise ConfigError(
                 f"nnodes={self.nnodes} must divide the {self.num_ranks} ranks of"
                 f" tensor_parallel_size={self.tensor_parallel_size} x pipeline_parallel_size="
-                f"{self.pipeline_parallel_size}: each machine has as many."
+                f"{self.pipeline_parallel_size}: every machine holds the same number."
             )
         if self.data_parallel_size > 1:
             raise ConfigError(

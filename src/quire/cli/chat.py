@@ -53,7 +53,7 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a turn that was piped in had no answer."""
     if arguments.server_key and not arguments.url:
-        raise ConfigError("--api-key is for a server; give its address as --url.")
+        raise ConfigError("--api-key is for a server; add --url with the address of the server.")
     target = _target(arguments)
     try:
         return Chat(target, Conversation(arguments.system), arguments.max_tokens).run()
@@ -68,7 +68,10 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
         model = settings.pop("model", None)
         flags = [name for name in settings if arguments.settings[name].origin == FLAG]
         if flags:
-            raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
+            raise ConfigError(
+                f"{_listed(flags)} cannot be used with --url: the server has its own engine; remove"
+                f" {'it' if len(flags) == 1 else 'them'}."
+            )
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
     tell_own_process()
     check_asked(arguments, is_chat=True)

@@ -36,8 +36,8 @@ def add_command(commands: Commands) -> None:
         usage="quire fit [MODEL] [--device NAME] [option ...]",
         help="show how many requests of a model fit a device",
         description="Show the memory of MODEL (by default the demo model) on a device: weights, KV"
-        " pool, and how many requests fit at each length, also in other formats. Only the config"
-        " and the headers of the weight files are read.",
+        " pool, and how many requests fit. Compare other formats. Only the config and the headers"
+        " of the weight files are read.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -32,6 +32,7 @@ COMMANDS = (
     "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
     "replay", "explain", "trace", "playback",
 )  # fmt: skip
+NEAR = 0.8  # likeness of a flag of ours that is suggested before all others
 LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
 
@@ -141,8 +142,9 @@ def _hint(unknown: str, command: HelpParser, theirs: Sequence[str]) -> str:
         return " (give all models before the options)"
     if not unknown.startswith("-"):
         return ""
-    flags = [*command._option_string_actions, *theirs, *SYNONYMS]
-    if close := difflib.get_close_matches(unknown.partition("=")[0], flags, n=1):
+    flag, own = unknown.partition("=")[0], [*command._option_string_actions]
+    close = difflib.get_close_matches(flag, own, n=1, cutoff=NEAR)
+    if close := close or difflib.get_close_matches(flag, [*own, *theirs, *SYNONYMS], n=1):
         return f" (did you mean {close[0]}?)"
     return f"; `{command.prog} --help all` lists the options"
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.tools.replay import Outcome
 
     if not (math.isfinite(arguments.every) and arguments.every >= 0):
-        raise ConfigError(f"--every must be a number of seconds from 0, got {arguments.every}.")
+        raise ConfigError(f"--every must be at least 0 seconds, got {arguments.every}.")
     outcome = Outcome()
     num_frames = write_playback(arguments.file, arguments.output, arguments.every, outcome)
     print(

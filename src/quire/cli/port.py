@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def lines(checkpoint: "Checkpoint", nearest: "Nearest") -> Iterator[str]:
     """Yield what is told."""
     ours = nearest.model_type
-    shared = f"{nearest.shared} of {nearest.count} names of tensors are those of both"
+    shared = f"{nearest.shared} of {nearest.count} tensor names are the same"
     by = shared if checkpoint.shapes else "by config.json alone, as there are no weights"
     yield f"{checkpoint.model_type} is nearest to {ours}: {by}"
     if nearest.fields:
@@ -61,7 +61,7 @@ def lines(checkpoint: "Checkpoint", nearest: "Nearest") -> Iterator[str]:
             yield f"  {field.name} is {shown(field.value)}"
             yield f"      {field.ours}"
     if nearest.tensors:
-        yield f"tensors (N: numbers) that differ from those of {ours}"
+        yield f"tensors that {ours} has not, or has in another shape (N: numbers)"
         for each in nearest.tensors:
             times = f", {each.count} of them" if each.count > 1 else ""
             yield f"  {each.name}: {_shape(each.theirs)}, in {ours} {_shape(each.ours)}{times}"

@@ -221,8 +221,8 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Given] = arguments.settings
     if "models" in settings:
         raise ConfigError(
-            f"{settings['models'].origin} has several models, which are for `quire serve`; name one"
-            " of them with --model."
+            f"{settings['models'].origin} has several models, which only `quire serve` takes; name"
+            " one of them with --model."
         )
     return _given(arguments, ENGINE)
 
@@ -252,7 +252,7 @@ def check_several(settings: dict[str, Given]) -> None:
         if last.startswith("shape:") or is_id or Path(last, "config.json").is_file():
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{flag} took the model {last!r} for one of its values; give the model first, or as"
+                f"{flag} took the model {last!r} as one of its values; give the model first, or as"
                 " --model."
             )
 

@@ -29,7 +29,7 @@ class HelpParser(argparse.ArgumentParser):
         self._usual: frozenset[str] | None = None
         self.add_argument(
             "-h", "--help", action=_Help, nargs="?", const=BRIEF, metavar="GROUP",
-            default=argparse.SUPPRESS, help="show the usual options, those of GROUP, or `all`",
+            default=argparse.SUPPRESS, help="show the usual options, a group of options, or `all`",
         )  # fmt: skip
 
     def show_usually(self, *names: str) -> None:
