@@ -45,7 +45,7 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ("{", "is not JSON"),
+        ("{", "must be JSON such as"),
         ("[1]", "must be like"),
         ({"method": "medusa"}, "one of ngram, suffix.*, got 'medusa'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a number from 1, got 0"),
