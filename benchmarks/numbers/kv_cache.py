@@ -47,7 +47,7 @@ KV_CACHE = Page("kv-cache.md", "KV cache", (
         "Swapping and recomputation",
         "Milliseconds to swap tokens out and in, or to recompute them, on a CPU. The limit is the"
         " rate of copying memory. Figures for GPUs are in [the"
-        " evaluation](evaluation-scheduling.md#fig-19-swapping-and-recomputation).",
+        " evaluation](evaluation-scheduling.md#swapping-and-recomputation-opt-13b).",
         "python -m benchmarks.memory.swap",
         (Table(ZEN5 + "swap.json", {
             "tokens": "{num_tokens:,}", "blocks of": "{block_size}", "out": "{out_s*1e3:.1f}",
