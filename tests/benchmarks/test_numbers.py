@@ -169,6 +169,13 @@ def test_sentences_of_the_readme() -> None:
     assert f"a token of an 8B takes {one:.1f} ms, one of each of 64 rows {many:.1f} ms" in text
 
 
+def test_sentences_of_gpu_md() -> None:
+    text = " ".join((ROOT / "docs" / "inside" / "gpu.md").read_text(encoding="utf-8").split())
+    decode = {"what": "decode", "model": "llama-3.1-8b", "context": 512}
+    one, many = (only("h200/gpu_engine.json", "mean_ms", rows=n, **decode) for n in (1, 64))
+    assert f"a step of Llama-3.1-8B takes {one:.1f} ms for one row and {many:.1f} ms for 64" in text
+
+
 def test_sentences_about_tiles_in_cpu_md() -> None:
     text = " ".join((ROOT / "docs" / "inside" / "cpu.md").read_text(encoding="utf-8").split())
     many = RESULTS["xeon-amx-16/linear.json"].where(rows=1024)

@@ -33,8 +33,6 @@ NOT_CONVERTED = {
     "docs/extend/models.md",
     "docs/extend/policies.md",
     "docs/extend/scheduler.md",
-    "docs/inside/gpu.md",
-    "docs/inside/overview.md",
     "docs/operate/cluster.md",
     "docs/operate/handover.md",
     "docs/operate/keys.md",
