@@ -20,8 +20,8 @@ import yaml
 
 from quire.cli.main import _parse
 from tests.docs.blocks import PARSED, ROOT, SHELL, Block, blocks_of, has_operator, pages, read
-from tests.forks import ForkedPopen
-from tests.serve.processes import Server
+from tests.support.processes.forks import ForkedPopen
+from tests.support.processes.servers import Server
 
 # Pages whose blocks have no marks yet.
 NOT_CONVERTED = {
