@@ -25,7 +25,7 @@ MARK = re.compile(r"<!-- (not run|file): (.+?) -->\n")
 REASONS = {"gpu", "cluster", "install", "fragment", "output"}
 PACKAGE = re.compile(r"needs [\w-]+")  # a package that the tests do not install
 SHELL = {"sh", "bash"}
-PARSED = {"yaml", "json", "jsonl", "toml"}
+PARSED = {"yaml", "json", "toml"}
 PROGRAMS = {"quire", ".venv/bin/quire", "curl"}
 OPERATOR = re.compile(r"[|&;<>()]+")
 # Commands that serve until they are stopped, or compute for seconds.

@@ -51,10 +51,19 @@ NOT_CONVERTED = {
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
 WAIT_S = 120.0
 DEMO = ROOT / "src" / "quire" / "demo"
+
+
+def values_of_json(text: str) -> list[Any]:
+    """Parse one value, or a value in each line."""
+    try:
+        return [json.loads(text)]
+    except json.JSONDecodeError:
+        return [json.loads(line) for line in text.splitlines()]
+
+
 PARSERS: dict[str, Callable[[str], Any]] = {
     "yaml": yaml.safe_load,
-    "json": json.loads,
-    "jsonl": lambda text: [json.loads(line) for line in text.splitlines()],
+    "json": values_of_json,
     "toml": tomllib.loads,
 }
 
