@@ -117,7 +117,7 @@ bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environ
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
 	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/cpu_guesses.json $(ARGS)
 
-paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation.md; a quarter of an hour, or ARGS="--only fig_12"
+paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation*.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests into the docs

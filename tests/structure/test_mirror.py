@@ -15,6 +15,7 @@ OTHERS = {
     "benchmarks",
     "clients",
     "csrc",
+    "docs",
     "golden",
     "gpu",
     "kernels",

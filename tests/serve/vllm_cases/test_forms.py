@@ -1,4 +1,4 @@
-"""Answers of a form"""
+"""Structured output"""
 
 import json
 import re
