@@ -1,0 +1,199 @@
+"""The scheduler's doors and nothing but messages: which orders stores get, and what their answers
+change.
+
+Covers `scheduler/reuse/stores.py`.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from quire.base.cache_group import CacheGroup
+from quire.base.config import SchedulerConfig
+from quire.base.events import PrefixFound
+from quire.base.kv_orders import Fetch, Fetched, LookedUp, LookUp, Order, Remove
+from quire.base.kv_transfer import EVICTED, KVTransfer
+from quire.base.messages import MeasuredRates
+from quire.base.plan import StepResult
+from quire.base.prefix import PrefixReport
+from quire.base.step_outputs import SequenceUpdate
+from quire.kv.manager import KVManager
+from quire.scheduler.core.memory import PROMPT_TAIL, Memory
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.device import make_request
+
+FULL = CacheGroup("full", (0,), 1, 8)
+WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
+STATES = CacheGroup("state", (2,), state_size=8)
+SIZE = 4
+PROMPT = list(range(1, 22))  # five full blocks and a token
+BLOCK_BYTES = 100
+KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)
+
+
+class Doors:
+    """A scheduler with stores; the test answers the orders and the plans."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup] = (FULL,), num_stores: int = 1, size: int = SIZE
+    ) -> None:
+        num = len(groups)
+        self.kv = KVManager(
+            groups, (24,) * num, size, block_bytes=(BLOCK_BYTES,) * num, host_limits=(12,) * num
+        )
+        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+        self.scheduler = Scheduler(
+            Memory(self.kv, 64), config, 64, num_stores=num_stores, kept=EVICTED
+        )
+
+    def add(
+        self, name: str, prompt: list[int], transfer: KVTransfer | None = None, num: int = 1
+    ) -> list[Order]:
+        request = make_request(name, prompt, max_tokens=num, transfer=transfer)
+        decisions = self.scheduler.add(request, 0.0)
+        assert decisions.refusal is None
+        return decisions.orders
+
+    def answer(self, order: Order, found: bool | list[bool]) -> list[Order]:
+        """Answer a look-up; what is ordered then."""
+        assert isinstance(order, LookUp)
+        there = [found] * len(order.names) if isinstance(found, bool) else found
+        answer = LookedUp(order.store, order.request_id, there, order.ticket)
+        return self.scheduler.control(answer, 0.0).orders
+
+    def fetched(
+        self, order: Order, num_bytes: int = 0, duration_s: float = 0.0, ok: bool = True
+    ) -> list[Order]:
+        """Answer a fetch; what is ordered then."""
+        assert isinstance(order, Fetch)
+        there = [ok] * len(order.items)
+        answer = Fetched(order.store, order.ticket, there, num_bytes, duration_s)
+        orders = self.scheduler.control(answer, 0.0).orders
+        self.scheduler.check_invariants()
+        return orders
+
+    def step(self, error: str = "") -> tuple[list[PrefixReport], list[SequenceUpdate], list[Order]]:
+        """Run a step, whose rows fail if there is an error."""
+        decisions = self.scheduler.schedule(0.0)
+        plan = decisions.plan
+        assert plan is not None
+        reports = [each.report for each in decisions.events if isinstance(each, PrefixFound)]
+        num = len(plan.sample_rows)
+        errors = dict.fromkeys(plan.rows.tolist(), error) if error else {}
+        tokens = np.full((num, 1), 7, np.int32)
+        result = StepResult(plan.step_id, tokens, np.ones(num, np.int32), row_errors=errors)
+        decisions = self.scheduler.update(result, 0.0)
+        self.scheduler.check_invariants()
+        return reports, decisions.outputs.details, decisions.orders
+
+    @property
+    def num_waiting(self) -> int:
+        return self.scheduler.num_waiting
+
+
+# ---- what is fetched ---------------------------------------------------------------------------
+
+
+def test_of_a_window_only_the_blocks_are_fetched_that_the_next_token_sees() -> None:
+    doors = Doors((FULL, WINDOW))
+    [look_up] = doors.add("r", PROMPT)
+    [fetch] = doors.answer(look_up, True)
+    assert isinstance(look_up, LookUp) and isinstance(fetch, Fetch)
+    digests = [digest for g, digest in look_up.names if g == 0]
+    assert len(look_up.names) == 2 * len(digests) == 10
+    fetched = [{d for g, d, _ in fetch.items if g == group} for group in range(2)]
+    # The last five tokens before the one at 20: those from 15 on.
+    assert fetched == [set(digests), set(digests[3:])]
+
+
+def test_a_prompt_that_is_shorter_than_its_last_state_is_not_waited_for() -> None:
+    """Blocks of one token: with one token more there is one to wait for."""
+    for num_tokens in (PROMPT_TAIL, PROMPT_TAIL + 1, PROMPT_TAIL + 2):
+        doors = Doors((FULL, STATES), size=1)
+        orders = doors.add("r", PROMPT[:num_tokens], WAITS)
+        assert len(orders) == (num_tokens > PROMPT_TAIL + 1), num_tokens
+
+
+# ---- what is told of it ------------------------------------------------------------------------
+
+
+def test_a_report_tells_what_a_store_brought_from_what_host_memory_had() -> None:
+    """The second request waits for nothing: to it, the same blocks were in host memory."""
+    doors = Doors()
+    [look_up] = doors.add("first", PROMPT)
+    [fetch] = doors.answer(look_up, True)
+    assert doors.fetched(fetch) == [] and doors.num_waiting == 1
+    [report], _, _ = doors.step()
+    assert report == PrefixReport(store=20)
+    doors.kv.pools[0].reset_index()  # as if the device had evicted them
+    assert doors.add("second", PROMPT) == []
+    [report], _, _ = doors.step()
+    assert report == PrefixReport(host=20)
+
+
+def test_an_answer_names_blocks_for_another_engine_only_if_the_request_came_to_its_end() -> None:
+    for error, is_told in (("", True), ("garbage", False)):
+        doors = Doors()
+        [look_up] = doors.add("r", PROMPT, KEEPS)
+        doors.answer(look_up, False)
+        _, [update], _ = doors.step(error)
+        assert update.finish is not None
+        assert update.finish.reason == ("error" if error else "length")
+        assert (update.handed_over is not None) == is_told
+
+
+# ---- how fast a store is -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "duration_s", "ok"), [(0, 1.0, False), (0, 0.0, False), (500, 0.0, True)]
+)
+def test_a_fetch_without_bytes_or_time_says_nothing_of_a_store_s_speed(
+    num_bytes: int, duration_s: float, ok: bool
+) -> None:
+    """Five blocks take 1/60 s to fetch, and 1/50 s to compute: at half the speed nobody would look
+    them up."""
+    doors = Doors()
+    doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=21 * 50), 0.0)
+    for i, measured in enumerate([(500, 1 / 60, True), (num_bytes, duration_s, ok)]):
+        [look_up] = doors.add(f"r{i}", [i, *PROMPT[1:]])
+        [fetch] = doors.answer(look_up, True)
+        assert isinstance(fetch, Fetch) and len(fetch.items) == 5
+        doors.fetched(fetch, *measured)
+    assert len(doors.add("next", [9, *PROMPT[1:]])) == 1
+
+
+def test_a_store_that_became_slow_is_not_asked_any_more() -> None:
+    doors = Doors()
+    doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=21 * 50), 0.0)
+    [look_up] = doors.add("r", PROMPT)
+    [fetch] = doors.answer(look_up, True)
+    doors.fetched(fetch, 500, 1 / 49)
+    assert doors.add("next", [9, *PROMPT[1:]]) == [] and doors.num_waiting == 2
+
+
+# ---- what is removed ---------------------------------------------------------------------------
+
+
+def test_what_one_store_has_found_is_not_fetched_once_it_is_removed() -> None:
+    """The request waits for the other store's answer while another one fails on the same blocks."""
+    doors = Doors(num_stores=2)
+    failing = doors.add("fails", PROMPT)
+    waiting = doors.add("waits", [*PROMPT[:20], 30, 31, 32, 33, 34])
+    for order in failing:
+        assert doors.answer(order, False) == []
+    assert doors.answer(waiting[0], True) == []
+    _, _, removals = doors.step("garbage")
+    assert [order.store for order in removals if isinstance(order, Remove)] == [0, 1]
+    assert all(len(order.names) == 5 for order in removals if isinstance(order, Remove))
+    assert doors.answer(waiting[1], False) == []
+    assert doors.num_waiting == 1
+
+
+def test_nothing_is_removed_for_a_request_without_a_full_block() -> None:
+    doors = Doors()
+    assert doors.add("r", PROMPT[:3]) == []
+    _, [update], orders = doors.step("garbage")
+    assert update.finish is not None and update.finish.reason == "error"
+    assert orders == []
