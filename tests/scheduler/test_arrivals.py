@@ -23,14 +23,15 @@ def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
 
 
 def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
+    """It takes nothing of the step's budget of 16 tokens."""
     scheduler = scheduler_of(Fifo)
     open_prompt(scheduler, "open", [5])
     add(scheduler, "cached", 9)
     step(scheduler)
     prompt = scheduler.lifecycle.sequences["cached"].request.prompt_token_ids
     open_prompt(scheduler, "hit", prompt)  # all but the last token is in the index
-    add(scheduler, "behind", 4)
-    assert step(scheduler) == {"cached": 1, "behind": 4}
+    add(scheduler, "behind", 15)
+    assert step(scheduler) == {"cached": 1, "behind": 15}
     scheduler.control(Append("hit", [], is_last=True), 0.0)
     scheduler.control(Append("open", [6], is_last=True), 0.0)
     assert step(scheduler) == {"cached": 1, "behind": 1, "open": 2, "hit": 1}

@@ -118,15 +118,19 @@ def test_a_prompt_that_is_shorter_than_its_last_state_is_not_waited_for() -> Non
 # ---- what is told of it ------------------------------------------------------------------------
 
 
-def test_a_report_tells_what_a_store_brought_from_what_host_memory_had() -> None:
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)])
+def test_a_report_tells_what_a_store_brought_from_what_host_memory_had(
+    groups: tuple[CacheGroup, ...],
+) -> None:
     """The second request waits for nothing: to it, the same blocks were in host memory."""
-    doors = Doors()
+    doors = Doors(groups)
     [look_up] = doors.add("first", PROMPT)
     [fetch] = doors.answer(look_up, True)
     assert doors.fetched(fetch) == [] and doors.num_waiting == 1
     [report], _, _ = doors.step()
     assert report == PrefixReport(store=20)
-    doors.kv.pools[0].reset_index()  # as if the device had evicted them
+    for pool in doors.kv.pools:
+        pool.reset_index()  # as if the device had evicted all blocks
     assert doors.add("second", PROMPT) == []
     [report], _, _ = doors.step()
     assert report == PrefixReport(host=20)
