@@ -12,15 +12,17 @@ import pytest
 from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.events import PrefixFound
-from quire.base.kv_orders import Fetch, Fetched, LookedUp, LookUp, Order, Remove
-from quire.base.kv_transfer import EVICTED, KVTransfer
+from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Order, Remove
+from quire.base.kv_transfer import COMPUTED, EVICTED, HandedOver, KVTransfer
 from quire.base.messages import MeasuredRates
-from quire.base.plan import StepResult
+from quire.base.plan import MoveKind, Plan, StepResult
 from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import SequenceUpdate
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import PROMPT_TAIL, Memory
+from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.views import StoresView
 from tests.scheduler.device import make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)
@@ -33,19 +35,31 @@ KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)
 
 
 class Doors:
-    """A scheduler with stores; the test answers the orders and the plans."""
+    """A scheduler with stores; the test answers the orders and the plans. gives: what the stores
+    get."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup] = (FULL,), num_stores: int = 1, size: int = SIZE
+        self,
+        groups: Sequence[CacheGroup] = (FULL,),
+        num_stores: int = 1,
+        size: int = SIZE,
+        gives: str = EVICTED,
+        num_host_blocks: int = 12,
+        depth: int = 1,
     ) -> None:
         num = len(groups)
         self.kv = KVManager(
-            groups, (24,) * num, size, block_bytes=(BLOCK_BYTES,) * num, host_limits=(12,) * num
+            groups,
+            (24,) * num,
+            size,
+            block_bytes=(BLOCK_BYTES,) * num,
+            host_limits=(num_host_blocks,) * num,
         )
-        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+        config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, pipeline_depth=depth)
         self.scheduler = Scheduler(
-            Memory(self.kv, 64), config, 64, num_stores=num_stores, kept=EVICTED
+            Memory(self.kv, 64), config, 64, num_stores=num_stores, kept=gives
         )
+        self.plans: list[Plan] = []  # in flight
 
     def add(
         self, name: str, prompt: list[int], transfer: KVTransfer | None = None, num: int = 1
@@ -70,6 +84,30 @@ class Doors:
         there = [ok] * len(order.items)
         answer = Fetched(order.store, order.ticket, there, num_bytes, duration_s)
         orders = self.scheduler.control(answer, 0.0).orders
+        self.scheduler.check_invariants()
+        return orders
+
+    def kept(self, order: Order) -> list[Order]:
+        """Answer that a store has kept all; what is ordered then."""
+        assert isinstance(order, Keep)
+        num = len(order.items)
+        answer = Kept(order.store, order.ticket, [True] * num, num * BLOCK_BYTES, 0.1)
+        return self.scheduler.control(answer, 0.0).orders
+
+    def plan(self) -> int | None:
+        """Make a plan; how many blocks it copies to host memory. None if there is none to make."""
+        plan = self.scheduler.schedule(0.0).plan
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        return sum(len(move.source) for move in plan.moves if move.kind is MoveKind.SWAP_OUT)
+
+    def take(self) -> list[Order]:
+        """Take the result of the oldest plan; what is ordered then."""
+        plan = self.plans.pop(0)
+        num = len(plan.sample_rows)
+        result = StepResult(plan.step_id, np.full((num, 1), 7, np.int32), np.ones(num, np.int32))
+        orders = self.scheduler.update(result, 0.0).orders
         self.scheduler.check_invariants()
         return orders
 
@@ -145,6 +183,97 @@ def test_an_answer_names_blocks_for_another_engine_only_if_the_request_came_to_i
         assert update.finish is not None
         assert update.finish.reason == ("error" if error else "length")
         assert (update.handed_over is not None) == is_told
+
+
+def test_an_answer_names_the_blocks_of_the_prompt_and_none_of_the_output() -> None:
+    doors = Doors()
+    [look_up] = doors.add("r", PROMPT, KEEPS, num=12)
+    doors.answer(look_up, False)
+    updates = [update for _ in range(12) for update in doors.step()[1]]
+    assert isinstance(look_up, LookUp)
+    handed_over = [update.handed_over for update in updates if update.finish is not None]
+    assert handed_over == [HandedOver(5, look_up.names[4][1])]
+
+
+def test_what_stores_brought_and_what_was_here_is_counted() -> None:
+    doors = Doors()
+    stores = doors.scheduler.stores
+    assert stores is not None and stores.view() == StoresView(0, 0, 0, 0, 0)
+    [look_up] = doors.add("r", PROMPT[:13])
+    [fetch] = doors.answer(look_up, True)
+    doors.fetched(fetch, 3 * BLOCK_BYTES, 0.1)
+    assert stores.view() == StoresView(3, 0, 3 * BLOCK_BYTES, 0, 0)
+    [look_up] = doors.add("longer", PROMPT)
+    assert isinstance(look_up, LookUp) and len(look_up.names) == 2
+    assert stores.view().num_here == 3
+
+
+# ---- what is given -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_stores", [1, 2])
+def test_blocks_wait_for_the_one_host_block_until_all_stores_have_copied_it(
+    num_stores: int,
+) -> None:
+    doors = Doors(num_stores=num_stores, gives=COMPUTED, num_host_blocks=1)
+    for look_up in doors.add("r", PROMPT):
+        doors.answer(look_up, False)
+    doors.step()
+    for _ in range(5):
+        assert doors.plan() == 1
+        orders = doors.take()
+        assert [order.store for order in orders] == list(range(num_stores))
+        for order in orders:
+            assert doors.plan() is None, "its host block is in use"
+            doors.kept(order)
+    assert doors.plan() is None and not doors.scheduler.has_work
+    assert doors.scheduler.stores is not None
+    assert doors.scheduler.stores.view().num_kept == 5 * num_stores
+
+
+def test_blocks_that_no_host_block_will_ever_take_are_given_up() -> None:
+    doors = Doors(gives=COMPUTED, num_host_blocks=0)
+    for look_up in doors.add("r", PROMPT):
+        doors.answer(look_up, False)
+    doors.step()
+    assert doors.scheduler.has_work
+    assert doors.plan() is None and not doors.scheduler.has_work
+
+
+@pytest.mark.parametrize(("most_bytes", "room"), [(250, 2), (99, 1), (1 << 20, 256)])
+def test_as_many_blocks_are_copied_at_once_as_their_bytes_allow_and_one_always(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int, room: int
+) -> None:
+    monkeypatch.setattr(stores_file, "MOST_KEPT_BYTES", most_bytes)
+    stores = Doors(gives=COMPUTED).scheduler.stores
+    assert stores is not None and stores.room == room
+
+
+def test_blocks_that_are_being_copied_or_kept_take_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks at once, while the request goes on: the plan behind the one that copies them has
+    no room, nor has any until the store has kept them."""
+    monkeypatch.setattr(stores_file, "MOST_KEPT_BYTES", 2 * BLOCK_BYTES)
+    doors = Doors(gives=COMPUTED, depth=2)
+    [look_up] = doors.add("r", PROMPT, num=9)
+    doors.answer(look_up, False)
+    assert [doors.plan(), doors.plan()] == [0, 2]
+    assert doors.take() == [] and doors.plan() == 0
+    [keep] = doors.take()
+    assert isinstance(keep, Keep) and len(keep.items) == 2
+    assert doors.plan() == 0
+    doors.take()
+    doors.kept(keep)
+    assert doors.plan() == 2
+
+
+def test_one_block_that_waits_is_work() -> None:
+    doors = Doors(gives=COMPUTED)
+    doors.add("r", PROMPT[:4])
+    doors.step()
+    assert doors.scheduler.has_work and doors.plan() == 1
+    [keep] = doors.take()
+    doors.kept(keep)
+    assert not doors.scheduler.has_work
 
 
 # ---- how fast a store is -----------------------------------------------------------------------
