@@ -119,16 +119,17 @@ def test_an_open_prompt_that_lost_its_row_while_it_waited_is_counted_once() -> N
 
 
 def test_a_prefix_that_is_pinned_later_counts_in_what_a_waiting_request_lacks() -> None:
-    """It was looked up before; and once more when the prefix is gone."""
-    bench = Bench(caching=False, max_num_batched_tokens=len(PREFIX))
+    """A shorter one was found before, and is found again when the longer one is gone."""
+    bench = Bench(caching=False, max_num_seqs=1)
+    bench.pin("short", PREFIX[:6])
     bench.begin_pin("pin", PREFIX)
     bench.add("more", PREFIX + ENDING)
     remaining, waiting = bench.scheduler.progress.remaining, bench.sequence("more")
-    assert remaining(waiting) == len(PREFIX + ENDING)
+    assert remaining(waiting) == len(PREFIX + ENDING) - 6
     bench.step()
     assert bench.pins["pin"].blocks is not None and remaining(waiting) == len(ENDING)
     bench.core.control(Unpin("pin"))
-    assert remaining(waiting) == len(PREFIX + ENDING)
+    assert remaining(waiting) == len(PREFIX + ENDING) - 6
     bench.finish()
 
 

@@ -145,6 +145,20 @@ def test_of_a_window_only_the_blocks_are_fetched_that_the_next_token_sees() -> N
     assert fetched == [set(digests), set(digests[3:])]
 
 
+@pytest.mark.parametrize(("num_blocks", "is_waited_for"), [(5, True), (4, True), (6, False)])
+def test_blocks_that_were_handed_over_are_waited_for_if_the_last_is_of_this_prompt(
+    num_blocks: int, is_waited_for: bool
+) -> None:
+    doors = Doors()
+    [look_up] = doors.add("asks", PROMPT)
+    assert isinstance(look_up, LookUp) and len(look_up.names) == 5
+    digest = [*look_up.names, (0, bytes(32))][num_blocks - 1][1]
+    transfer = KVTransfer(waits=True, num_blocks=num_blocks, digest=digest)
+    [look_up] = doors.add("waits", PROMPT, transfer)
+    assert isinstance(look_up, LookUp)
+    assert look_up.wait_s == (stores_file.WAIT_S if is_waited_for else 0.0)
+
+
 def test_a_prompt_that_is_shorter_than_its_last_state_is_not_waited_for() -> None:
     """Blocks of one token: with one token more there is one to wait for."""
     for num_tokens in (PROMPT_TAIL, PROMPT_TAIL + 1, PROMPT_TAIL + 2):
