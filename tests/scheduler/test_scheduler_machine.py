@@ -34,6 +34,7 @@ from quire.kv.sizing import LEAST_STATES
 from quire.kv.table import NULL
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import Fifo
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
@@ -138,6 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pins: list[str] = []
         self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
+        self.roots: dict[str, set[bytes]] = {}  # that a request's names have begun with
         self.num_resets = 0
         self.reader = StepReader()
 
@@ -400,15 +402,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_index()
 
     def _check_index(self) -> None:
-        """What the index says of a running sequence's blocks is what its known tokens are."""
-        for sequence in self.scheduler.rows.sequences():
-            known = sequence.known_tokens
-            digests: list[bytes] = []
-            extend_digests(digests, sequence.root, known, BLOCK, len(known) // BLOCK)
+        """What the index calls a running sequence's blocks is what its known tokens are."""
+        running = self.scheduler.rows.sequences()
+        for sequence in running:
+            self.roots.setdefault(sequence.request.request_id, set()).add(sequence.root)
+        for sequence in running:
+            names = [self._names_under(root, sequence) for root in self._roots_of(sequence)]
             for table, pool in zip(sequence.blocks.tables, self.kv.pools, strict=True):
                 for i, block_id in enumerate(table.blocks):
                     if i >= table.num_dropped and block_id != NULL and pool.is_indexed(block_id):
-                        assert pool.lookup(digests[i]) == block_id
+                        assert block_id in [pool.lookup(digests[i]) for digests in names]
+
+    def _roots_of(self, sequence: Sequence) -> set[bytes]:
+        """The root of its names; for a fork also those of the requests before it. It shares their
+        blocks, and the names of these begin with another root if a group without prefix caching has
+        named them, or a sequence that held blocks at a reset."""
+        found, request = {sequence.root}, sequence.request
+        while request.fork is not None:
+            request = self.requests[request.fork.request_id]
+            found |= self.roots.get(request.request_id, set())
+        return found
+
+    def _names_under(self, root: bytes, sequence: Sequence) -> list[bytes]:
+        known, digests = sequence.known_tokens, list[bytes]()
+        extend_digests(digests, root, known, BLOCK, len(known) // BLOCK)
+        return digests
 
     def teardown(self) -> None:
         if "scheduler" not in vars(self):
