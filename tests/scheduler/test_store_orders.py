@@ -130,7 +130,30 @@ class Doors:
         return self.scheduler.num_waiting
 
 
-# ---- what is fetched ---------------------------------------------------------------------------
+# ---- what is looked up and fetched -------------------------------------------------------------
+
+
+def test_groups_that_keep_all_blocks_are_looked_up_first() -> None:
+    doors = Doors((WINDOW, FULL))
+    [look_up] = doors.add("r", PROMPT)
+    assert isinstance(look_up, LookUp)
+    assert [g for g, _ in look_up.names] == [1] * 5 + [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("transfer", "stores"),
+    [
+        (KVTransfer(waits=True, stores=(1,)), [1]),
+        (KVTransfer(waits=True), [0, 1, 2]),
+        (KVTransfer(keeps=True, stores=(1,)), [0, 1, 2]),
+        (None, [0, 1, 2]),
+    ],
+)
+def test_a_prompt_that_is_handed_over_is_looked_up_in_the_stores_of_its_engine(
+    transfer: KVTransfer | None, stores: list[int]
+) -> None:
+    doors = Doors(num_stores=3)
+    assert [order.store for order in doors.add("r", PROMPT, transfer)] == stores
 
 
 def test_of_a_window_only_the_blocks_are_fetched_that_the_next_token_sees() -> None:
@@ -209,17 +232,20 @@ def test_an_answer_names_the_blocks_of_the_prompt_and_none_of_the_output() -> No
     assert handed_over == [HandedOver(5, look_up.names[4][1])]
 
 
-def test_what_stores_brought_and_what_was_here_is_counted() -> None:
-    doors = Doors()
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATES)])
+def test_what_stores_brought_and_what_was_here_is_counted(groups: tuple[CacheGroup, ...]) -> None:
+    """Of the state of a hit, the last block."""
+    doors, num = Doors(groups), len(groups)
     stores = doors.scheduler.stores
     assert stores is not None and stores.view() == StoresView(0, 0, 0, 0, 0)
     [look_up] = doors.add("r", PROMPT[:13])
     [fetch] = doors.answer(look_up, True)
     doors.fetched(fetch, 3 * BLOCK_BYTES, 0.1)
-    assert stores.view() == StoresView(3, 0, 3 * BLOCK_BYTES, 0, 0)
+    num_fetched = 3 if num == 1 else 4
+    assert stores.view() == StoresView(num_fetched, 0, 3 * BLOCK_BYTES, 0, 0)
     [look_up] = doors.add("longer", PROMPT)
-    assert isinstance(look_up, LookUp) and len(look_up.names) == 2
-    assert stores.view().num_here == 3
+    assert isinstance(look_up, LookUp) and len(look_up.names) == 5 * num - num_fetched
+    assert stores.view().num_here == num_fetched
 
 
 # ---- what is given -----------------------------------------------------------------------------
