@@ -141,6 +141,17 @@ def test_a_group_needs_no_watermark_beside_itself() -> None:
     assert num_partly > 0, "all came back at once"
 
 
+def test_blocks_are_kept_free_for_all_that_run_but_a_sequence_s_own_group() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.memory.headroom.blocks_per_row = 2.0
+    add(scheduler, "other", 4)
+    scheduler.add(make_request("three", list(range(20, 29)), n=3, max_tokens=20), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and scheduler.num_running == 4
+    headroom, leader = scheduler.memory.headroom, scheduler.lifecycle.sequences["three"]
+    assert scheduler.admission.reserve(leader) == headroom.blocks(1) == 1 + 2
+
+
 def test_priority_comes_first_and_arrival_second() -> None:
     scheduler = scheduler_of(100, num_rows=3, pipeline_depth=9)
     for name, priority in [("a", 1), ("b", 0), ("c", -5), ("d", 0), ("e", -5)]:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
@@ -47,6 +48,19 @@ def test_a_heavy_tenants_long_prompt_under_way_is_deferred() -> None:
     step(scheduler)
     add(scheduler, "light", 12, tenant="light")
     assert step(scheduler) == {"light": 12, "heavy": 4}
+
+
+def test_a_deferred_prompt_gets_the_slots_that_it_has_if_there_is_no_free_block() -> None:
+    scheduler = scheduler_of(Fifo, budget=18)
+    add(scheduler, "long", 40)
+    step(scheduler)
+    pool, prompt = scheduler.memory.kv.pools[0], scheduler.lifecycle.sequences["long"]
+    while pool.num_free:
+        pool.allocate()
+    for num_granted in (2, 0):
+        builder = PlanBuilder(9)
+        assert scheduler.admission._continue_deferred(prompt, builder, 8) == num_granted
+        assert len(builder.rows) == (num_granted > 0)
 
 
 def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:

@@ -217,6 +217,21 @@ def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
     assert [offers._is_known(*name) for name in names] == [False, True, True]
 
 
+def test_as_many_names_wait_as_may_be_and_the_oldest_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offers_file, "MOST_WAITING", 2)
+    offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True, SimpleNamespace(room=4))  # type: ignore[arg-type]
+    request = SimpleNamespace(kv_transfer=None)
+    sequence = SimpleNamespace(request=request, digests=[b"a", b"b", b"c"], num_offered=0)
+    for count in (2, 3):
+        offers.named([sequence], [0], [count], [])  # type: ignore[list-item]
+        assert offers.num_waiting == 2
+    for name, num_left in ((b"a", 2), (b"b", 1), (b"c", 0)):
+        offers.forget([(0, name)])
+        assert offers.num_waiting == num_left
+
+
 def test_after_a_reset_nothing_of_before_is_offered_or_known() -> None:
     lab = Lab(gives=COMPUTED)
     lab.generate(PROMPT)
