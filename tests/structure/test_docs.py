@@ -21,7 +21,12 @@ from tests.structure.test_house import PACKAGE, ROOT, sources, tree_of
 
 Node = TypeVar("Node", bound=ast.AST)
 CONTRACTS = sorted(PACKAGE.rglob("README.md"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *CONTRACTS]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *CONTRACTS,
+]
 MAX_LINES = {"docs/inside/overview.md": 120, "docs/inside/contracts.md": 60}
 OF_VLLM = {"move.md", "vllm-flags.md", "vllm-cases.md"}
 MAX_CONTRACT_LINES, MAX_COLUMNS = 150, 120
