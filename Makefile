@@ -121,7 +121,7 @@ paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/resul
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests into the docs
-	$(BIN)/python -m quire.cli.migrating docs/use/vllm-flags.md
+	$(BIN)/python -m quire.cli.migrating docs/use
 	$(BIN)/python -m tests.serve.vllm_cases.table
 
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
