@@ -48,11 +48,11 @@ from quire.tools.verify.paged import Paging
 from quire.tools.verify.theirs import Reference, Theirs
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import take_dequantised
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
-from tests.models.gguf_writer import convert, model_metadata
-from tests.models.paged import CPU
 from tests.models.test_gguf_families import CONVERTIBLE, convertible
-from tests.serve.checkpoints import pool_bytes
+from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import convert, model_metadata
+from tests.support.models.paged_forward import CPU
+from tests.support.models.reference_checkpoints import pool_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "model-table.md"
 YES = "yes"
@@ -352,9 +352,9 @@ HEAD = """# Table of models
 Look up what is tested for each model type that quire has a class for. [Models](models.md) says
 which other models load.
 
-Each type is tested as a tiny checkpoint with random weights. `tests/models/checkpoints.py` has
-more variants of each. `make test` tests each feature with one type, `make test-long` all of them;
-`python -m tests.models.matrix` writes this page from the results.
+Each type is tested as a tiny checkpoint with random weights. `tests/support/models/checkpoints.py`
+has more variants of each. `make test` tests each feature with one type, `make test-long` all of
+them; `python -m tests.models.matrix` writes this page from the results.
 """
 LOSSES_HEAD = f"""
 ## Loss by format

@@ -238,15 +238,13 @@ def script_texts(text: str, first: int = 1) -> Iterator[Text]:
     """Yield the strings of a TypeScript file that hold more than one word."""
     for token in TOKEN.finditer(text):
         line = first + text.count("\n", 0, token.start())
-        if token["template"]:
-            inner = token["template"][1:-1]
-            found = FILLED.sub(HOLE, inner)
-            for hole in FILLED.finditer(inner):
-                yield from script_texts(hole[1], line)
-        else:
-            found = (token["plain"] or "")[1:-1]
+        inner = (token["template"] or token["plain"] or "")[1:-1]
+        holes = list(FILLED.finditer(inner)) if token["template"] else []
+        found = FILLED.sub(HOLE, inner) if holes else inner
         if " " in found:
             yield Text(line, found)
+        for hole in holes:
+            yield from script_texts(hole[1], line)
 
 
 def html_texts(text: str) -> Iterator[Text]:
