@@ -121,7 +121,7 @@ paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/resul
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests into the docs
-	$(BIN)/python -m quire.cli.migrating docs/use/vllm-flags.md
+	$(BIN)/python -m quire.cli.migrating docs/use
 	$(BIN)/python -m tests.serve.vllm_cases.table
 
 settings: $(VENV)/.installed ## write docs/use/settings.md and other-flags.md from the configuration

@@ -10,7 +10,7 @@ from quire.base.errors import ConfigError
 from quire.base.secrets import MASK
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse, with_dashes
-from quire.cli.migrating import BEGIN, END, main, page
+from quire.cli.migrating import END, PAGES, groups_of, main, page
 from quire.cli.options.help_parser import HelpParser
 from quire.cli.settings import (
     FLAG,
@@ -25,7 +25,9 @@ from quire.serve.vllm_compat import SECRETS, SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS, GROUPS, VllmSetting
 from tests.structure.test_house import ROOT
 
-PAGE = ROOT / "docs" / "use" / "vllm-flags.md"
+FOLDER = ROOT / "docs" / "use"
+NAMES = ["vllm-flags-engine.md", "vllm-flags-other.md", "vllm-flags.md"]
+BEGIN = "<!-- flags of Server; Scheduler: written by `make migrating` -->"
 OPTIONS = all_options()
 SAME = [name for name, each in FLAGS.items() if each.is_same]
 
@@ -63,20 +65,30 @@ def sample(option: Option) -> str:
     return {int: "2k", float: "0.5", str: "x"}[option.kind]
 
 
-def test_the_page_is_up_to_date(tmp_path: Path) -> None:
-    text = PAGE.read_text("utf-8")
-    assert page(text) == text, "run `make migrating`"
-    copy = tmp_path / "page.md"
+def test_the_pages_are_up_to_date() -> None:
+    paths = sorted(FOLDER.glob(PAGES))
+    assert [path.name for path in paths] == NAMES
+    texts = [path.read_text("utf-8") for path in paths]
+    for text in texts:
+        assert page(text) == text, "run `make migrating`"
+    assert sorted(name for text in texts for name in groups_of(text)) == sorted(GROUPS)
+    assert all(f"`{flag(name)}`" in "".join(texts) for name in FLAGS)
+
+
+def test_a_page_gets_the_tables_of_its_groups(tmp_path: Path) -> None:
+    copy = tmp_path / "vllm-flags-copy.md"
     copy.write_text(f"above\n{BEGIN}\nearlier flags\n{END}\nbelow\n")
-    assert main([str(copy)]) == 0
+    assert main([str(tmp_path)]) == 0
     found = copy.read_text("utf-8")
-    assert (
-        found.startswith("above\n") and found.endswith("below\n") and "earlier flags" not in found
-    )
-    for name in FLAGS:
-        assert f"`{flag(name)}`" in found
-    with pytest.raises(ConfigError, match="no lines"):
-        page("nothing")
+    assert found.startswith(f"above\n{BEGIN}\n") and found.endswith(f"{END}\nbelow\n")
+    assert "earlier flags" not in found and "`--uds`" in found and "`--dtype`" not in found
+
+
+def test_a_page_without_marks_or_with_an_unknown_group() -> None:
+    with pytest.raises(ConfigError, match="the page lacks the lines"):
+        page(f"nothing {END}")
+    with pytest.raises(ConfigError, match="no group of flags 'Scheduling'; name one of: Server;"):
+        page(f"{BEGIN.replace('Scheduler', 'Scheduling')}\n{END}")
 
 
 def test_each_flag_stands_once() -> None:

@@ -28,7 +28,8 @@ PAGES = [
     *CONTRACTS,
 ]
 MAX_LINES = {"docs/inside/overview.md": 120, "docs/inside/contracts.md": 60}
-OF_VLLM = {"move.md", "vllm-flags.md", "vllm-cases.md"}
+OF_OTHERS = {"from-vllm.md", "from-llamacpp.md", "vllm-cases.md"}
+OF_OTHERS |= {"vllm-flags.md", "vllm-flags-engine.md", "vllm-flags-other.md"}
 MAX_CONTRACT_LINES, MAX_COLUMNS = 150, 120
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -209,7 +210,7 @@ def test_attributes_that_a_page_names_exist(page: Path) -> None:
 
 @of_each_page
 def test_identifiers_of_a_page_are_in_the_code(page: Path) -> None:
-    if page.name in OF_VLLM:  # names vLLM's settings
+    if page.name in OF_OTHERS:  # names settings and fields of other engines
         return
     named = {match[1] for code in codes(page) if (match := IDENTIFIER.fullmatch(code))}
     ours = {name for name in named if "_" in name or CAMEL.match(name)}
