@@ -90,13 +90,13 @@ class CacheConfig:
         if self.transfer.needs_store and not self.stores:
             raise ConfigError(
                 f"kv_transfer_config={self.kv_transfer_config!r} needs a store that both engines"
-                " reach; add one, such as --kv-store shm:NAME or --kv-store peer://HOST:PORT."
+                " can reach; add one, such as --kv-store shm:NAME or --kv-store peer://HOST:PORT."
             )
         if self.kv_eager and not self.stores:
             raise ConfigError("kv_eager needs a store to give blocks to; add kv_store.")
         if self.kv_eager and self.transfer.role == CONSUMER:
             raise ConfigError(
-                f"kv_eager gives blocks to stores, and a {CONSUMER} gives none; leave one out."
+                f"kv_eager offers blocks to stores, but a {CONSUMER} stores no blocks; remove one."
             )
 
     @property

@@ -457,8 +457,8 @@ class ServerConfig(SeveralModels):
             keys = set(getattr(self, name))
             if unknown := keys - set(self.api_key):  # never shown: they are secrets
                 raise ConfigError(
-                    f"{name} names {len(unknown)} of {len(keys)} keys that api_key does not; give"
-                    " them there, too."
+                    f"{name} names {len(unknown)} of {len(keys)} keys that are not in api_key; add"
+                    " them to api_key."
                 )
         limit = self.hook_timeout
         check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")

@@ -25,7 +25,7 @@ def check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:
         if not is_installed(kind, name, ()):
             known = all_names(kind, ()) or "none"
             raise ConfigError(
-                f"there is no {kind.noun} {name!r}; installed packages bring: {known}."
+                f"there is no {kind.noun} {name!r}; installed packages provide: {known}."
             )
 
 

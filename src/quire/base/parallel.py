@@ -68,8 +68,8 @@ class ParallelConfig:
             )
         if self.distributed_executor_backend == "ray" and self.nnodes > 1:
             raise ConfigError(
-                f"distributed_executor_backend=ray finds the machines itself, and nnodes="
-                f"{self.nnodes} is for ranks without Ray; leave one of them out."
+                "distributed_executor_backend=ray finds the machines itself, and"
+                f" nnodes={self.nnodes} is for ranks without Ray; remove one of them."
             )
         if self.nnodes > 1:
             self._check_nodes()
@@ -83,8 +83,8 @@ class ParallelConfig:
             )
         if self.num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(
-                f"distributed_executor_backend=uni is for one rank, but tensor_parallel_size"
-                f" x pipeline_parallel_size is {self.num_ranks}; leave it out."
+                "distributed_executor_backend=uni is for one rank, but tensor_parallel_size x"
+                f" pipeline_parallel_size is {self.num_ranks}; remove it."
             )
 
     def _check_nodes(self) -> None:
@@ -92,13 +92,14 @@ class ParallelConfig:
         if self.num_ranks % self.nnodes:
             raise ConfigError(
                 f"nnodes={self.nnodes} must divide the {self.num_ranks} ranks of"
-                f" tensor_parallel_size={self.tensor_parallel_size} x pipeline_parallel_size="
-                f"{self.pipeline_parallel_size}: each machine has as many."
+                f" tensor_parallel_size={self.tensor_parallel_size} x"
+                f" pipeline_parallel_size={self.pipeline_parallel_size}: all machines have the"
+                " same number of ranks."
             )
         if self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} with nnodes={self.nnodes} is not"
-                " supported: start one server on each machine, or share each copy by Ray."
+                " supported: start one server on each machine, or use Ray."
             )
         if self.master_addr is None:
             raise ConfigError(

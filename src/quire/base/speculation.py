@@ -132,8 +132,8 @@ def _model(fields: Mapping[str, Any], method: str) -> str:
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(
-            f"the method {method} needs a model that guesses: a directory, a GGUF file or a Hugging"
-            f" Face id, got {model!r}."
+            f"the method {method} needs a draft model: a directory, a GGUF file or a Hugging Face"
+            f" id, got {model!r}."
         )
     return model
 

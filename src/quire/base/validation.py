@@ -66,8 +66,8 @@ class RequestLimits:
         name = _width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
-                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs}; ask"
-                " for fewer or raise max_num_seqs.",
+                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs};"
+                " request fewer or raise max_num_seqs.",
                 name,
             )
         self._check_prompt(request.prompt_token_ids, num_known)
@@ -92,16 +92,16 @@ class RequestLimits:
             raise RequestError(message, "timeout_s")
         if not 0 <= request.received_s < math.inf:
             raise RequestError(
-                f"received_s must be a time of this machine's monotonic clock, or 0 where it is not"
-                f" known, got {request.received_s!r}.",
+                "received_s must be a time of this machine's monotonic clock, or 0 if unknown, got"
+                f" {request.received_s!r}.",
                 "received_s",
             )
 
     def _check_kind(self, request: Request) -> None:
         if request.pools and not self.pools:
             raise RequestError(
-                "this engine generates text: it gives no embeddings, scores or classes. Start one"
-                " with a model that pools, or with runner='pooling' (--runner pooling).",
+                "this engine generates text and does not return embeddings, scores or classes."
+                " Start one with a model that pools, or with runner='pooling' (--runner pooling).",
                 code=WRONG_RUNNER,
             )
         if self.pools and not request.pools:
@@ -123,8 +123,8 @@ class RequestLimits:
             name, field = processor_name(asked), "logits_processors"
             if name is None and not self.takes_functions:
                 raise RequestError(
-                    "a Python function cannot go to an engine in another process; let a package"
-                    " bring it, and give its name (docs/extend/README.md).", field,
+                    "a Python function cannot be sent to an engine in another process; provide it"
+                    " in a package, and give its name (docs/extend/README.md).", field,
                 )  # fmt: skip
             if name is not None and name not in self.logits_processors:
                 known = ", ".join(self.logits_processors) or "none"
@@ -141,8 +141,8 @@ class RequestLimits:
         if num_beams > num_others:
             name = _width_field(request.params)
             raise RequestError(
-                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that do"
-                " not stop a beam; ask for fewer beams or give fewer stop_token_ids.",
+                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that"
+                " do not stop a beam; request fewer beams or give fewer stop_token_ids.",
                 name,
             )
 
@@ -169,7 +169,7 @@ class RequestLimits:
 def gives_no_text() -> RequestError:
     """Return the error for who wants text of an engine that pools."""
     return RequestError(
-        "this engine pools: it gives embeddings, scores or classes, and no text. Start one with"
+        "this engine pools: it returns embeddings, scores or classes, not text. Start one with"
         " runner='generate' (--runner generate) if the model can generate.",
         code=WRONG_RUNNER,
     )
@@ -178,13 +178,12 @@ def gives_no_text() -> RequestError:
 def check_open(params: SamplingParams) -> None:
     """Raise RequestError if a prompt with these parameters cannot come in pieces."""
     if params.num_samples > 1 or params.use_beam_search:
-        raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
+        raise RequestError("an open prompt has one continuation; remove n, best_of and beams.")
     if params.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
+        raise RequestError("prompt_logprobs are not available for an open prompt; remove them.")
     if params.truncate_prompt_tokens is not None:
         raise RequestError(
-            "truncate_prompt_tokens: a prompt that comes in pieces is computed as it comes; leave"
-            " it out.",
+            "truncate_prompt_tokens: an open prompt is computed as it arrives; remove it.",
             "truncate_prompt_tokens",
         )
 
@@ -196,13 +195,13 @@ def check_pin(request: Request) -> None:
         rule = duration_rule("to keep the prefix")
         raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.", "ttl_s")
     if not 0 < request.pin_share <= 1:
-        raise RequestError(f"a share of what may be pinned is in (0, 1], got {request.pin_share}.")
+        raise RequestError(f"pin_share must be above 0 and at most 1, got {request.pin_share}.")
     if request.is_open or params.num_samples > 1 or params.use_beam_search:
-        raise RequestError("a prefix to pin is one whole prompt; leave out n, best_of, beams.")
+        raise RequestError("a pinned prefix is one whole prompt; remove n, best_of and beams.")
     if request.grammar:
-        raise RequestError("a prefix to pin has no answer, so no grammar; leave it out.")
+        raise RequestError("a pinned prefix has no answer to constrain; remove the grammar.")
     if params.prompt_logprobs is not None:
-        raise RequestError("a prefix to pin gives no prompt_logprobs; leave them out.")
+        raise RequestError("a pinned prefix does not return prompt_logprobs; remove them.")
 
 
 def check_kept(request: Request, keep_s: float) -> None:
@@ -215,10 +214,10 @@ def check_kept(request: Request, keep_s: float) -> None:
             "keep_s",
         )
     if request.pin_s is not None or request.pools:
-        raise RequestError("only what is generated can be kept or forked; leave keep_s out.")
+        raise RequestError("only requests that generate can be retained or forked; remove keep_s.")
     if keep_s and (params.use_beam_search or params.is_ranked):
         raise RequestError(
-            "keep_s: beams and best_of drop some of their sequences; leave them or keep_s out.",
+            "keep_s: beams and best_of drop some of their sequences; remove them or keep_s.",
             "keep_s",
         )
     if fork is None:
@@ -229,7 +228,9 @@ def check_kept(request: Request, keep_s: float) -> None:
             f" {len(request.prompt_token_ids)} tokens."
         )
     if fork.takes_over and params.num_samples > 1:
-        raise RequestError("one of n continuations cannot take the place of what it goes on from.")
+        raise RequestError(
+            "only a single continuation can replace the request it continues; set n=1."
+        )
 
 
 def check_fork(request: Request, sources: list[HeldRequest]) -> int:
@@ -243,17 +244,19 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
         if fork.num_tokens > source.num_tokens or not _begins(request, source.tokens):
             raise RequestError(
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
-                f" {fork.request_id!r}; it may have been rewound. Ask for its tokens again."
+                f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
             )
         for name in ("cache_salt", "adapter_id", "media_ids"):
             if getattr(request, name) != getattr(source, name):
-                raise RequestError(f"a fork has the {name} of what it goes on from.", name)
+                raise RequestError(
+                    f"a fork must have the same {name} as the request that it continues.", name
+                )
     return fork.num_tokens if sources else 0
 
 
 def _begins(request: Request, tokens: bytes) -> bool:
     """Tell whether the tokens that a fork shares are the first of these (int32)."""
-    assert request.fork is not None, "it is no fork"
+    assert request.fork is not None, "it is not a fork"
     try:
         begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
     except OverflowError:
@@ -275,7 +278,7 @@ def _check_named_in_prompt(request: Request) -> None:
     if rows and len(rows) != num:
         start = request.params.prompt_logprob_start or 0
         raise RequestError(
-            f"prompt_logprob_token_ids has {len(rows) - start} lists, but behind"
+            f"prompt_logprob_token_ids has {len(rows) - start} lists, but from"
             f" prompt_logprob_start={start} the prompt has {max(0, num - start)} tokens; give one"
             " for each.",
             "prompt_logprob_token_ids",
@@ -293,7 +296,7 @@ def _check_logprobs(name: str, value: int | None, most: int) -> None:
         return
     if value == -1 or value > most:
         raise RequestError(
-            f"{name}={value} is more than max_logprobs={most}; ask for fewer or raise"
+            f"{name}={value} is more than max_logprobs={most}; request fewer or raise"
             " max_logprobs.",
             name,
         )

@@ -153,7 +153,7 @@ def bind_unix(path: Path) -> socket.socket:
         if path.is_socket():
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise OSError(errno.EADDRINUSE, "another server listens there")
+                    raise OSError(errno.EADDRINUSE, "another server is listening there")
             path.unlink()
         sock.bind(str(path))
     except OSError as error:
@@ -318,7 +318,7 @@ class Supervisor:
         if keeper.is_open:
             keeper.look(readable)
         if self._status is None and (status := keeper.end_status) is not None:
-            logger.error("there is no model left to serve")
+            logger.error("no model is left to serve")
             self._end(status, 0.0)
 
     def _wait_s(self) -> float:
@@ -353,7 +353,7 @@ class Supervisor:
                 host, port = self._tcp.getsockname()[:2]
                 where = f"{scheme}://" + (f"[{host}]" if ":" in host else host) + f":{port}"
             root = self._server.root_path
-            logger.info("ready: %s%s/v1 (Ctrl-C ends it)", where, root)
+            logger.info("ready: %s%s/v1 (press Ctrl-C to stop)", where, root)
 
     def _bury(self, child: Child) -> None:
         """See to a child that has ended: as told, or it is started anew, or the server ends with
@@ -368,7 +368,7 @@ class Supervisor:
             return
         if self._status is not None:
             if not child.was_told or status not in (0, -signal.SIGTERM):
-                logger.error("%s did not end well (%s)", child.name, _describe(status))
+                logger.error("%s stopped with an error (%s)", child.name, _describe(status))
                 self._status = self._status or 1
             if child in self._apis and not self._running_apis():
                 self._end_cores()  # nobody is left to serve
@@ -376,7 +376,7 @@ class Supervisor:
         if status == NO_START:  # it has said itself why it could not start
             self._end(NO_START, 0.0)
             return
-        logger.error("%s ended by itself (%s)", child.name, _describe(status))
+        logger.error("%s ended unexpectedly (%s)", child.name, _describe(status))
         self._start_again(child)
 
     def _is_kept(self, child: Child) -> bool:
@@ -390,7 +390,7 @@ class Supervisor:
             self._end(1, 0.0)
             return
         when = f" in {pause_s:g} s" if pause_s else ""
-        logger.error("it is started anew%s; requests that were open have failed", when)
+        logger.error("restarting it%s; its open requests have failed", when)
 
     # ---- ending ------------------------------------------------------------------------------
 
@@ -430,10 +430,10 @@ class Supervisor:
         self._status = self._status or 1
         for child in self._running_apis() or self._running_cores():  # cores follow them
             if child.was_killed:
-                logger.error("%s cannot be killed, and is left behind", child.name)
+                logger.error("%s cannot be killed and is abandoned", child.name)
                 child.leave()
             else:
-                logger.error("%s does not end; it is killed", child.name)
+                logger.error("%s does not stop; killing it", child.name)
                 child.kill()
         if not self._running_apis():
             self._end_cores()
