@@ -339,7 +339,7 @@ def test_a_policy_of_another_package_cannot_be_recorded(site: Site, tmp_path: Pa
     site.install_example("quire_lifo")
     settings = SMALL | {"scheduling_policy": "lifo", "record": str(tmp_path / "run")}
     for make in (LLM, AsyncLLM):
-        with pytest.raises(ConfigError, match="'lifo', which another package .*; leave record out"):
+        with pytest.raises(ConfigError, match="'lifo', which another package .*; remove record"):
             make(str(checkpoint("llama")), **settings)
     assert not (tmp_path / "run").exists()
 

@@ -374,7 +374,7 @@ def test_classes_of_other_packages_say_whether_they_can(monkeypatch: pytest.Monk
     spec = parse_spec(LLAMA | {"model_type": "theirs"})
     place = RankPlace(thread_groups(2)[0])
     monkeypatch.setattr(registry, "model_class", lambda _: Foreign)
-    with pytest.raises(ConfigError, match="shares_layers.*leave tensor_parallel_size=2 out"):
+    with pytest.raises(ConfigError, match="shares_layers.*remove tensor_parallel_size=2"):
         empty_model(spec, torch.float32, CPU, place)
     monkeypatch.setattr(registry, "model_class", lambda _: Sharing)
     assert registry.can_share(spec)

@@ -99,7 +99,7 @@ def test_errors(llm: LLM) -> None:
         with pytest.raises(RequestError, match="fork it"):
             story.generate(SamplingParams(n=2))
         for call in (lambda: story.fork(100), lambda: story.rewind(100), lambda: story.fork(-1)):
-            with pytest.raises(RequestError, match="the tokens there are"):
+            with pytest.raises(RequestError, match="the number of its tokens"):
                 call()
         story.rewind(len(story.token_ids))
         assert story.token_ids == []

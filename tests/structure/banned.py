@@ -56,8 +56,8 @@ WORDS: tuple[tuple[str, str], ...] = (
     (r"takes? no|take (it )?none", "write 'does not accept' or 'is disabled'"),
     (r"leave (\S+ ){1,4}out|left out|leav(e|es|ing) out", "write 'remove', 'omit' or 'skip'"),
     (r"answer's pieces?|pieces? of (an|the) answers?", "write 'chunk' or 'delta'"),
-    (r"(is|are|was|were|be) no (number|integer|text|list|object|name|JSON|whole number)s?",
-     "write 'is not a number'"),
+    (r"(?<!there )(is|are|was|were|be) no"
+     r" (number|integer|text|list|object|name|JSON|whole number)s?", "write 'is not a number'"),
     (r"(has|have|is|are) gone",
      "say what happened: 'ended', 'disconnected', 'was removed'"),
     (r"as it were|so to speak|by and by|of old|at will", "drop it"),

@@ -103,7 +103,7 @@ class ParallelConfig:
         if self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} with nnodes={self.nnodes} is not"
-                " supported: start one server on each machine, or share each copy by Ray."
+                " supported: start one server on each machine, or use Ray."
             )
         if self.master_addr is None:
             raise ConfigError(

@@ -26,4 +26,4 @@ class SeveralModels:
         most = self.max_loaded_models
         check(most is None or most >= 1, "max_loaded_models", most, "at least 1")
         check_duration("idle_unload_s", self.idle_unload_s, "for never")
-        check_duration("model_wait_s", self.model_wait_s, "to wait for none")
+        check_duration("model_wait_s", self.model_wait_s, "to wait for no model")

@@ -66,8 +66,8 @@ class RequestLimits:
         name = _width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
-                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs}; ask"
-                " for fewer or raise max_num_seqs.",
+                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs};"
+                " request fewer or raise max_num_seqs.",
                 name,
             )
         self._check_prompt(request.prompt_token_ids, num_known)
@@ -92,8 +92,8 @@ class RequestLimits:
             raise RequestError(message, "timeout_s")
         if not 0 <= request.received_s < math.inf:
             raise RequestError(
-                f"received_s must be a time of this machine's monotonic clock, or 0 where it is not"
-                f" known, got {request.received_s!r}.",
+                "received_s must be a time of this machine's monotonic clock, or 0 if unknown, got"
+                f" {request.received_s!r}.",
                 "received_s",
             )
 
@@ -141,8 +141,8 @@ class RequestLimits:
         if num_beams > num_others:
             name = _width_field(request.params)
             raise RequestError(
-                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that do"
-                " not stop a beam; ask for fewer beams or give fewer stop_token_ids.",
+                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that"
+                " do not stop a beam; request fewer beams or give fewer stop_token_ids.",
                 name,
             )
 
@@ -249,7 +249,7 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
         if fork.num_tokens > source.num_tokens or not _begins(request, source.tokens):
             raise RequestError(
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
-                f" {fork.request_id!r}; it may have been rewound. Ask for its tokens again."
+                f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
             )
         for name in ("cache_salt", "adapter_id", "media_ids"):
             if getattr(request, name) != getattr(source, name):
@@ -261,7 +261,7 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
 
 def _begins(request: Request, tokens: bytes) -> bool:
     """Tell whether the tokens that a fork shares are the first of these (int32)."""
-    assert request.fork is not None, "it is no fork"
+    assert request.fork is not None, "it is not a fork"
     try:
         begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
     except OverflowError:
@@ -303,7 +303,7 @@ def _check_logprobs(name: str, value: int | None, most: int) -> None:
         return
     if value == -1 or value > most:
         raise RequestError(
-            f"{name}={value} is more than max_logprobs={most}; ask for fewer or raise"
+            f"{name}={value} is more than max_logprobs={most}; request fewer or raise"
             " max_logprobs.",
             name,
         )

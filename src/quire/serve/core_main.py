@@ -67,7 +67,7 @@ def main() -> int:
         with collecting_rarely():
             server.run()
     except Exception as error:
-        logger.critical("the engine cannot go on: %s", error, exc_info=error)
+        logger.critical("the engine cannot continue: %s", error, exc_info=error)
         return 1
     finally:
         built.core.close()

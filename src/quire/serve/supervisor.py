@@ -164,7 +164,7 @@ def bind_unix(path: Path) -> socket.socket:
         if path.is_socket():
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise OSError(errno.EADDRINUSE, "another server listens there")
+                    raise OSError(errno.EADDRINUSE, "another server is listening there")
             path.unlink()
         sock.bind(str(path))
     except OSError as error:
@@ -331,7 +331,7 @@ class Supervisor:
         if keeper.is_open:
             keeper.look(readable)
         if self._status is None and (status := keeper.end_status) is not None:
-            logger.error("there is no model left to serve")
+            logger.error("no model is left to serve")
             self._end(status, 0.0)
 
     def _wait_s(self) -> float:
@@ -375,7 +375,7 @@ class Supervisor:
             return
         if self._status is not None:
             if not child.was_told or status not in (0, -signal.SIGTERM):
-                logger.error("%s did not end well (%s)", child.name, _describe(status))
+                logger.error("%s stopped with an error (%s)", child.name, _describe(status))
                 self._status = self._status or 1
             if child in self._apis and not self._running_apis():
                 self._end_cores()  # nobody is left to serve
@@ -383,7 +383,7 @@ class Supervisor:
         if status == NO_START:  # it has said itself why it could not start
             self._end(NO_START, 0.0)
             return
-        logger.error("%s ended by itself (%s)", child.name, _describe(status))
+        logger.error("%s ended unexpectedly (%s)", child.name, _describe(status))
         self._start_again(child)
 
     def _is_kept(self, child: Child) -> bool:
@@ -397,7 +397,7 @@ class Supervisor:
             self._end(1, 0.0)
             return
         when = f" in {pause_s:g} s" if pause_s else ""
-        logger.error("it is started anew%s; requests that were open have failed", when)
+        logger.error("restarting it%s; its open requests have failed", when)
 
     # ---- ending ------------------------------------------------------------------------------
 
@@ -437,10 +437,10 @@ class Supervisor:
         self._status = self._status or 1
         for child in self._running_apis() or self._running_cores():  # cores follow them
             if child.was_killed:
-                logger.error("%s cannot be killed, and is left behind", child.name)
+                logger.error("%s cannot be killed and is abandoned", child.name)
                 child.leave()
             else:
-                logger.error("%s does not end; it is killed", child.name)
+                logger.error("%s does not stop; killing it", child.name)
                 child.kill()
         if not self._running_apis():
             self._end_cores()

@@ -52,7 +52,7 @@ def test_parameters_have_one_form() -> None:
         ({"choice": ["a", ""]}, "choice must be a list"),
         ({"json": 5}, "json must be a schema"),
         ({"regex": 5}, "regex must be a text"),
-        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "leave one out"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "remove one"),
     ):
         with pytest.raises(RequestError, match=says) as raised:
             StructuredOutputsParams(**fields)  # type: ignore[arg-type]

@@ -270,7 +270,7 @@ class EngineCore(Front):
         for step in later:
             if step.has_run:
                 self.executor.next_result()
-        self._death = "it was interrupted while it repeated a step that had failed"
+        self._death = "it was interrupted while it repeated a failed step"
         scheduler = self.scheduler
         part = leave_out(failed.carried_out, failed.left_out)
         is_repeatable, has_stages = scheduler.may_repeat_steps, scheduler.has_stages

@@ -58,8 +58,8 @@ def named(models: Sequence[ServedModel]) -> list[ServedModel]:
         for name in model.names:
             if name in owners:
                 raise ConfigError(
-                    f"two models are called {name!r} ({owners[name]} and {path}); name them apart,"
-                    f" as OTHER={path}."
+                    f"two models are called {name!r} ({owners[name]} and {path}); give one another"
+                    f" name, such as OTHER={path}."
                 )
             owners[name] = path
     return found
@@ -77,7 +77,7 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
     if server.served_model_name and len(models) > 1:
         raise ConfigError(
             f"served_model_name={' '.join(server.served_model_name)} is for one model, and"
-            f" {len(models)} are served; name each where it is given, as NAME=MODEL."
+            f" {len(models)} are served; give each its name as NAME=MODEL."
         )
     for model in models:
         parallel = model.engine.parallel
@@ -87,8 +87,8 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
         ):
             if value > 1:
                 raise ConfigError(
-                    f"{field}={value} is for a server of one model that stays loaded; leave it"
-                    " out, or start a server for each model."
+                    f"{field}={value} is for a server of one model that stays loaded; remove it,"
+                    " or start a server for each model."
                 )
         if model.engine.parallel.node_rank > 0:
             raise ConfigError("node_rank is for a server of one model that stays loaded.")
@@ -96,8 +96,8 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
     endpoints = [each.endpoint for each in events if each.is_on]
     if len(set(endpoints)) < len(endpoints):
         raise ConfigError(
-            f"kv_events_config: several models cannot publish at {endpoints[0]}; give each an"
-            " endpoint of its own, in a file with `models`."
+            f"kv_events_config: several models cannot publish at {endpoints[0]}; give each its own"
+            " endpoint, in a configuration file with `models`."
         )
 
 

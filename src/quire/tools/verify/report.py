@@ -183,8 +183,8 @@ def _notes(report: Report) -> Iterator[str]:
         if run.is_rerouted:
             last = run.differences[-1]
             yield (
-                f"{run.name}: of most tokens the logits differ by no more than {last.median:.1e};"
-                " rounding sends others to other experts, which is no fault"
+                f"{run.name}: for most tokens the logits differ by at most {last.median:.1e};"
+                " rounding sends the other tokens to other experts, which is not an error"
             )
     failed = report.failed
     if failed is None or not failed.differences:

@@ -22,7 +22,7 @@ PATCH: Json = {"type": "custom", "name": "apply_patch", "description": "Edit fil
 INPUT = 'a "b"\n\\c/ \U0001f642 ü\t'
 SCHEMA = {
     "type": "object",
-    "properties": {"input": {"type": "string", "description": "The text that the tool gets."}},
+    "properties": {"input": {"type": "string", "description": "The input text for the tool."}},
     "required": ["input"],
     "additionalProperties": False,
 }

@@ -119,7 +119,7 @@ def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
         (call(1, name=None), ".name", "is required"),
         ({"type": "function_call_output", "output": "x"}, ".call_id", "is required"),
         (result(1, None), ".output", "a text or a list"),
-        (thought(encrypted_content="e"), ".encrypted_content", "leave the item out"),
+        (thought(encrypted_content="e"), ".encrypted_content", "remove the item"),
         ({}, ".id", "is required"),
     ],
 )  # fmt: skip

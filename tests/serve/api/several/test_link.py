@@ -126,7 +126,7 @@ def test_a_denial_says_why(tmp_path: Path) -> None:
         await keeper.hear(1)
         keeper.tell(Deny("a", 1, "no room."))
         for each in waiting:
-            with pytest.raises(EngineDead, match="model a is not there: no room."):
+            with pytest.raises(EngineDead, match="model a is not available: no room."):
                 await each
 
     run(tmp_path, check)
@@ -156,7 +156,7 @@ def test_a_crowd_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
         await keeper.hear(1)
-        with pytest.raises(EngineBusy, match="2 requests wait for model a already"):
+        with pytest.raises(EngineBusy, match="2 requests are waiting for model a already"):
             await hold(link)
         keeper.tell(Grant("a", 1))
         for each in waiting:
