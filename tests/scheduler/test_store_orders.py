@@ -23,7 +23,7 @@ from quire.scheduler.core.memory import PROMPT_TAIL, Memory
 from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView
-from tests.scheduler.device import make_request
+from tests.support.scheduler.fake_device import make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
