@@ -5,7 +5,7 @@ import pytest
 from quire.cli.main import COMMANDS
 from quire.cli.options.groups import GROUPS
 from quire.cli.settings import all_options
-from tests.cli.commands import run
+from tests.support.commands import run
 
 
 @pytest.fixture(autouse=True)

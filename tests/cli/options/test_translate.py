@@ -11,7 +11,7 @@ from quire.cli.options.synonyms import FLAGS, SYNONYMS
 from quire.cli.options.translate import translate
 from quire.cli.settings import all_options, vllm_spellings
 from quire.serve.vllm_flags import FLAGS as VLLM_FLAGS
-from tests.cli.commands import run
+from tests.support.commands import run
 
 OURS = {option.flag for option in all_options().values()}
 CLIENTS = {"--url", "--temperature", "--max-tokens", "--repetition-penalty", "--system"}
