@@ -116,7 +116,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("max-modle-len: 5", "no setting 'max-modle-len'. Did you mean max-model-len?"),
-        ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help`"),
+        ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help all`"),
         ("block-size: lots", "block-size must be a whole number such as 4096 or 4k, got 'lots'"),
         ("block-size: 1.5", "block-size must be a whole number such as 4096 or 4k, got 1.5"),
         ("block-size: true", "got True"),
@@ -199,7 +199,7 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
         ("--max-parallel-loading-workers 1", "max_parallel_loading_workers (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
         ("--swap_space=4", "swap_space (flag) is ignored"),
-        ("--uvicorn-log-level error", "--log-level is for everything"),
+        ("--uvicorn-log-level error", "--log-level applies to all loggers"),
     ],
 )
 def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: str) -> None:
