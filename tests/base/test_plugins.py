@@ -259,7 +259,7 @@ def check_logits_processors(server: Server) -> None:
     assert status == 200, answer
     assert max(answer["choices"][0]["token_ids"]) < 9
     for wrong, reason in (
-        (["loud"], "no logits processor 'loud' here; allowed are: hush"),
+        (["loud"], "no logits processor 'loud'; the setting logits_processors"),
         ([{"name": "hush", "kwarg": {}}], "kwarg"),
         ("hush", "list"),
     ):

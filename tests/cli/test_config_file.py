@@ -116,7 +116,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("max-modle-len: 5", "no setting 'max-modle-len'. Did you mean max-model-len?"),
-        ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help`"),
+        ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help all`"),
         ("block-size: lots", "block-size must be a whole number such as 4096 or 4k, got 'lots'"),
         ("block-size: 1.5", "block-size must be a whole number such as 4096 or 4k, got 1.5"),
         ("block-size: true", "got True"),

@@ -39,10 +39,7 @@ def test_replicas_of_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (found["completed"], found["total_output_tokens"], found["replicas"]) == (8, 72, 3)
     assert "1 prefill and 2 decode replicas" in capsys.readouterr().out
     for wrong, named in (
-        (
-            ["--prefill-replicas", "1"],
-            "--prefill-replicas and --decode-replicas must be given together",
-        ),
+        (["--prefill-replicas", "1"], "--decode-replicas must be given together"),
         ([*roles, "--replicas", "2"], "without --replicas"),
         ([*roles, "--kv-host-gb", "0"], "set kv_host_gb"),
         ([*roles, "--no-enable-prefix-caching"], "prefix cache"),

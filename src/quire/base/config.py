@@ -468,7 +468,7 @@ class ServerConfig(SeveralModels):
         check(0 < self.files_gb < 1 << 20, "files_gb", self.files_gb, "above 0, and in GB")
         self._check_rates()
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
-        check(pair, "ssl_certfile", self.ssl_certfile, "set together with ssl_keyfile")
+        check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
 
     def _check_rates(self) -> None:
         for name in ("requests_per_minute", "tokens_per_minute"):

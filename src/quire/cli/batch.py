@@ -29,11 +29,11 @@ was interrupted."""
 DESCRIPTION = """\
 Run the requests of IN, one JSON object per line, in the form of OpenAI's batches:
 
-  `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`
+  `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`.
 
 OUT gets a line per request, in the order in which they finish:
 
-  `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`
+  `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`.
 
 A failed request gets an error in its line. Requests with a common prefix run together. After an
 interruption, the same command resumes, and runs no request twice. It rejects an OUT of another
