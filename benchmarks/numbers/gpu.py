@@ -61,6 +61,6 @@ GPU = Page("gpu.md", "GPUs", (
             "cuBLAS": "{cublas_us}", "kernel": "{best_us}"},
             {"rows": (1, 2, 4)}),),
     ),
-), "Speed on an NVIDIA H200. Other engines, mixtures of experts, draft tokens and quantised weights"
+), "The speed of quire on an NVIDIA H200. Other engines, mixtures of experts, draft tokens and quantised weights"
    " have not been timed on a GPU. [The GPU page](../inside/gpu.md) describes the code and the"
    " checks.")  # fmt: skip

@@ -65,7 +65,7 @@ PAGES = (
     Page(
         "evaluation-scheduling.md",
         "Evaluation: scheduling",
-        "Preemption, chunks, policies, plans in flight, draft tokens, replicas, and how exact the"
+        "The effects of preemption, chunks, policies, plans in flight, draft tokens, replicas, and how exact the"
         " simulator is.",
         (
             "fig_19",
@@ -85,11 +85,22 @@ def pages_of(made: dict[str, list[Figure]]) -> dict[str, str]:
     """Return the text of all pages by file name. made: the figures of each module."""
     texts = {OVERVIEW: _overview(made)}
     for page in PAGES:
-        lines = [MARK, f"# {page.title}", "", wrapped(f"{page.about} {LEGEND}"), ""]
+        lines = [
+            MARK,
+            f"# {page.title}",
+            "",
+            wrapped(f"This page shows {lowered(page.about)} {LEGEND}"),
+            "",
+        ]
         lines += ["[The papers' evaluation](evaluation.md) says how the figures are made.", ""]
         lines += [section(figure) for figure in _figures(made, page)]
         texts[page.name] = "\n".join(lines)
     return texts
+
+
+def lowered(text: str) -> str:
+    """Return a sentence that continues another one."""
+    return text[0].lower() + text[1:]
 
 
 def _figures(made: dict[str, list[Figure]], page: Page) -> Sequence[Figure]:
