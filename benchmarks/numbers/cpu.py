@@ -64,8 +64,8 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
     Section(
         "Shared prefix, small model, start",
         "Tokens/s of 16 requests that share 512 of 544 prompt tokens, for a new prefix and for a"
-        " cached one; milliseconds per token of a Llama with 8 million weights; seconds from the"
-        " command to a token.",
+        " cached one. The other columns are milliseconds per token of a Llama with 8 million"
+        " weights, and seconds from the command to a token.",
         "python -m benchmarks.cpu --rounds 1 --workloads start shared tiny",
         (engines("cpu_others.json", {
             "cold_rate": "shared, new", "warm_rate": "shared, cached", "tiny_ms": "8 M model, ms",
@@ -98,7 +98,7 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
     Section(
         "Several ranks",
         "Tokens/s of Qwen3-0.6B's shape in bf16 on two cores, split over ranks in different ways."
-        " The last column is the share of tokens that equal those of one process; pipeline stages"
+        " The last column is the share of tokens that one process gives as well; pipeline stages"
         " draw other random weights.",
         "python -m benchmarks.models.ranks",
         (Table(ZEN5 + "ranks.json", {
@@ -139,8 +139,8 @@ KERNELS = Page("cpu-kernels.md", "CPU kernels", (
     ),
     Section(
         "Ways of attention",
-        "Blocks of 16 compared with one block for each row, contexts split over threads compared"
-        " with one pass, and a shared prefix read once (cascade) compared with once for each row.",
+        "Blocks of 16 compared with one block for each row; contexts split over threads compared"
+        " with one pass. Cascade reads a shared prefix once, and not for each row.",
         "python -m benchmarks.kernels.attention",
         (Table(ZEN4 + "attention.json", {
             "case": "{case}", "way": "{way}", "us": "{layer_us:,.0f}", "other way": "{other}",

@@ -7,7 +7,7 @@ H200 = "h200/"
 GPU = Page("gpu.md", "GPUs", (
     Section(
         "Limits and answers",
-        "What the device reaches by itself, and answers compared with those of a CPU in float32.",
+        "The limits of the device, and answers compared with the answers of a CPU in float32.",
         "make gpu-check PART=bench",
         (Table(H200 + "gpu_first.json", {
             "case": "{case}", "ms": "{seconds*1e3:.3f}", "measured limit, ms":
@@ -61,6 +61,6 @@ GPU = Page("gpu.md", "GPUs", (
             "cuBLAS": "{cublas_us}", "kernel": "{best_us}"},
             {"rows": (1, 2, 4)}),),
     ),
-), "Speed on an NVIDIA H200. Other engines, mixtures of experts, draft tokens and quantised weights"
-   " have not been timed on a GPU. [The GPU page](../inside/gpu.md) describes the code and the"
-   " checks.")  # fmt: skip
+), "The speed of quire on an NVIDIA H200. Other engines, mixtures of experts, draft tokens and"
+   " quantised weights have not been timed on a GPU. [The GPU page](../inside/gpu.md) describes the"
+   " code and the checks.")  # fmt: skip

@@ -190,7 +190,8 @@ def pages_of(
 def _page(page: Page, results: Mapping[str, Result]) -> str:
     lines = [MARK, f"# {page.title}", ""]
     lines += wrapped(
-        f"{page.about} [Numbers]({OVERVIEW}) describes the machines and how to measure."
+        f"This page shows {page.about[0].lower()}{page.about[1:]} [Numbers]({OVERVIEW}) describes"
+        " the machines and how to measure."
     )
     lines.append("")
     for section in page.sections:

@@ -28,8 +28,8 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
     ),
     Section(
         "Policies",
-        "Simulated seconds to the first token of Llama-3.1-8B on an H200. The aims for `two-level`:"
-        " its mean is at most 1.1 times that of `srtf`, and no request waits more than twice as"
+        "Simulated seconds to the first token of Llama-3.1-8B on an H200. The mean of `two-level`"
+        " should be at most 1.1 times that of `srtf`. No request should wait more than twice as"
         " long as under `fifo`. The last column is the worst ratio of waits.",
         "python -m benchmarks.scheduler.policies",
         (Table(ZEN5 + "policies.json", {
@@ -81,8 +81,8 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
     ),
     Section(
         "KV events",
-        "Share of a step that KV events take, with a device that needs 5 ms for a step (the aim:"
-        " less than 1 %) and without a device.",
+        "Share of a step that KV events take, with and without a device that needs 5 ms for a"
+        " step. The aim: less than 1 % with the device.",
         "python -m benchmarks.scheduler.kv_events",
         (Table(ZEN4 + "kv_events.json", {
             "rows": "{rows:,}", "load": "{load}", "token ids": "{tokens}"},
@@ -110,8 +110,8 @@ SCHEDULER = Page("scheduler.md", "Scheduler", (
     ),
     Section(
         "The code",
-        "Python files with functions that run for one step of the scheduler with its result, one"
-        " forward pass on a CPU, and one chat through HTTP; and the lines of these files.",
+        "Python files whose functions run, and the lines of these files. The actions are one step"
+        " of the scheduler with its result, one forward pass on a CPU, and one chat through HTTP.",
         "python -m benchmarks.scheduler.trips",
         (Table(ZEN4 + "trips.json", {
             "action": "{trip}", "files": "{files}", "lines": "{lines:,}"}),),

@@ -14,8 +14,8 @@ SERVER = Page("server.md", "Server and start", (
     ),
     Section(
         "Start of the server",
-        "Time from `quire serve` to the first text of a chat, the processor time of an idle server,"
-        " and the size of the wheel with the demo model. The aims: 4 s, 0.5 % of a core, 15 MB.",
+        "Time from `quire serve` to the first text of a chat (the aim: 4 s), and the idle server's"
+        " share of a core (0.5 %). The wheel with the demo model should have at most 15 MB.",
         "python -m benchmarks.server.startup",
         (Table(ZEN5 + "startup.json", {
             "fastest start": "{start_s@min:.2f} s", "median": "{start_s:.2f} s",
@@ -62,8 +62,8 @@ SERVER = Page("server.md", "Server and start", (
     ),
     Section(
         "Grammars",
-        "How much slower a step of 20 ms with 64 rows gets if every row has a grammar (the aim: 5"
-        " %), or if no row has one (the aim: 1 %).",
+        "How much slower a step of 20 ms with 64 rows gets with a grammar for every row or for"
+        " none. The aims: 5 % and 1 %.",
         "python -m benchmarks.server.grammars",
         (Table(ZEN5 + "grammars.json", {
             "plans in flight": "{depth}", "rows": "{kind}", "slower": "{slower:+.1%}"},
@@ -81,8 +81,8 @@ SERVER = Page("server.md", "Server and start", (
     ),
     Section(
         "Chaos",
-        "A server whose processes are killed or stopped every 20 s. Answers are compared with those"
-        " of an undisturbed run.",
+        "A server whose processes are killed or stopped every 20 s. The test compares all answers"
+        " with an undisturbed run.",
         "python -m tests.serve.chaos --minutes 20 --seed 20",
         (Table(ZEN5 + "chaos.json", {
             "answers": "{num_answers:,}", "wrong": "{num_wrong}", "ended by an error":

@@ -25,7 +25,8 @@ METHOD = (
     " paper's description (`benchmarks/paper/baselines/`). All systems have the same requests and"
     " the same step times.",
     "A formula computes the step times from the models' shapes and the A100's data sheet, plus 18"
-    " ms for the overhead of engines of 2023 (`benchmarks/paper/settings.py`). So compare ratios"
+    " ms for the overhead of engines of 2023. `benchmarks/paper/settings.py` has them. So compare"
+    " ratios"
     " between systems with the paper, not rates per second.",
     "A trace is ten minutes long. The lengths of requests follow the paper's means; the paper does"
     " not give their spread.",
@@ -65,8 +66,8 @@ PAGES = (
     Page(
         "evaluation-scheduling.md",
         "Evaluation: scheduling",
-        "Preemption, chunks, policies, plans in flight, draft tokens, replicas, and how exact the"
-        " simulator is.",
+        "The effects of preemption, chunks, policies, plans in flight, draft tokens and replicas,"
+        " and how exact the simulator is.",
         (
             "fig_19",
             "table_4_1",
@@ -85,11 +86,22 @@ def pages_of(made: dict[str, list[Figure]]) -> dict[str, str]:
     """Return the text of all pages by file name. made: the figures of each module."""
     texts = {OVERVIEW: _overview(made)}
     for page in PAGES:
-        lines = [MARK, f"# {page.title}", "", wrapped(f"{page.about} {LEGEND}"), ""]
+        lines = [
+            MARK,
+            f"# {page.title}",
+            "",
+            wrapped(f"This page shows {lowered(page.about)} {LEGEND}"),
+            "",
+        ]
         lines += ["[The papers' evaluation](evaluation.md) says how the figures are made.", ""]
         lines += [section(figure) for figure in _figures(made, page)]
         texts[page.name] = "\n".join(lines)
     return texts
+
+
+def lowered(text: str) -> str:
+    """Return a sentence that continues another one."""
+    return text[0].lower() + text[1:]
 
 
 def _figures(made: dict[str, list[Figure]], page: Page) -> Sequence[Figure]:

@@ -30,7 +30,7 @@ PAGES = [
 MAX_LINES = {"docs/inside/overview.md": 120, "docs/inside/contracts.md": 60}
 OF_OTHERS = {"from-vllm.md", "from-llamacpp.md", "vllm-cases.md"}
 OF_OTHERS |= {"vllm-flags.md", "vllm-flags-engine.md", "vllm-flags-other.md"}
-MAX_CONTRACT_LINES, MAX_COLUMNS = 150, 120
+MAX_CONTRACT_LINES, MAX_COLUMNS, MAX_PAGE_LINES = 150, 120, 250
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 # A file or a folder, as documents name it; one with capitals or stars stands for several.
@@ -279,6 +279,12 @@ def test_short_pages_are_short() -> None:
         lines = text_of(ROOT / name).splitlines()
         assert len(lines) <= most, f"{name} has {len(lines)} lines"
         assert not [line for line in lines if len(line) > MAX_COLUMNS], f"{name} is too wide"
+
+
+@of_each_page
+def test_a_page_has_one_topic(page: Path) -> None:
+    num = len(text_of(page).splitlines())
+    assert num <= MAX_PAGE_LINES or name_of(page) in LONG, f"split it: {num} lines"
 
 
 def test_every_folder_has_a_line_in_the_overview() -> None:

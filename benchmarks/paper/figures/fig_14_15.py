@@ -71,8 +71,9 @@ def _gains(by_method: dict[Method, dict[str, Sweep]]) -> Figure:
     text = (
         "Paging gains more if the sequences of a request share more. How much beams share depends"
         " on the model's certainty; candidates are drawn as in `benchmarks/memory/sharing.py`. The"
-        " simulation leaves out Orca's cost of copying the context of a replaced beam; 5 to 9 % of"
-        " the beams are replaced in a step. One sample gains more than in the paper, whose batches"
+        " simulation does not include Orca's cost of copying the context of a replaced beam. In a"
+        " step, 5 to 9 % of the beams are replaced. One sample gains more than in the paper, whose"
+        " batches"
         " of a hundred short requests took longer than the formula says. So beams gain less over"
         " it."
     )
@@ -130,7 +131,7 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
         "Saved blocks, as a share of the blocks without sharing. The paper gives the range from 2"
         " to 6 sequences. Samples share only their prompt, so their savings follow from the"
         " lengths, of which the paper gives only the means (`benchmarks/memory/sharing.py` has the"
-        " formula). What beams share depends on the model."
+        " formula). The blocks that beams share depend on the model."
     )
     return Figure(
         "fig_15",

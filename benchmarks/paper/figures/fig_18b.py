@@ -40,8 +40,9 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
                 share[128].latency_s / share[16].latency_s, 0.8, 3.0, "as good"),
     ]  # fmt: skip
     text = (
-        "The simulation includes the cost of large blocks: empty slots in the last block. It leaves"
-        " out the cost of small blocks, since the formula does not know how kernels read them. So"
+        "The simulation includes the cost of large blocks: empty slots in the last block. It does"
+        " not include the cost of small blocks, since the formula does not know how kernels read"
+        " them. So"
         " the curves do not rise to the left as the paper's do."
         " [CPU kernels](cpu-kernels.md#ways-of-attention) compares blocks of 16 with one block."
     )

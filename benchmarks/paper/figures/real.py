@@ -27,8 +27,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         "Measured on two cores of a CPU, with a pool as small compared with the longest sequence as"
         " the paper's. One engine runs with the paper's ways of reserving memory before admission"
         " (`benchmarks/paper/reserving.py`), and as it is."
-        f" {'All four gave the same tokens.' if same else 'Tokens differ!'} What a larger batch is"
-        " worth depends on the machine: here reading the weights is only a part of a step."
+        f" {'All four gave the same tokens.' if same else 'Tokens differ!'} The gain of a larger"
+        " batch depends on the machine: here reading the weights is only a part of a step."
     )
     return [
         Figure(

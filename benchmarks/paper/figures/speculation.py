@@ -52,7 +52,7 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     ]
     text = (
         f"{NUM_GUESSES} draft tokens in each step, for Llama-3.1-8B on an H200 with contexts of"
-        f" {CONTEXT:,} tokens, without the cost of drafting. The acceptance rates are those of the"
+        f" {CONTEXT:,} tokens, without the cost of drafting. The acceptance rates come from the"
         " demo model (`benchmarks/cpu/guesses.py`). With many rows arithmetic is the limit and"
         " drafts do not pay off. The engine measures this and drafts less"
         " (`engine/drafting/draft_pace.py`)."
