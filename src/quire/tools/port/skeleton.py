@@ -120,7 +120,7 @@ def test_file(checkpoint: Checkpoint) -> str:
     return f'''"""{name} beside transformers, with random weights, in every way to compute it.
 
 Begun by `quire port`. Where the class becomes one of quire's own, TINY becomes a variant in
-tests/models/checkpoints.py, which all tests of architectures run over.
+tests/support/models/checkpoints.py, which all tests of architectures run over.
 """
 
 from pathlib import Path
