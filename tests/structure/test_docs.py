@@ -284,7 +284,7 @@ def test_short_pages_are_short() -> None:
 @of_each_page
 def test_a_page_has_one_topic(page: Path) -> None:
     num = len(text_of(page).splitlines())
-    assert num <= MAX_PAGE_LINES or name_of(page) in LONG, f"split it: {num} lines"
+    assert num <= MAX_PAGE_LINES, f"split it: {num} lines"
 
 
 def test_every_folder_has_a_line_in_the_overview() -> None:
