@@ -199,7 +199,7 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
         ("--max-parallel-loading-workers 1", "max_parallel_loading_workers (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
         ("--swap_space=4", "swap_space (flag) is ignored"),
-        ("--uvicorn-log-level error", "--log-level applies to all parts"),
+        ("--uvicorn-log-level error", "--log-level applies to all loggers"),
     ],
 )
 def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: str) -> None:

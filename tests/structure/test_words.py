@@ -29,8 +29,12 @@ from tests.structure.words import (
 DONE: dict[str, tuple[str, ...]] = {
     "pages": (
         # README.md, SECURITY.md, docs/start, docs/results, and pages outside of docs
+        "README.md",
+        "docs/README.md",
+        "docs/start",
         #
         # docs/use
+        "docs/use",
         #
         # docs/operate
         #

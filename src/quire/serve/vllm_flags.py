@@ -11,12 +11,12 @@ from typing import Any
 TEXT = "prompts are text"
 NO_ADAPTERS = "quire loads no adapters (LoRA)"
 ONE_WAY = "quire has one implementation, with the same results"
-GROUP = "use --nnodes, --node-rank and --master-addr to join ranks of several machines"
-COPIES = "one server runs all copies of a model (-dp), or start a server for each"
-COMPILATION = "--compilation sets how steps are recorded as CUDA graphs"
-ONE_LOG = "the log goes to standard error; --log-level sets how much"
+GROUP = "use --nnodes, --node-rank and --master-addr"
+COPIES = "one server runs all replicas of a model, or each replica has its own server"
+COMPILATION = "use --compilation to choose the kind of CUDA graphs"
+ONE_LOG = "--log-format and --log-level control the log, on standard error"
 NO_REQUEST_LOG = "quire does not log requests"
-STATES = "states are stored in the dtype in which they are computed"
+STATES = "states are cached in the data type of the computation"
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ SERVER = {
     "ssl_ca_certs": _value("put a proxy that checks clients' certificates in front"),
     "ssl_cert_reqs": _value("put a proxy that checks clients' certificates in front", 0),
     "ssl_ciphers": _value("Python's default ciphers are used; put a proxy in front for others"),
-    "enable_ssl_refresh": _switch("restart the server to load a new certificate", False),
+    "enable_ssl_refresh": _switch("restart the server with the new certificate", False),
     "middleware": _value("use --hooks (docs/extend/hooks.md), or put a proxy in front"),
-    "api_server_count": _same("vLLM starts one per copy of the model", short="-asc"),
+    "api_server_count": _same("vLLM starts one per replica of the model", short="-asc"),
     "headless": _switch(GROUP, False),
     "grpc": _switch("the server speaks HTTP", False),
     "grpc_port": _value("the server speaks HTTP"),
@@ -94,10 +94,8 @@ SERVER = {
     "enable_scale_out": _switch(
         "its endpoints do not exist here; send prompts as token ids", False
     ),
-    "tokens_only": _switch("remove it: requests may send and receive token ids without it", False),
-    "disable_frontend_multiprocessing": _ignored(
-        "--api-server-count sets the number of processes", True
-    ),
+    "tokens_only": _switch("remove it: prompts and outputs may be token ids", False),
+    "disable_frontend_multiprocessing": _ignored("use --api-server-count", True),
     "fail_on_environ_validation": _ignored("quire reads few environment variables", True),
 }
 ANSWERS = {
@@ -106,7 +104,7 @@ ANSWERS = {
     ),
     "response_role": _same(),
     "chat_template": _same(),
-    "chat_template_content_format": _value("quire finds it out from the template", "auto"),
+    "chat_template_content_format": _value("the chat template determines it", "auto"),
     "trust_request_chat_template": _same(),
     "default_chat_template_kwargs": _same(),
     "reasoning_effort_map": _value("templates get reasoning_effort unchanged"),
@@ -116,15 +114,15 @@ ANSWERS = {
     "enable_per_request_metrics": _same(),
     "per_request_spec_decode_metrics": _ignored("use --enable-per-request-metrics", True),
     "stream_interval": _same(),
-    "tool_call_parser": _same("found from the template by default; vLLM needs a name"),
+    "tool_call_parser": _same("detected from the chat template, where vLLM needs a name"),
     "tool_parser_plugin": _value("add a format as a row of a table (docs/use/tools.md)", ""),
     "tool_server": _value("the server runs no tools; clients call them"),
     "tool_strict_level": _value("set strict in the tool's definition"),
     "enable_auto_tool_choice": _ignored("tool calls are always read", True),
-    "exclude_tools_when_tool_choice_none": _switch("the prompt never has tools then", True),
-    "reasoning_parser": _same("found from the template by default; vLLM needs a name"),
+    "exclude_tools_when_tool_choice_none": _switch("tools are always removed then", True),
+    "reasoning_parser": _same("detected from the chat template, where vLLM needs a name"),
     "reasoning_parser_plugin": _value("add a format as a row of a table (docs/use/tools.md)", ""),
-    "reasoning_config": _value("the format defines it", "{}"),
+    "reasoning_config": _value("the reasoning format determines it", "{}"),
     "enable_reasoning": _ignored("reasoning is always read", True),
     "structured_outputs_config": _ignored("llguidance compiles all grammars"),
     "structured_outputs_config.backend": _ignored("llguidance compiles all grammars"),
@@ -185,21 +183,21 @@ MODEL = {
         "names from installed packages (docs/extend/logits-processors.md), no paths"
     ),
     "io_processor_plugin": _value("use --hooks (docs/extend/hooks.md)"),
-    "disable_sliding_window": _switch("quire always applies a model's windows", False),
+    "disable_sliding_window": _switch("sliding windows are always applied", False),
     "disable_cascade_attn": _ignored("answers do not depend on it", True),
     "use_fp64_gumbel": _ignored("a request's noise has the same bits on every device", True),
-    "enable_return_routed_experts": _switch("responses do not show chosen experts", False),
-    "return_sampling_mask": _switch("responses do not show it", False),
+    "enable_return_routed_experts": _switch("responses do not contain the chosen experts", False),
+    "return_sampling_mask": _switch("responses do not contain the mask", False),
     "enable_trace_replay": _switch("use quire replay (docs/operate/recording.md)", False),
     "enable_sleep_mode": _switch(
-        "quire has no sleep mode; a restart maps the stored weights", False
+        "sleep mode is not supported; a restart maps the stored weights", False
     ),
     "enable_cumem_allocator": _ignored(ONE_WAY, True),
-    "enable_nccl_comm_suspend": _ignored("quire has no sleep mode", True),
+    "enable_nccl_comm_suspend": _ignored("sleep mode is not supported", True),
     "diffusion_config": _value("diffusion models are not supported", short="-dc"),
-    "watermark_config": _value("quire adds no watermarks"),
-    "weight_transfer_config": _value("weights come from the model's files only"),
-    "additional_config": _value("quire has no use for it", "{}"),
+    "watermark_config": _value("outputs are not watermarked"),
+    "weight_transfer_config": _value("weights come from the model's files"),
+    "additional_config": _value("no part of quire reads it", "{}"),
 }
 LOADING = {
     "load_format": _same("auto, safetensors or dummy; quire recognises a GGUF file by its content"),
@@ -218,7 +216,7 @@ CACHE = {
     "gpu_memory_utilization": _same("--device-memory-utilization is another name"),
     "kv_cache_memory_bytes": _same(),
     "kv_cache_dtype": _same("auto, int8 or fp8 (fp8_e4m3)"),
-    "kv_cache_dtype_skip_layers": _value("all layers use the same format"),
+    "kv_cache_dtype_skip_layers": _value("all layers have the same data type"),
     "calculate_kv_scales": _switch("scales come from the checkpoint, or are 1", False),
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "enable_prefix_caching": _same(),
@@ -269,13 +267,13 @@ SCHEDULER = {
     "scheduler_reserve_full_isl": _ignored("--watermark keeps blocks free", True),
     "scheduler_delay_factor": _value("quire never delays prompts", 0),
     "num_scheduler_steps": _value("--pipeline-depth sets the number of steps in flight", 1),
-    "num_lookahead_slots": _ignored("drafts use blocks that are free"),
+    "num_lookahead_slots": _ignored("blocks for draft tokens are allocated with the tokens"),
     "preemption_mode": _same(),
     "watermark": _same("vLLM's default is 0"),
     "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
     "prefill_schedule_interval": _value("prompts continue in every step", 1),
     "async_scheduling": _ignored("pipeline_depth sets the number of steps in flight", True),
-    "disable_async_output_proc": _ignored("detokenisation runs in other processes", True),
+    "disable_async_output_proc": _ignored("detokenization runs in parallel with the steps", True),
     "disable_hybrid_kv_cache_manager": _switch(
         "layers with windows have their own cache groups", False
     ),
@@ -296,7 +294,7 @@ PARALLEL = {
     "enable_expert_parallel": _same(short="-ep"),
     "enable_eplb": _switch("experts stay on their ranks", False),
     "eplb_config": _value("experts stay on their ranks", "{}"),
-    "expert_placement_strategy": _value("experts are placed in their order", "linear"),
+    "expert_placement_strategy": _value("experts are distributed in their order", "linear"),
     "enable_ep_weight_filter": _ignored("a rank reads only its own experts", True),
     "enable_elastic_ep": _switch("the number of ranks is fixed", False),
     "all2all_backend": _ignored(ONE_WAY),
@@ -324,14 +322,14 @@ PARALLEL = {
     "data_parallel_external_lb": _switch(COPIES, False, short="-dpe"),
     "data_parallel_multi_port_external_lb": _switch(COPIES, False, short="-dpm"),
     "data_parallel_supervisor_port": _value(COPIES),
-    "dp_supervisor_probe_interval_s": _ignored("/health covers all copies"),
-    "dp_supervisor_probe_timeout_s": _ignored("/health covers all copies"),
-    "dp_supervisor_probe_failure_threshold": _ignored("/health covers all copies"),
-    "dp_sync_interval": _ignored("copies do not wait for each other"),
-    "disable_nccl_for_dp_synchronization": _ignored("copies do not wait for each other", True),
-    "disable_custom_all_reduce": _ignored("quire has one all-reduce per device type", True),
+    "dp_supervisor_probe_interval_s": _ignored("/health reports all replicas"),
+    "dp_supervisor_probe_timeout_s": _ignored("/health reports all replicas"),
+    "dp_supervisor_probe_failure_threshold": _ignored("/health reports all replicas"),
+    "dp_sync_interval": _ignored("replicas do not wait for each other"),
+    "disable_nccl_for_dp_synchronization": _ignored("replicas do not wait for each other", True),
+    "disable_custom_all_reduce": _ignored("quire has one implementation", True),
     "device_ids": _value("set the environment variable CUDA_VISIBLE_DEVICES"),
-    "numa_bind": _ignored("copies of a model divide the cores among themselves", True),
+    "numa_bind": _ignored("replicas of a model divide the cores themselves", True),
     "numa_bind_nodes": _value("use numactl"),
     "numa_bind_cpus": _value("use taskset"),
     "ray_workers_use_nsight": _switch("start a rank under nsys yourself", False),
@@ -420,12 +418,12 @@ MEDIA = {
 OBSERVATION = {
     "log_level": _same(),
     "disable_log_stats": _same(),
-    "uvicorn_log_level": _ignored("--log-level applies to all parts"),
+    "uvicorn_log_level": _ignored("--log-level applies to all loggers"),
     "disable_uvicorn_access_log": _ignored("quire has no access log", True),
     "disable_access_log_for_endpoints": _ignored("quire has no access log"),
     "logging_config": _ignored(ONE_LOG),
     "log_config_file": _ignored(ONE_LOG),
-    "aggregate_engine_logging": _ignored("each copy logs its own line", True),
+    "aggregate_engine_logging": _ignored("each replica logs its own line", True),
     "log_error_stack": _ignored("server errors are always logged with their stack", True),
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "disable_log_requests": _ignored(NO_REQUEST_LOG, True),
@@ -436,9 +434,9 @@ OBSERVATION = {
     "custom_histogram_buckets": _value("the buckets are fixed"),
     "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's default is gRPC"),
     "collect_detailed_traces": _value("use --record and quire trace (docs/operate/recording.md)"),
-    "kv_cache_metrics": _switch("/v1/requests/ID shows cached tokens", False),
-    "kv_cache_metrics_sample": _ignored("/v1/requests/ID shows cached tokens"),
-    "enable_mfu_metrics": _switch("quire fit shows the limits of a device", False),
+    "kv_cache_metrics": _switch("/v1/requests/ID reports cached tokens", False),
+    "kv_cache_metrics_sample": _ignored("/v1/requests/ID reports cached tokens"),
+    "enable_mfu_metrics": _switch("quire fit shows what a device could do", False),
     "enable_layerwise_nvtx_tracing": _switch(
         "use quire verify, which compares layer by layer", False
     ),
