@@ -194,12 +194,12 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        ("--cudagraph-capture-sizes 1", "is ignored: sizes are recorded as they are used."),
+        ("--cudagraph-capture-sizes 1", "is ignored: quire records each size on first use."),
         ("--no-trust-remote-code", "trust_remote_code (flag) is ignored"),
         ("--max-parallel-loading-workers 1", "max_parallel_loading_workers (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
         ("--swap_space=4", "swap_space (flag) is ignored"),
-        ("--uvicorn-log-level error", "--log-level is for everything"),
+        ("--uvicorn-log-level error", "use --log-level, which applies to all logs"),
     ],
 )
 def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: str) -> None:
@@ -214,7 +214,7 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
     [
         ("--trust-remote-code", "trust_remote_code=True is not supported: code from a model's"),
         ("--enable-lora", "enable_lora=True is not supported"),
-        ("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
+        ("--no-enable-chunked-prefill", "quire always computes prompts in chunks"),
         ("--speculative-config {", "speculative_config is not JSON"),
         ('--speculative-config {"method":"medusa"}', "method must be one of ngram, suffix, "),
     ],
@@ -231,7 +231,7 @@ def test_the_note_is_logged(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run(capsys, "generate", "", "--max-seq-len-to-capture", "9")
-    note = "max_seq_len_to_capture (flag) is ignored: graphs are for every length."
+    note = "max_seq_len_to_capture (flag) is ignored: quire's graphs work for every length."
     assert note in caplog.messages
 
 

@@ -240,7 +240,7 @@ def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
 
 def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
     with open_llm(pooling_checkpoint("generate")) as llm:
-        with pytest.raises(RequestError, match="generates text: it gives no embeddings"):
+        with pytest.raises(RequestError, match="generates text and does not return embeddings"):
             llm.embed("a", use_tqdm=False)
         assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     with open_llm(pooling_checkpoint("embed")) as llm:
@@ -253,8 +253,8 @@ def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
-        ({"tensor_parallel_size": 2}, "in its engine's own process"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
+        ({"tensor_parallel_size": 2}, "in its engine's process"),
         ({"kv_disk_dir": "/nowhere"}, "dir:/nowhere: a model that pools all tokens"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
     """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
     monkeypatch.setattr(BlockNaming, "is_indexed", lambda self, sequence: False)
     found = difference_of(recording)
-    assert (found.step_id, found.what) in ((0, "what is looked up"), (1, "plan.computed_bound"))
+    assert (found.step_id, found.what) in ((0, "the look-up"), (1, "plan.computed_bound"))
 
 
 def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypatch) -> None:
