@@ -160,7 +160,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([5], "a part of an open prompt must be a text, .* got int"),
     ([FOX, None], "a part of an open prompt must be a text, .* got NoneType"),
     ([FOX, {"text": "Hi"}], "a part of an open prompt must be a text, .* got dict"),
-    ([FOX, [{"role": "user", "content": "Hi"}]], "a part of an open prompt must be a text, .* got list"),
+    ([FOX, [{"role": "user", "content": "Hi"}]], "open prompt must be a text, .* got list"),
     ([FOX, [True]], "integers from 0 on, got True"),
     ([FOX, {"prompt_token_ids": "17"}], "list of integers"),
     (["\ud800 "], "Unicode"),

@@ -35,6 +35,6 @@ def check_inputs(module: str, columns: Cut, step: int) -> None:
         raise ConfigError(
             f"{module} is stored in groups of {step} inputs. Each of"
             f" {columns.whole // columns.count} ranks has {columns.count} of its {columns.whole}"
-            " inputs, which is not a whole number of groups. Use another tensor_parallel_size, or --quantization none,"
-            " which computes the weights in the dtype."
+            " inputs, which is not a whole number of groups. Use another tensor_parallel_size,"
+            " or --quantization none, which computes the weights in the dtype."
         )

@@ -119,7 +119,7 @@ def test_file(checkpoint: Checkpoint) -> str:
     """Return the text of the test, which needs nothing but the package."""
     model_type = checkpoint.model_type
     module, name = module_name(model_type), class_name(model_type)
-    return f'''"""{name} compared with transformers, with random weights, in every way to compute it.
+    return f'''"""{name} compared with transformers: random weights, every way to compute it.
 
 Begun by `quire port`. Where the class becomes one of quire's own, TINY becomes a variant in
 tests/models/checkpoints.py, which all tests of architectures run over.
