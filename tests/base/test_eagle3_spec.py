@@ -49,7 +49,7 @@ def test_which_layers_a_config_means(
         (
             HeadShape(top={"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]}),
             {},
-            "is no EAGLE-3 head: .* draft_model",
+            "is not an EAGLE-3 head: .* draft_model",
         ),
     ],
 )

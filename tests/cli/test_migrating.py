@@ -143,7 +143,7 @@ def test_fields_of_the_speculation() -> None:
     arguments, notes = resolved("--spec-method", "ngram", "--spec_tokens", "3")
     expected = '{"method": "ngram", "num_speculative_tokens": 3}'
     assert arguments.settings == {"speculative_config": Given(expected, FLAG)} and notes == []
-    with pytest.raises(ConfigError, match="spec_model and speculative_config say the same"):
+    with pytest.raises(ConfigError, match="spec_model and speculative_config mean the same"):
         resolved("--spec-model", "m", "--speculative-config", "{}")
     with pytest.raises(ConfigError, match="spec_tokens must be a whole number, got 'many'"):
         resolved("--spec-tokens", "many")

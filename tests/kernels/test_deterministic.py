@@ -414,5 +414,5 @@ def test_a_request_has_the_same_bits(
 
 
 def test_a_cpu_has_no_such_mode() -> None:
-    with pytest.raises(ConfigError, match="deterministic is for GPUs"):
+    with pytest.raises(ConfigError, match="deterministic is only for GPUs"):
         LLM(str(checkpoint("llama")), device="cpu", deterministic=True)

@@ -256,7 +256,7 @@ def test_without_the_package_the_error_says_how_to_get_it(
 def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="GGUF files are read for quire's classes only"):
+    with pytest.raises(ConfigError, match="GGUF files need one of quire's classes"):
         model_spec(path, "transformers")
 
 

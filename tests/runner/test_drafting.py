@@ -256,7 +256,7 @@ def test_a_drafter_that_fails_ends_no_request(
             monkeypatch.setattr(drafting, "_draft", fail)
             assert answers(llm) == plain
     assert counts.tried == 0
-    assert "a draft model failed, and guesses no more for" in caplog.text
+    assert "a draft model failed and stops drafting for" in caplog.text
 
 
 def test_it_guesses_up_to_the_length_that_it_was_made_for(tmp_path: Path) -> None:

@@ -81,6 +81,6 @@ def test_a_search_without_any_candidate_ends_with_an_error(num_steps: int) -> No
     assert plan is not None
     [(_, finish)] = update(plan, {}).outputs.finished
     assert finish.reason == "error" and finish.error is not None
-    assert "leave a beam search no token" in finish.error.message
+    assert "leave its beam search without a token" in finish.error.message
     scheduler.check_invariants()
     assert not scheduler.has_work and scheduler.num_free_rows == 6

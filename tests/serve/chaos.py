@@ -232,7 +232,7 @@ class Chaos:
         server = self.server
 
         def num_notices() -> int:
-            return sum("is started anew" in line for line in server.lines)
+            return sum("restarting it" in line for line in server.lines)
 
         before = num_notices()
         kill(pid, number)

@@ -279,7 +279,7 @@ def test_configs_that_are_refused(family: str, changes: dict[str, Any], words: s
         ({"runner": "generate"}, "runner is generate, but the tokens of this model see each"),
         ({"attention_backend": "triton"}, "attention_backend triton is for models that keep"),
         ({"kv_disk_dir": "/nowhere"}, "finds none in a store"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> None:

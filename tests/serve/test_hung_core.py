@@ -159,7 +159,7 @@ def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
             lines.append(line)
             if "ready: http" in line:
                 break
-        assert any("is started anew" in line for line in lines)
+        assert any("restarting it" in line for line in lines)
         assert "ready: http" in lines[-1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -225,7 +225,7 @@ def test_a_core_without_descriptors_goes_on_with_the_clients_that_it_has() -> No
         extra = [socket.socket(socket.AF_UNIX) for _ in range(4)]
         for sock in extra:
             sock.connect(home)
-        server.wait_for_line("the engine cannot take a connection")
+        server.wait_for_line("the engine cannot accept a connection")
         assert any(post_ok(server) for _ in range(3))
         assert is_running(core)
         for sock in extra:

@@ -225,7 +225,7 @@ def test_close_twice_and_use_after_it() -> None:
         llm.get_default_sampling_params,
         llm.reset_prefix_cache,
     ):
-        with pytest.raises(ConfigError, match="closed; make a new one"):
+        with pytest.raises(ConfigError, match="closed; create a new one"):
             use()
 
 

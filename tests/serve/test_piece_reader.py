@@ -157,10 +157,10 @@ TOO_LONG = [1] * MAX_POSITION
 WRONG: list[tuple[list[Any], str]] = [
     ([], "the prompt is empty"),
     (["", [], {"prompt_token_ids": []}], "the prompt is empty"),
-    ([5], "a piece of a prompt must be a text, .* got int"),
-    ([FOX, None], "a piece of a prompt must be a text, .* got NoneType"),
-    ([FOX, {"text": "Hi"}], "a piece of a prompt must be a text, .* got dict"),
-    ([FOX, [{"role": "user", "content": "Hi"}]], "a piece of a prompt must be a text, .* got list"),
+    ([5], "a part of an open prompt must be a text, .* got int"),
+    ([FOX, None], "a part of an open prompt must be a text, .* got NoneType"),
+    ([FOX, {"text": "Hi"}], "a part of an open prompt must be a text, .* got dict"),
+    ([FOX, [{"role": "user", "content": "Hi"}]], "open prompt must be a text, .* got list"),
     ([FOX, [True]], "integers from 0 on, got True"),
     ([FOX, {"prompt_token_ids": "17"}], "list of integers"),
     (["\ud800 "], "Unicode"),
@@ -168,7 +168,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([FOX, [10**6]], "prompt token id 1000000 is not in the vocabulary"),
     ([TOO_LONG], "the prompt has 128 tokens; .* max_model_len"),
     ([[1], TOO_LONG], "max_model_len"),
-    ([FOX, {"prompt": "Hi", "cache_salt": "late"}], "cache_salt must come with the first piece"),
+    ([FOX, {"prompt": "Hi", "cache_salt": "late"}], "cache_salt must come with the first part"),
 ]
 
 

@@ -253,8 +253,8 @@ def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
-        ({"tensor_parallel_size": 2}, "in its engine's own process"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
+        ({"tensor_parallel_size": 2}, "in its engine's process"),
         ({"kv_disk_dir": "/nowhere"}, "dir:/nowhere: a model that pools all tokens"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_prompt_that_opens_reasoning_needs_no_conversation(llm: LLM) -> None:
 
 
 def test_a_budget_needs_reasoning(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no reasoning that is known of") as caught:
+    with pytest.raises(RequestError, match="no reasoning format is known") as caught:
         llm.generate("Hi", SamplingParams(thinking_token_budget=5), use_tqdm=False)
     assert caught.value.field == "thinking_token_budget"
 

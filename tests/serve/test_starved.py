@@ -96,7 +96,7 @@ def answers(server: Server, num: int, num_embeddings: int = 0) -> list[Any]:
 
 def assert_nothing_was_killed(server: Server) -> None:
     assert all(map(is_running, server.children))
-    bad = ("makes no progress", "ended by itself", "failed", "is stuck")
+    bad = ("makes no progress", "ended unexpectedly", "failed", "is stuck")
     lines = [line.replace(" 0 failed of ", "") for line in server.lines]  # of a batch
     assert not [line for line in lines if any(text in line for text in bad)]
 

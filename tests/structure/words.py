@@ -51,6 +51,9 @@ EMPHASIS = re.compile(r"\*+|(?<!\w)_+|_+(?!\w)")
 SHORT = re.compile(r"\b(?:e\.g|i\.e|cf|vs|etc|approx|resp|No|Fig|Sec|Eq|al)\.$")
 STOP = re.compile(r"[.!?]+[\"')\]*_]*(?:\s+|$)")
 WORD = re.compile(r"[\w{`]")
+PROGRAM = re.compile(
+    r"^\s*(?:from [\w.{}]+ import|import \w|def \w+\(|class [\w{}]+)", re.MULTILINE
+)
 PROSE = re.compile(r"(?:\b[A-Za-z][a-z]*\b[,;:]? ){2}")
 
 HELP_CALLS = {"add_argument", "add_parser", "ArgumentParser", "add_argument_group", "setting"}
@@ -190,7 +193,8 @@ def _strings_of(tree: ast.Module) -> list[tuple[bool, Text]]:
     def visit(node: ast.AST, is_help: bool, is_part: bool) -> None:
         is_help = is_help or (isinstance(node, ast.Call) and _called(node) in HELP_CALLS)
         text = _string(node)
-        if text is not None and not is_part and PROSE.search(text + " "):
+        is_prose = text is not None and PROSE.search(text) and not PROGRAM.search(text)
+        if text is not None and is_prose and not is_part:
             found.append((is_help, Text(node.lineno, text)))  # type: ignore[attr-defined]
         for child in ast.iter_child_nodes(node):
             is_docstring = isinstance(node, ast.Expr) and isinstance(child, ast.Constant)

@@ -423,7 +423,7 @@ def test_settings_that_would_help() -> None:
         assert fitted(source, 12 * GIB, **{name.replace("-", "_"): plain})
     with pytest.raises(OutOfMemory, match="fit with --quantization int8"):
         fitted(source, 1200 * MIB, max_model_len=600)
-    with pytest.raises(OutOfMemory, match="take a smaller model or a larger device"):
+    with pytest.raises(OutOfMemory, match="use a smaller model or a larger device"):
         fitted(source, 100 * MIB)
 
 
@@ -514,7 +514,7 @@ def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     found = fitted(resolve_model(str(tmp_path)), SOME_BYTES)
     assert found.memory == fitted(resolve_model(str(folders["llama"])), SOME_BYTES).memory
     (warning,) = found.warnings
-    assert warning == "only the config was looked at: there are no weight files beside it"
+    assert warning == "only the config was checked: there are no weight files next to it"
     assert fitted(resolve_model(str(tmp_path)), SOME_BYTES, load_format="dummy").warnings == ()
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "bloom"}))
     with pytest.raises(ModelError, match="'bloom' are not supported"):

@@ -175,8 +175,8 @@ class Eagle3(Model):
         found = next((each for each in target.modules() if isinstance(each, Embedding)), None)
         if found is None or found.weight.shape[1] != self.size:
             raise ModelError(
-                f"the EAGLE-3 head has no {EMBEDDING}, and this model's is not {self.size} wide:"
-                " use the head that was trained for this model, or one with its own embedding."
+                f"the EAGLE-3 head has no {EMBEDDING}, and this model's is not {self.size} wide."
+                " Use the head that was trained for this model, or one with its own embedding."
             )
         self._targets = [found]
 

@@ -58,7 +58,7 @@ def kv_scales(directory: Path, spec: ModelSpec) -> Scales:
     ]
     if absent:
         logger.warning(
-            "%s lacks scales of keys and values in fp8 for %d of %d layers, so 1 is used; if"
+            "%s lacks scales of keys and values in fp8 for %d of %d layers, so 1 is used. If"
             " answers get worse, use a checkpoint with k_scale and v_scale, or another"
             " kv_cache_dtype",
             directory, len(absent), spec.num_layers,

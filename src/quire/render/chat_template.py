@@ -113,7 +113,7 @@ def load_template(value: str) -> str:
         return value
     if not _is_file(value):
         raise ConfigError(
-            f"chat_template {shown(value)} is neither a file nor the text of a template; give the"
+            f"chat_template {shown(value)} is neither a file nor the text of a template. Give the"
             " path of a file, or a text with {{ }} or {% %} in it."
         )
     try:

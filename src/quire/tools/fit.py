@@ -411,7 +411,7 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
     if not helping:
         advice = "No setting makes it fit: use a smaller model or a larger device."
     return (
-        f"{question.name} does not fit {device.name} with {device.memory_bytes / MIB:,.0f} MiB:"
+        f"{question.name} does not fit {device.name} with {device.memory_bytes / MIB:,.0f} MiB."
         f" {lacking / MIB:,.0f} MiB are missing for weights ({weights_bytes / MIB:,.0f} MiB),"
         f" workspace ({workspace / MIB:,.0f} MiB){graphs} and a KV pool{share} that holds"
         f" {request}. {advice}"

@@ -369,4 +369,4 @@ def test_what_an_engine_does_at_its_end_is_no_loss(caplog: pytest.LogCaptureFixt
     router.has_room = False
     doors.attachment.close()
     finish(doors, "b", [*range(50, 50 + 2 * BLOCK), 9])
-    assert len(router.batches) == 1 and "are lost" not in caplog.text
+    assert len(router.batches) == 1 and "were lost" not in caplog.text

@@ -287,12 +287,12 @@ def test_a_model_that_takes_no_grammar_says_why() -> None:
     bench = GuidedBench()
 
     def cannot():
-        raise ConfigError("this model has no tokenizer")
+        raise ConfigError("needs a tokenizer, which this model does not have")
 
     bench.grammars._compiler._make_vocabulary = cannot
     bench.add("0", WORDS)
     bench.finish()
-    assert error_of(bench.ends["0", 0]) == "this model has no tokenizer"
+    assert error_of(bench.ends["0", 0]) == "needs a tokenizer, which this model does not have"
     bench.core.limits = dataclasses.replace(bench.core.limits, takes_grammars=False)
     with pytest.raises(RequestError, match="structured output is disabled"):
         bench.add("1", WORDS)

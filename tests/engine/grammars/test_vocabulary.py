@@ -102,9 +102,9 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
 
 
 def test_a_model_without_what_grammars_need_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer"):
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
         make_vocabulary(None, 100, [1])
-    with pytest.raises(ConfigError, match="never end"):
+    with pytest.raises(ConfigError, match="needs an end token"):
         make_vocabulary(the("demo"), 2000, [])
     for family in ("wordpiece", "metaspace"):  # no model that writes text has these
         with pytest.raises(ConfigError, match="llguidance does not know"):

@@ -390,7 +390,7 @@ def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str)
     core = make_core()
     ask(core)
     core.attach(FakeAttachment(raises_in=method))
-    with pytest.raises(EngineError, match="cannot go on: ValueError: fake was made to fail"):
+    with pytest.raises(EngineError, match="cannot continue: ValueError: fake was made to fail"):
         core.step()
     assert core.has_failed
     with pytest.raises(EngineError, match="has stopped: .*fake was made to fail"):
@@ -399,7 +399,7 @@ def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str)
 
 def test_an_engine_that_fails_at_a_door_has_stopped_too() -> None:
     core = make_core(FakeAttachment(raises_in="hear"))
-    with pytest.raises(EngineError, match="cannot go on: ValueError"):
+    with pytest.raises(EngineError, match="cannot continue: ValueError"):
         ask(core)
     with pytest.raises(EngineError, match="has stopped"):
         core.step()

@@ -267,7 +267,8 @@ def test_a_last_segment_that_is_missing(segments: Path) -> None:
     fourth.unlink()
     outcome = replayed(segments)
     assert outcome.state is State.CUT and outcome.num_segments == 4
-    assert "segment-000003.rec" in outcome.notes[0] and "goes on with" in outcome.notes[0]
+    assert "segment-000003.rec" in outcome.notes[0]
+    assert "the segment that continues it" in outcome.notes[0]
     fifth.unlink()
     assert replayed(segments).state is State.CUT
 

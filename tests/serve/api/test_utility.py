@@ -183,7 +183,7 @@ def test_sizes_of_prompts() -> None:
 def test_templates_of_requests(make_context: MakeContext) -> None:
     """Never a file of the server, even where templates are trusted."""
     text = "{{ messages[0].content }}"
-    with pytest.raises(ApiError, match="takes no templates"):
+    with pytest.raises(ApiError, match="templates from requests are disabled"):
         checked_template(make_context(), text)
     trusting = make_context(trust_request_chat_template=True)
     assert checked_template(trusting, text) == text

@@ -362,7 +362,7 @@ def test_without_restart_engine_the_dead_stay_dead_and_the_last_one_ends_the_ser
     assert answer(server, "a", "x")
     kill(core_of(server, "a"))
     assert server.process.wait(60) == 1
-    server.wait_for_line("there is no model left to serve")
+    server.wait_for_line("no model is left to serve")
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def rank_token() -> bytes:
     token = os.environ.get(TOKEN, "")
     if len(token) < FEWEST_CHARS:
         raise ConfigError(
-            f"ranks on several machines need a secret of at least {FEWEST_CHARS} characters: set"
+            f"ranks on several machines need a secret of at least {FEWEST_CHARS} characters. Set"
             f" {TOKEN} to the same value on all of them (here it has {len(token)}). `openssl rand"
             " -hex 32` prints a suitable one."
         )

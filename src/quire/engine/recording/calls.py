@@ -30,7 +30,7 @@ from quire.scheduler.snapshot import decode, encode
     ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND, ORDERS,
 ) = range(11)  # fmt: skip
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
-GOES_ON = "continues"  # why a segment ends, if another one begins where it does
+GOES_ON = "goes on"  # why a segment ends, if another one begins where it does
 STICKY = (
     "rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates", "masked_rows",
 )  # fmt: skip

@@ -76,8 +76,8 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
         model_class = with_head(config)
     if model_class is None:
         raise ModelError(
-            f"transformers has no class that writes text for {config.model_type!r}; without one"
-            f" only these text parts run: {', '.join(PLAIN_HEADS)}."
+            f"transformers has no text-generation class for {config.model_type!r}; only these text"
+            f" parts run without one: {', '.join(PLAIN_HEADS)}."
         )
     if isinstance(model_class, tuple):
         model_class = model_class[0]

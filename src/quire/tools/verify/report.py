@@ -189,7 +189,7 @@ def _notes(report: Report) -> Iterator[str]:
     failed = report.failed
     if failed is None or not failed.differences:
         return
-    yield f"point by point: {failed.name}, beside {failed.beside}"
+    yield f"point by point: {failed.name}, with {failed.beside}"
     head = ("point", "relative", "units", "largest", "from token")
     rows = [
         [d.point, f"{d.relative:.1e}", _units(d.units), f"{d.largest:.1e}", _position(d)]

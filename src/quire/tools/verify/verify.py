@@ -161,7 +161,7 @@ def _exact_dtype(spec: ModelSpec, given: bool) -> torch.dtype:
             return dtype
     raise OutOfMemory(
         f"comparing takes {needed / MIB:,.0f} MiB ({copies} x the weights in float32, and a"
-        f" quarter), but {free / MIB:,.0f} MiB are free; take a smaller model of the same kind."
+        f" quarter), but {free / MIB:,.0f} MiB are free. Use a smaller model of the same kind."
     )
 
 

@@ -110,7 +110,7 @@ def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
         ({"type": ["message"]}, ".type", "must be one of"),
         ({"role": "user"}, ".content", "a text or a list of parts, got null"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "u"}]},
-         ".content[0].type", "takes text only"),
+         ".content[0].type", "accepts text only"),
         ({"role": "user", "content": [{"type": "input_text"}]}, ".content[0].text", "is required"),
         ({"role": "user", "content": ["x"]}, ".content[0]", "must be an object"),
         (USER | {"id": 5}, ".id", "must be a text"),

@@ -134,7 +134,7 @@ def test_a_denial_says_why(tmp_path: Path) -> None:
 
 def test_waiting_has_a_bound_and_says_what_takes_the_place(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
-        with pytest.raises(EngineBusy, match="model b was not there within 0.05 s .*taken by a"):
+        with pytest.raises(EngineBusy, match="model b was not loaded within 0.05 s .*used by a"):
             await hold(link, "b")
         assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
 
