@@ -76,6 +76,18 @@ def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
     assert not find_tainted(flights, {}, 1).dependants
 
 
+def test_only_the_swaps_of_the_step_that_lost_them_are_lost() -> None:
+    flights = [
+        flight(1, [0], [], (swap(5, 2),)),
+        flight(2, [1], [], (swap(6, 3),)),
+        flight(3, [2, 4], [(2, [[7]], [[]]), (4, [[8]], [[]])], (load(2, 7), load(3, 8))),
+    ]
+    broken = find_tainted(flights, {}, 1, has_lost_swaps=True)
+    assert set(broken.dependants) == {(2, 0)} and broken.host == [{2}]
+    broken = find_tainted(flights, {}, 1, has_lost_swaps=True, num_void=2)
+    assert broken.dependants.keys() >= {(2, 0), (4, 0)} and broken.host == [{2, 3}]
+
+
 def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() -> None:
     """Rows 1 and 2 of a group come back, with tokens for one of them; so does 3, from elsewhere."""
     shared = [(1, [[7]], [[]]), (2, [[8]], [[]]), (3, [[9]], [[]])]
