@@ -306,7 +306,8 @@ def test_blocks_wait_for_the_one_host_block_until_all_stores_have_copied_it(
             doors.kept(order)
     assert doors.plan() is None and not doors.scheduler.has_work
     assert doors.scheduler.stores is not None
-    assert doors.scheduler.stores.view().num_kept == 5 * num_stores
+    view, num_kept = doors.scheduler.stores.view(), 5 * num_stores
+    assert (view.num_kept, view.num_kept_bytes) == (num_kept, num_kept * BLOCK_BYTES)
 
 
 def test_blocks_that_no_host_block_will_ever_take_are_given_up() -> None:
@@ -375,12 +376,13 @@ def test_a_fetch_without_bytes_or_time_says_nothing_of_a_store_s_speed(
     assert len(doors.add("next", [9, *PROMPT[1:]])) == 1
 
 
-def test_a_store_that_became_slow_is_not_asked_any_more() -> None:
+@pytest.mark.parametrize("duration_s", [1 / 49, 1 / 50])
+def test_a_store_that_takes_as_long_as_computing_does_is_not_asked(duration_s: float) -> None:
     doors = Doors()
     doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=21 * 50), 0.0)
     [look_up] = doors.add("r", PROMPT)
     [fetch] = doors.answer(look_up, True)
-    doors.fetched(fetch, 500, 1 / 49)
+    doors.fetched(fetch, 500, duration_s)
     assert doors.add("next", [9, *PROMPT[1:]]) == [] and doors.num_waiting == 2
 
 
