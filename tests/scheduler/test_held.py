@@ -278,6 +278,28 @@ def test_a_window_is_that_of_its_end() -> None:
     bench.let_go()
 
 
+def test_a_branch_that_cannot_be_used_counts_for_nothing_in_what_a_fork_lacks() -> None:
+    """Its window is that of its end, and the fork begins before it."""
+    bench = HeldBench(groups=(WINDOW,), caching=False, max_num_seqs=1)
+    held = bench.keep(prompt=list(range(20)))
+    for at, num_lacking in ((25, 1), (12, 12)):
+        request = bench.fork(held, at)
+        sequence = bench.sequence(request.request_id)
+        assert bench.scheduler.progress.remaining(sequence) == num_lacking
+        bench.finish()
+    bench.let_go()
+
+
+def test_of_several_sequences_any_may_be_asked_for() -> None:
+    bench = HeldBench()
+    bench.keep(n=2)
+    find = bench.scheduler.retained.find_source
+    assert [find(Fork("a", index, 5)) for index in (0, 1)] == [
+        bench.held_of("a", index) for index in (0, 1)
+    ]
+    assert find(Fork("a", -1, 5)) is bench.held_of("a") and find(Fork("a", 2, 5)) is None
+
+
 def test_a_state_is_forked_at_its_end_or_where_one_was_left() -> None:
     bench = HeldBench(groups=(FULL, STATES))
     held = bench.keep(prompt=list(range(30)), max_tokens=8)
