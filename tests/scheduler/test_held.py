@@ -88,7 +88,7 @@ def test_n_branches_take_a_block_each() -> None:
     bench.let_go()
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 8, 14, 15, 16])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 14, 15, 16])
 def test_any_token_may_be_forked_at(at: int) -> None:
     bench = HeldBench(caching=False)
     held = bench.keep()
