@@ -20,6 +20,15 @@ def test_decoding_rows_come_before_prompts(policy: MakePolicy) -> None:
         assert step(scheduler)["first"] == 1
 
 
+def test_a_row_that_decodes_comes_before_a_prompt_of_a_higher_class() -> None:
+    scheduler = scheduler_of(Fifo, budget=8)
+    add(scheduler, "low", 4, priority=1)
+    assert step(scheduler) == {"low": 4}
+    add(scheduler, "high", 40)
+    for _ in range(3):
+        assert step(scheduler) == {"low": 1, "high": 7}
+
+
 def test_a_step_computes_at_most_the_threshold_of_a_prompt() -> None:
     scheduler = scheduler_of(Fifo, budget=16, long_prefill_token_threshold=6)
     add(scheduler, "long", 40)

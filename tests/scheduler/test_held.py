@@ -7,12 +7,9 @@ import msgspec
 import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
-from quire.base.errors import EngineBusy
-from quire.base.messages import Abort, Fork, Hold, PutBack, Request, ResetPrefixCache, Rewind
+from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
-from quire.scheduler.reuse import held as held_file
-from quire.scheduler.reuse.held import Held, HeldChanges
-from quire.scheduler.scheduler import Topic
+from quire.scheduler.reuse.held import Held
 from quire.scheduler.views import HeldView
 from tests.scheduler.test_pins import FULL, MAX_LEN, WINDOW, Bench, copies
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
@@ -91,7 +88,7 @@ def test_n_branches_take_a_block_each() -> None:
     bench.let_go()
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 8, 14, 15, 16])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 14, 15, 16])
 def test_any_token_may_be_forked_at(at: int) -> None:
     bench = HeldBench(caching=False)
     held = bench.keep()
@@ -281,6 +278,28 @@ def test_a_window_is_that_of_its_end() -> None:
     bench.let_go()
 
 
+def test_a_branch_that_cannot_be_used_counts_for_nothing_in_what_a_fork_lacks() -> None:
+    """Its window is that of its end, and the fork begins before it."""
+    bench = HeldBench(groups=(WINDOW,), caching=False, max_num_seqs=1)
+    held = bench.keep(prompt=list(range(20)))
+    for at, num_lacking in ((25, 1), (12, 12)):
+        request = bench.fork(held, at)
+        sequence = bench.sequence(request.request_id)
+        assert bench.scheduler.progress.remaining(sequence) == num_lacking
+        bench.finish()
+    bench.let_go()
+
+
+def test_of_several_sequences_any_may_be_asked_for() -> None:
+    bench = HeldBench()
+    bench.keep(n=2)
+    find = bench.scheduler.retained.find_source
+    assert [find(Fork("a", index, 5)) for index in (0, 1)] == [
+        bench.held_of("a", index) for index in (0, 1)
+    ]
+    assert find(Fork("a", -1, 5)) is bench.held_of("a") and find(Fork("a", 2, 5)) is None
+
+
 def test_a_state_is_forked_at_its_end_or_where_one_was_left() -> None:
     bench = HeldBench(groups=(FULL, STATES))
     held = bench.keep(prompt=list(range(30)), max_tokens=8)
@@ -360,15 +379,13 @@ def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
     bench.let_go()
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(held_file, "MOST_HELD", most)
+def test_a_fork_begins_with_the_names_of_what_it_continues() -> None:
     bench = HeldBench()
-    bench.add("a", PROMPT)
-    bench.step()
-    bench.core.control(Hold("a", 9.0))
+    held = bench.keep()
+    request = bench.fork(held, 13, added=(7,))
+    assert bench.sequence(request.request_id).digests == held.digests and len(held.digests) == 3
     bench.finish()
-    assert len(bench.scheduler.held(0.0)) == most
+    bench.assert_right(request)
     bench.let_go()
 
 
@@ -453,91 +470,11 @@ def test_what_rewinding_leaves_is_one_token_at_least_and_names_of_full_blocks() 
     bench = HeldBench()
     held = bench.keep()
     assert (held.num_computed, len(held.digests)) == (15, 3)
-    for left, names in ((9, 2), (8, 2), (7, 1), (1, 0)):
+    for left, names in ((12, 3), (9, 2), (8, 2), (7, 1), (1, 0)):
         bench.core.control(Rewind("a", 0, left))
         assert (len(held.tokens), len(held.digests)) == (left, names)
+        assert held.num_prompt_tokens == min(left, len(PROMPT))
     bench.let_go()
-
-
-def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of 100 tokens that may be held 16 are, and each request may leave 16 for each sample."""
-    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 100)
-    bench = HeldBench()
-    bench.keep(tenant="one")
-    holds = bench.scheduler.retained
-
-    def check(n: int, share: float = 1.0, tenant: str = "one") -> None:
-        request = make_request("b", PROMPT, max_tokens=6, n=n, tenant=tenant)
-        holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share))
-
-    check(5)
-    with pytest.raises(EngineBusy, match="16 tokens are held or will be, and 96 more"):
-        check(6)
-    check(2, share=0.5)
-    with pytest.raises(EngineBusy, match="16 tokens of your key .* 48 more .* 50 of 100"):
-        check(3, share=0.5)
-    check(3, share=0.5, tenant="two")
-    bench.let_go()
-
-
-def test_room_to_hold_counts_what_runs_and_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_file, "MOST_HELD", 3)
-    bench = HeldBench()
-    bench.keep()
-    running = make_request("runs", PROMPT, max_tokens=6)
-    bench._send(msgspec.structs.replace(running, keep_s=9.0))
-    bench.step()
-    more = msgspec.structs.replace(make_request("more", PROMPT, max_tokens=6, n=2), keep_s=9.0)
-    with pytest.raises(EngineBusy, match="2 sequences are held or will be, and 2 more"):
-        bench.core.add(more)
-    bench.finish()
-    bench.let_go()
-
-
-def put_back(name: str, num_tokens: int, index: int = 0) -> PutBack:
-    return PutBack(name, index, list(range(num_tokens)), 1, 60.0, 50.0, tenant="", cache_salt="")
-
-
-def test_what_another_engine_held_is_put_back_within_the_bounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of 40 tokens that may be held 16 are: 24 are put back, and one more is not."""
-    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 40)
-    bench = HeldBench()
-    bench.keep()
-    for num_tokens, num_held in ((25, 1), (24, 2), (1, 2)):
-        bench.core.control(put_back(f"old {num_tokens}", num_tokens))
-        assert bench.core.view().held.num_sequences == num_held
-    bench.let_go()
-    monkeypatch.setattr(held_file, "MOST_HELD", 2)
-    for index in range(3):
-        bench.core.control(put_back("old", 3, index))
-    assert sorted(bench.scheduler.retained.by_id["old"]) == [0, 1]
-    bench.let_go()
-
-
-def test_what_is_put_back_takes_the_place_of_nothing_that_is_held() -> None:
-    bench = HeldBench()
-    held = bench.keep()
-    bench.core.control(put_back("a", 7))
-    bench.core.control(put_back("a", 7, index=1))
-    assert bench.held_of("a") is held and len(bench.held_of("a", 1).tokens) == 7
-    assert bench.core.view().held == HeldView(2, 16 + 7)
-    bench.let_go()
-
-
-def test_changes_tell_what_was_held_and_what_time_has_ended() -> None:
-    bench = HeldBench()
-    bench.scheduler.subscribe(Topic.HELD)
-    [changes] = bench.scheduler.control(put_back("a", 7), 2.0).notes
-    assert isinstance(changes, HeldChanges) and list(changes.found) == [("a", 0)]
-    told, tokens = changes.found["a", 0] or (None, [])
-    assert told is not None and (told.id, told.num_tokens, len(tokens)) == ("a", 7, 7)
-    assert (told.num_blocks, told.expires_in_s) == (0, 50.0)
-    assert bench.scheduler.schedule(51.9).notes == []
-    assert bench.scheduler.schedule(52.0).notes == [HeldChanges({("a", 0): None})]
 
 
 def test_what_is_held_ends_where_its_tokens_are_sure() -> None:

@@ -13,7 +13,7 @@ from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.events import PrefixFound
 from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Order, Remove
-from quire.base.kv_transfer import COMPUTED, EVICTED, HandedOver, KVTransfer
+from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver, KVTransfer
 from quire.base.messages import MeasuredRates
 from quire.base.plan import MoveKind, Plan, StepResult
 from quire.base.prefix import PrefixReport
@@ -182,6 +182,44 @@ def test_blocks_that_were_handed_over_are_waited_for_if_the_last_is_of_this_prom
     assert look_up.wait_s == (stores_file.WAIT_S if is_waited_for else 0.0)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_told", "num_to_come"), [(21, 3, 3), (20, 5, 4)])
+def test_a_look_up_goes_on_until_all_blocks_that_may_come_are_found(
+    num_tokens: int, num_told: int, num_to_come: int
+) -> None:
+    """As many as were handed over, but for the block of the last token."""
+    doors = Doors()
+    [look_up] = doors.add("asks", PROMPT)
+    assert isinstance(look_up, LookUp)
+    digest = look_up.names[num_told - 1][1]
+    transfer = KVTransfer(waits=True, num_blocks=num_told, digest=digest)
+    [look_up] = doors.add("waits", PROMPT[:num_tokens], transfer)
+    assert isinstance(look_up, LookUp)
+    num_names = len(look_up.names)
+    first = [i < num_to_come - 1 for i in range(num_names)]
+    fetch, look_up = doors.answer(look_up, first)
+    assert isinstance(fetch, Fetch) and len(fetch.items) == num_to_come - 1
+    assert isinstance(look_up, LookUp) and len(look_up.names) == num_names - len(fetch.items)
+    [last] = doors.answer(look_up, [i == 0 for i in range(len(look_up.names))])
+    assert isinstance(last, Fetch) and len(last.items) == 1
+
+
+@pytest.mark.parametrize("transfer", [None, WAITS])
+def test_what_takes_longer_to_fetch_than_to_compute_is_fetched_only_if_it_was_handed_over(
+    transfer: KVTransfer | None,
+) -> None:
+    """A block takes as long to fetch as seven tokens to compute. To look up two blocks of 21 tokens
+    is worth it, and to fetch them in the place of eight tokens is not."""
+    doors = Doors()
+    [look_up] = doors.add("r", PROMPT[:13])
+    [fetch] = doors.answer(look_up, True)
+    doors.fetched(fetch, 3 * BLOCK_BYTES, 3 / 7)
+    doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=49), 0.0)
+    [look_up] = doors.add("longer", PROMPT, transfer)
+    assert isinstance(look_up, LookUp) and len(look_up.names) == 2
+    fetches = [order for order in doors.answer(look_up, True) if isinstance(order, Fetch)]
+    assert len(fetches) == (transfer is not None)
+
+
 def test_a_prompt_that_is_shorter_than_its_last_state_is_not_waited_for() -> None:
     """Blocks of one token: with one token more there is one to wait for."""
     for num_tokens in (PROMPT_TAIL, PROMPT_TAIL + 1, PROMPT_TAIL + 2):
@@ -268,7 +306,8 @@ def test_blocks_wait_for_the_one_host_block_until_all_stores_have_copied_it(
             doors.kept(order)
     assert doors.plan() is None and not doors.scheduler.has_work
     assert doors.scheduler.stores is not None
-    assert doors.scheduler.stores.view().num_kept == 5 * num_stores
+    view, num_kept = doors.scheduler.stores.view(), 5 * num_stores
+    assert (view.num_kept, view.num_kept_bytes) == (num_kept, num_kept * BLOCK_BYTES)
 
 
 def test_blocks_that_no_host_block_will_ever_take_are_given_up() -> None:
@@ -337,16 +376,45 @@ def test_a_fetch_without_bytes_or_time_says_nothing_of_a_store_s_speed(
     assert len(doors.add("next", [9, *PROMPT[1:]])) == 1
 
 
-def test_a_store_that_became_slow_is_not_asked_any_more() -> None:
+@pytest.mark.parametrize("duration_s", [1 / 49, 1 / 50])
+def test_a_store_that_takes_as_long_as_computing_does_is_not_asked(duration_s: float) -> None:
     doors = Doors()
     doors.scheduler.control(MeasuredRates(prefill_tokens_per_s=21 * 50), 0.0)
     [look_up] = doors.add("r", PROMPT)
     [fetch] = doors.answer(look_up, True)
-    doors.fetched(fetch, 500, 1 / 49)
+    doors.fetched(fetch, 500, duration_s)
     assert doors.add("next", [9, *PROMPT[1:]]) == [] and doors.num_waiting == 2
 
 
+def test_blocks_that_are_on_their_way_are_waited_for_and_not_fetched_twice() -> None:
+    """The second request comes in with the first one, and fetches only what it lacks besides."""
+    doors = Doors()
+    longer = [*PROMPT[:20], 30, 31, 32, 33, 34]
+    look_ups = [order for name in ("a", "b") for order in doors.add(name, PROMPT)]
+    [fetch] = doors.answer(look_ups[0], True)
+    assert doors.answer(look_ups[1], True) == [] and doors.num_waiting == 0
+    [look_up] = doors.add("longer", longer)
+    [more] = doors.answer(look_up, True)
+    assert isinstance(more, Fetch) and len(more.items) == 1
+    doors.fetched(more)
+    assert doors.num_waiting == 0
+    doors.fetched(fetch)
+    assert doors.num_waiting == 3
+
+
 # ---- what is removed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gives", [NOTHING, EVICTED, COMPUTED])
+def test_blocks_of_a_request_that_fails_do_not_wait_to_be_given(gives: str) -> None:
+    doors = Doors(gives=gives)
+    [look_up] = doors.add("r", PROMPT)
+    doors.answer(look_up, False)
+    _, _, orders = doors.step("garbage")
+    assert [type(order) for order in orders] == [Remove]
+    stores = doors.scheduler.stores
+    assert stores is not None and (stores.offers is None) == (gives == NOTHING)
+    assert stores.offers is None or stores.offers.num_waiting == 0
 
 
 def test_what_one_store_has_found_is_not_fetched_once_it_is_removed() -> None:
