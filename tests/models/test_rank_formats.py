@@ -21,11 +21,11 @@ from quire.ops.linear import linear
 from quire.ops.native import core
 from quire.ops.packed import PackedParts, PackedWeight
 from tests.models.test_quantised_checkpoints import FORMATS
+from tests.support.cases import slow_but
 from tests.support.models import quantised_writers as writers
 from tests.support.models.checkpoints import HYBRID, write_own
 from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
 from tests.support.models.paged_forward import CPU
-from tests.support.models.quick import slow_but
 from tests.support.models.ranks import logits_of
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")

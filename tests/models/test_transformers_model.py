@@ -24,10 +24,10 @@ from quire.models.model import Model
 from quire.models.registry import model_spec
 from quire.ops.formats import Quantization
 from tests.models.test_quantised_checkpoints import FORMATS
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.quantised_writers import write as write_quantised
-from tests.support.models.quick import slow_but
 from tests.support.models.transformers_checkpoints import (
     ALL_ATTEND,
     FAMILIES,

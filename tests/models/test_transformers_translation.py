@@ -30,9 +30,9 @@ from quire.models.registry import model_spec
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
 from quire.ops.registry import record_ops
+from tests.support.cases import slow_but
 from tests.support.models.checkpoints import VARIANTS, random_tokens
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step, run_paged
-from tests.support.models.quick import slow_but
 from tests.support.models.transformers_checkpoints import FAMILIES, TRANSLATED, write_reference
 
 SEQUENCES = random_tokens(23, 5, 31, 1)

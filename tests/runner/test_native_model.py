@@ -28,7 +28,7 @@ from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
-from tests.support.combinations import in_pairs
+from tests.support.cases import pairwise
 from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import (
     CPU,
@@ -273,7 +273,7 @@ def test_it_rounds_less_than_the_operations(
 
 @pytest.mark.parametrize(
     ("formats", "variant", "dtype"),
-    in_pairs(
+    pairwise(
         list(FORMATS),
         ["qwen3_tied", "mistral_window", "gpt2", "gemma2", "qwen3_next"],
         [torch.float32, torch.bfloat16, torch.float16],

@@ -27,9 +27,9 @@ from quire.engine.recording.frames import State, read_frames
 from quire.tools.replay import Outcome, replay_all
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
+from tests.support.cases import pairwise
 from tests.support.engine.failing_core import POISON, prompt, with_poison
 from tests.support.engine.recorded_runs import SALT, STOP, Run, begin_segment
-from tests.support.pairwise import pairwise
 from tests.support.scheduler.state_machines import run_machine
 
 
