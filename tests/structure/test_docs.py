@@ -1,7 +1,7 @@
 """The documents: what they name and link to exists, and pages that are to be short are short.
 
-Checked are README.md, docs/**/*.md and the README.md beside code: paths of files and folders,
-dotted names of the package, `Class.attribute`, and links with their anchors.
+Checked are README.md, docs/**/*.md, tests/README.md and the README.md beside code: paths of files
+and folders, dotted names of the package, `Class.attribute`, and links with their anchors.
 """
 
 import ast
@@ -24,10 +24,11 @@ CONTRACTS = sorted(PACKAGE.rglob("README.md"))
 PAGES = [
     ROOT / "README.md",
     ROOT / "SECURITY.md",
+    ROOT / "tests" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *CONTRACTS,
 ]
-MAX_LINES = {"docs/inside/overview.md": 120, "docs/inside/contracts.md": 60}
+MAX_LINES = {"docs/inside/overview.md": 120, "docs/inside/contracts.md": 60, "tests/README.md": 100}
 OF_OTHERS = {"from-vllm.md", "from-llamacpp.md", "vllm-cases.md"}
 OF_OTHERS |= {"vllm-flags.md", "vllm-flags-engine.md", "vllm-flags-other.md"}
 MAX_CONTRACT_LINES, MAX_COLUMNS, MAX_PAGE_LINES = 150, 120, 250

@@ -25,7 +25,8 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.gpu import slots
 from quire.runner.gpu.pieces import Pieces
-from tests.runner.gpu.test_kernel_ops import devices, slow_but  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
+from tests.support.cases import slow_but
 from tests.support.engine.updates import read
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.late_device import LateDevice, on_the_host

@@ -1,4 +1,4 @@
-"""Which cases of long lists `make test` tries; the others are slow."""
+"""Choose which models of a long list `make test` runs; mark the others as slow."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,11 +6,6 @@ from typing import Any
 import pytest
 
 from tests.support.models.checkpoints import VARIANTS
-
-
-def slow_but(names: Iterable[Any], *quick: Any) -> list[Any]:
-    """All names; those that are not quick are slow."""
-    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names]
 
 
 def slow_if_large(shapes: Iterable[str]) -> list[Any]:

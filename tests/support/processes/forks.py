@@ -6,9 +6,10 @@ core costs in a test is its imports.
     process = ForkedPopen([sys.executable, "-c", "...", "serve"])   # so do its own children
     done = run_forked([sys.executable, "-m", "quire.cli.main", "serve", "--port", "1"])
 
-What a test sees is as for a new process: a child of the process that started it, with its own
-command line and environment in /proc, descriptors, signal handlers and exit status. But modules
-are imported already, and the interpreter is not taken down at the end: tests of these use
+A test sees what it would see of a new process: a child of the process that started it, with its own
+descriptors, signal handlers and exit status. /proc shows the command line and the environment as
+soon as the child has an id, because tests find ranks by their command line. But modules are
+imported already, and the interpreter does not shut down at the end. Tests of these two things use
 `subprocess`.
 
 The template process has no threads, so its forks are safe. It forks twice: the first fork ends at
@@ -45,7 +46,8 @@ TITLE_BYTES = 8192  # room for a fork's command line
 ENVIRONMENT_BYTES = 4096  # room for what its environment has more than the template's
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 PADDING = "QUIRE_TEST_PADDING"
-MAX_ORDER_BYTES = 1 << 17
+MAX_ORDER_BYTES = 1 << 18
+MAX_FDS = 100
 FIRST_SPARE_FD = 400  # descriptors wait there for their final numbers
 IMPORTS = (  # what the processes of a server run, and what they import late
     "quire.cli.serve",
@@ -58,13 +60,19 @@ IMPORTS = (  # what the processes of a server run, and what they import late
 
 class ForkedPopen(subprocess.Popen[Any]):
     """A `Popen` whose process is a fork if it runs this Python with `-c`, `-m` or a script; other
-    commands start as usual."""
+    commands start as usual.
+
+    A child with a `sitecustomize.py` in its PYTHONPATH starts as usual too, because that file may
+    have to run before torch is imported.
+    """
+
+    runs_site = False
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
         names = subprocess.Popen._execute_child.__code__.co_varnames  # type: ignore[attr-defined]
         given = dict(zip(names[2:], rest, strict=False))
         environment = dict(os.environ if given["env"] is None else given["env"])
-        fork = _fork_for(args, environment)
+        fork = _fork_for(args, environment, self.runs_site)
         if fork is None:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -77,6 +85,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             "environment": environment,
             "folder": os.getcwd() if given["cwd"] is None else str(given["cwd"]),
             "group": given["process_group"],
+            "runs_site": self.runs_site,
             "fds": [0, 1, 2, *given["pass_fds"]],
         }
         self.pid = fork(order, [*standard, *given["pass_fds"]])
@@ -85,14 +94,20 @@ class ForkedPopen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(given[name] for name in ends))  # type: ignore[attr-defined]
 
 
+class SiteForkedPopen(ForkedPopen):
+    """A `ForkedPopen` whose forks run the `sitecustomize.py` of their PYTHONPATH."""
+
+    runs_site = True
+
+
 @contextlib.contextmanager
-def forked_children() -> Iterator[None]:
+def forked_children(popen: type[ForkedPopen] = ForkedPopen) -> Iterator[None]:
     """Have this process's `start_child` fork."""
     from quire.engine.wire import spawn
 
     before = spawn.subprocess
     spawn.subprocess = types.SimpleNamespace(  # type: ignore[assignment]
-        PIPE=subprocess.PIPE, Popen=ForkedPopen
+        PIPE=subprocess.PIPE, Popen=popen
     )
     try:
         yield
@@ -112,11 +127,11 @@ def run_forked(command: Sequence[str], timeout_s: float = 60.0) -> subprocess.Co
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _fork_for(command: Sequence[Any], environment: Mapping[str, str]) -> Any:
+def _fork_for(command: Sequence[Any], environment: Mapping[str, str], runs_site: bool) -> Any:
     """Return the function that forks a process for a command; None if it must be started."""
     if command[0] != sys.executable or _place_of_program(command) is None:
         return None
-    if any((folder / "sitecustomize.py").exists() for folder in _own_path(environment)):
+    if _site_files(environment) and not runs_site:
         return None
     if not _template.is_this:
         return _template.fork
@@ -130,6 +145,12 @@ def _own_path(environment: Mapping[str, str]) -> list[Path]:
     known = PYTHONPATH.split(os.pathsep)
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     return [Path(folder) for folder in given if folder and folder not in known]
+
+
+def _site_files(environment: Mapping[str, str]) -> list[Path]:
+    """Return the files that the interpreter of a new process would run first."""
+    files = [folder / "sitecustomize.py" for folder in _own_path(environment)]
+    return [file for file in files if file.exists()]
 
 
 def _place_of_program(command: Sequence[str]) -> int | None:
@@ -193,7 +214,7 @@ def template_main(control_fd: int) -> None:
     _template.is_this = True
     control = socket.socket(fileno=control_fd)
     while True:
-        data, fds, *_ = socket.recv_fds(control, MAX_ORDER_BYTES, 64)
+        data, fds, *_ = socket.recv_fds(control, MAX_ORDER_BYTES, MAX_FDS)
         if not data:
             return
         control.send(str(_forked_twice(json.loads(data), fds)).encode())
@@ -207,11 +228,11 @@ def _forked_twice(order: dict[str, Any], fds: list[int]) -> int:
     answer, answering = os.pipe()
     middle = os.fork()
     if middle == 0:
-        pid = os.fork()
-        if pid:
-            os.write(answering, str(pid).encode())
+        if os.fork():
             os._exit(0)
         os.close(adopted)
+        _identify(order)
+        os.write(answering, str(os.getpid()).encode())
         os.read(waiting, 1)  # until it has its new parent
         _forget_parent()
         _become(order, fds)
@@ -226,13 +247,26 @@ def _fork_here(order: dict[str, Any], fds: list[int]) -> int:
     """Fork this process; return the id of the child. Signals wait until the
     child no longer has the handlers of this process, which would swallow them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    identified, identifying = os.pipe()
     pid = os.fork()
     if pid == 0:
+        _identify(order)
+        os.close(identifying)
         _forget_parent()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         _become(order, fds)
+    os.close(identifying)
+    os.read(identified, 1)  # until the child has closed its end
+    os.close(identified)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return pid
+
+
+def _identify(order: Mapping[str, Any]) -> None:
+    """Give this fork the environment of its order, and show it and the command line in /proc."""
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    _show_in_proc(order["command"], order["environment"])
 
 
 def _become(order: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
@@ -241,15 +275,15 @@ def _become(order: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
     status = 1
     try:
         command: list[str] = order["command"]
-        os.environ.clear()
-        os.environ.update(order["environment"])
         os.chdir(order["folder"])
         sys.path[:0] = map(str, _own_path(order["environment"]))
         importlib.invalidate_caches()
         if order["group"] not in (None, -1):
             os.setpgid(0, order["group"])
         _place_descriptors(dict(zip(order["fds"], fds, strict=True)))
-        _show_in_proc(command, order["environment"])
+        sys.orig_argv = command
+        for file in _site_files(order["environment"]) if order["runs_site"] else ():
+            runpy.run_path(str(file))
         status = _run(command)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -310,7 +344,6 @@ def _run(command: list[str]) -> int:
     place = _place_of_program(command)
     assert place is not None
     kind, rest = command[place], command[place + 1 :]
-    sys.orig_argv = command
     sys.argv = [kind, *(rest[1:] if kind in ("-c", "-m") else rest)]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     try:

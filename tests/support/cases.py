@@ -1,10 +1,15 @@
-"""Choose cases of a matrix so that each pair of values occurs in one; mark the others as slow."""
+"""Choose which cases of a long list `make test` runs; mark the others as slow."""
 
 from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+
+
+def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return all cases; those that are not quick are slow."""
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in cases]
 
 
 def pairwise(*factors: Iterable[Any]) -> list[Any]:
