@@ -10,8 +10,8 @@ from quire.scheduler.reuse import held as held_file
 from quire.scheduler.reuse.held import HeldChanges
 from quire.scheduler.scheduler import Topic
 from quire.scheduler.views import HeldView
-from tests.scheduler.device import make_request
 from tests.scheduler.test_held import PROMPT, HeldBench
+from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("most", [0, 1])
