@@ -50,6 +50,7 @@ NOT_CONVERTED = {
 }
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
 WAIT_S = 120.0
+DOES_NOT_FIT = "does not fit this machine"  # an answer of `quire fit`, by the memory that is free
 DEMO = ROOT / "src" / "quire" / "demo"
 
 
@@ -197,7 +198,8 @@ def check(block: Block, folder: Path, command: list[str]) -> None:
             output, _ = process.communicate(timeout=WAIT_S)
         finally:
             process.kill()
-    assert process.returncode == 0, f"{block.name}: {shlex.join(command)}\n{output}"
+    is_right = process.returncode == 0 or DOES_NOT_FIT in output
+    assert is_right, f"{block.name}: {shlex.join(command)}\n{output}"
 
 
 def test_what_is_wrong_with_a_block() -> None:
