@@ -282,8 +282,6 @@ def test_short_pages_are_short() -> None:
         assert not [line for line in lines if len(line) > MAX_COLUMNS], f"{name} is too wide"
 
 
-
-
 @of_each_page
 def test_a_page_has_one_topic(page: Path) -> None:
     num = len(text_of(page).splitlines())
