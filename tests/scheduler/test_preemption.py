@@ -107,3 +107,16 @@ def test_another_rule_of_who_gives_way(mode: str, place: int, monkeypatch) -> No
     assert bench.num_preempted > 0
     for request in requests:
         assert bench.output[request.request_id][0] == expected_tokens(request, MAX_LEN)
+
+
+def test_tables_that_are_swapped_out_end_behind_what_was_computed() -> None:
+    """Also where the last tokens were written into a block that the row had."""
+    bench = Bench(preemption_mode="swap")
+    bench.add("a", PREFIX[:9])
+    for _ in range(3):
+        bench.step()
+    sequence = bench.sequence("a")
+    assert sequence.num_computed_tokens == 11 and sequence.blocks.num_tokens < 11
+    bench.scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+    assert sequence.host_blocks is not None
+    assert sequence.host_blocks.num_tokens == sequence.num_swapped_tokens == 11
