@@ -34,7 +34,7 @@ class CacheConfig:
         "data type of cached keys and values: the model's (`auto`), `int8`, or `fp8` on GPUs of"
         " compute capability 8.9 or later",
         choices=("auto", "int8", "fp8"),
-        aliases=("fp8_e4m3",),
+        words={"fp8_e4m3": "fp8"},
     )
     enable_prefix_caching: bool = setting(True, "reuse cached KV blocks of shared prefixes")
     pin_prefix: str | None = setting(

@@ -16,8 +16,8 @@ from quire.base.config import JSON_SETTINGS
 from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
 from quire.cli.config_file import describe, resolve
-from quire.cli.json_flags import join_parts
 from quire.cli.options.help_parser import HelpParser
+from quire.cli.options.json_flags import join_parts
 from quire.cli.options.synonyms import COMMANDS as THEIR_COMMANDS
 from quire.cli.options.synonyms import SYNONYMS
 from quire.cli.options.translate import translate
