@@ -95,8 +95,8 @@ def test_the_value_of_a_misspelt_flag_is_not_shown(
         ("serve --served-model-name a b/c-1", "--served-model-name took the model 'b/c-1'"),
         ("serve --api-key a shape:gpt2", "--api-key took the model 'shape:gpt2'"),
         ("serve --max-model-len -5", "max_model_len must be at least 1, or auto (-1), got -5"),
-        ("chat --api-key secret", "--api-key is for a server"),
-        ("chat --url http://127.0.0.1:1 --block-size 8", "leave out --block-size"),
+        ("chat --api-key secret", "--api-key needs a server"),
+        ("chat --url http://127.0.0.1:1 --block-size 8", "remove --block-size"),
         ("chat --url nonsense", "'nonsense' is not a server's address"),
     ],
 )

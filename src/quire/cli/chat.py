@@ -23,10 +23,10 @@ from quire.render.template_pool import start_ahead
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
-HELP = """/help   this list
-/reset  forget the conversation
-/exit   leave (so does Ctrl-D)
-Ctrl-C stops an answer."""
+HELP = """/help   show this help
+/reset  start a new conversation
+/exit   exit (or press Ctrl-D)
+Press Ctrl-C to stop an answer."""
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,7 +53,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a turn that was piped in had no answer."""
     if arguments.server_key and not arguments.url:
-        raise ConfigError("--api-key is for a server; give its address as --url.")
+        raise ConfigError("--api-key needs a server; set its address with --url.")
     target = _target(arguments)
     try:
         return Chat(target, Conversation(arguments.system), arguments.max_tokens).run()
@@ -68,7 +68,7 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
         model = settings.pop("model", None)
         flags = [name for name in settings if arguments.settings[name].origin == FLAG]
         if flags:
-            raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
+            raise ConfigError(f"--url uses the engine of the server; remove {_listed(flags)}.")
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
     tell_own_process()
     check_asked(arguments, is_chat=True)
@@ -126,7 +126,7 @@ class Chat:
 
     def run(self) -> int:
         if self._is_terminal:
-            tell("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the rest.")
+            tell("Press Ctrl-C to stop an answer and Ctrl-D to exit. Type /help for all commands.")
         failed = False
         for line in self._lines():
             command = line.strip()
@@ -148,7 +148,7 @@ class Chat:
             try:
                 yield input(PROMPT)
             except KeyboardInterrupt:
-                tell("\n[Ctrl-D or /exit leaves]")
+                tell("\n[press Ctrl-D or type /exit to exit]")
             except EOFError:
                 tell("")
                 return
@@ -156,11 +156,11 @@ class Chat:
     def _command(self, command: str) -> None:
         if command == "/reset":
             self._conversation.turns.clear()
-            tell("[a new conversation]")
+            tell("[new conversation]")
         elif command == "/help":
             tell(HELP)
         else:
-            tell(f"there is no command {command}\n{HELP}")
+            tell(f"unknown command {command}\n{HELP}")
 
     def _turn(self, question: str) -> bool:
         """Answer one question; whether that went well."""
@@ -168,14 +168,14 @@ class Chat:
         try:
             dropped = self._conversation.fit(question, self._target, self._max_tokens)
             if dropped:
-                tell(f"[the context is full: forgot the oldest {dropped} turn(s)]")
+                tell(f"[the context is full: removed the oldest {dropped} turn(s)]")
             messages = self._conversation.messages(question)
             with Interrupts() as interrupts:
                 for piece in self._target.answer(messages, lambda: interrupts.is_asked):
                     print(piece.text, end="", flush=True)
                     text += piece.text
                     if piece.finish_reason == "length":
-                        note = "[the answer was cut at its longest length]"
+                        note = "[the answer reached its maximum length]"
             note = "[stopped]" if interrupts.is_asked else note
         except EngineDead:
             raise
