@@ -8,7 +8,7 @@ import pytest
 
 from quire.base.eagle3_spec import head_options, head_spec
 from quire.base.errors import ModelError
-from tests.models.heads import SPECULATORS, HeadShape, target_spec
+from tests.support.models.eagle_heads import SPECULATORS, HeadShape, target_spec
 
 
 @pytest.mark.parametrize(

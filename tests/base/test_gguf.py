@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, is_gguf
-from tests.models.gguf_writer import F32, Q8_0, Tensor, write_gguf
+from tests.support.models.gguf_writer import F32, Q8_0, Tensor, write_gguf
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",

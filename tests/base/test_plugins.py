@@ -41,9 +41,9 @@ from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy
 from quire.scheduler.policy.policies import make_policy
 from quire.serve.hooks import Hooks
-from tests.cli.commands import run
-from tests.serve.checkpoints import checkpoint
-from tests.serve.processes import Server
+from tests.support.commands import run
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.processes.servers import Server
 
 DOCUMENTS = sorted((Path(__file__).parents[2] / "docs" / "extend").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

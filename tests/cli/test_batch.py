@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from quire.cli.main import main
-from tests.cli.commands import run
-from tests.serve.api.direct import text_of
-from tests.serve.batches.inputs import read, request, write
+from tests.support.commands import run
+from tests.support.serve.batch_files import read, request, write
+from tests.support.serve.direct_engine import text_of
 
 WAIT_S = 120.0
 SYSTEMS = ["You are a fox. Answer in rhymes. " * 4, "Count slowly, and say why. " * 4]

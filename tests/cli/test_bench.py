@@ -10,7 +10,7 @@ import pytest
 from quire.cli.main import main
 from quire.tools.bench import throughput
 from quire.tools.limits import Limits
-from tests.tools.bench.fake_openai import FakeOpenAI, running
+from tests.support.serve.fake_openai import FakeOpenAI, running
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -15,7 +15,7 @@ import pytest
 from quire.base.errors import EngineDead, EngineError
 from quire.cli.chat import Chat, Conversation
 from quire.cli.chat_targets import Messages, Piece, _pieces
-from tests.cli.commands import run
+from tests.support.commands import run
 
 
 class Parrot:

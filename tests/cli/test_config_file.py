@@ -18,7 +18,7 @@ from quire.cli.settings import (
     human_integer,
 )
 from quire.serve.vllm_compat import VLLM_SETTINGS
-from tests.cli.commands import run
+from tests.support.commands import run
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ import pytest
 
 from quire.cli import machine
 from quire.models.source import resolve_model
-from tests.cli.commands import run
-from tests.models.checkpoints import write_checkpoint
+from tests.support.commands import run
+from tests.support.models.checkpoints import write_checkpoint
 
 MIB = 1 << 20
 

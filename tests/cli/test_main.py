@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from quire.cli.main import with_dashes
-from tests.cli.commands import run
+from tests.support.commands import run
 
 SETTINGS = ("--config FILE", "--log-level {debug,info,warning,error}", "--max-model-len TOKENS")
 

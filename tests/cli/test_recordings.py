@@ -7,7 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.scheduler.core.planning import Planner
-from tests.cli.commands import run
+from tests.support.commands import run
 
 PROMPTS = ["Once upon a time there was a fox", "Once upon a time there was a cow", "The sea"]
 

@@ -13,7 +13,7 @@ from quire.cli.main import _parse
 from quire.cli.served_models import ModelEntry, entry_of, served_models
 from quire.cli.settings import given_for_all, given_server_settings, given_settings
 from quire.serve.several.served import ServedModel, check_together, named, own_record
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 
 def parse(*line: str) -> argparse.Namespace:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.tools.verify import theirs, verify
-from tests.cli.commands import run
-from tests.models.checkpoints import write_checkpoint
+from tests.support.commands import run
+from tests.support.models.checkpoints import write_checkpoint
 
 QUICK = ("--quantization", "none", "--attention-backend", "reference", "--tokens", "2")
 

@@ -37,10 +37,10 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.linear import linear, pack_rows, pack_weight
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import FLOAT4_VALUES, Float4Rows, Float8Rows, IntegerRows, StoredRows
-from tests.combinations import in_pairs
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
-from tests.models.checkpoints import random_tokens, write_checkpoint
-from tests.models.paged import run_paged
+from tests.support.combinations import in_pairs
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.paged_forward import run_paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 OUTPUTS = 70

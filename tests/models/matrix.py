@@ -48,11 +48,11 @@ from quire.tools.verify.paged import Paging
 from quire.tools.verify.theirs import Reference, Theirs
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import take_dequantised
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
-from tests.models.gguf_writer import convert, model_metadata
-from tests.models.paged import CPU
 from tests.models.test_gguf_families import CONVERTIBLE, convertible
-from tests.serve.checkpoints import pool_bytes
+from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import convert, model_metadata
+from tests.support.models.paged_forward import CPU
+from tests.support.models.reference_checkpoints import pool_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "model-table.md"
 YES = "yes"
@@ -351,8 +351,8 @@ HEAD = """# Models
 
 Written by `python -m tests.models.matrix`, from what its tests found; `make test-long` runs all of
 them, `make test` each feature with one architecture, and holds this page against both. Each
-architecture is a tiny checkpoint with random weights (`tests/models/checkpoints.py` has more
-variants of each, which other tests compare as well).
+architecture is a tiny checkpoint with random weights (`tests/support/models/checkpoints.py` has
+more variants of each, which other tests compare as well).
 """
 LOSSES_HEAD = f"""
 ## What formats cost the demo model

@@ -23,12 +23,12 @@ from quire.models.loading import LoadOptions, load_model
 from quire.models.model import Model
 from quire.models.registry import model_spec
 from quire.ops.formats import Quantization
-from tests.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
-from tests.models.paged import CPU, run_paged
-from tests.models.quantised_writers import write as write_quantised
-from tests.models.quick import slow_but
 from tests.models.test_quantised_checkpoints import FORMATS
-from tests.models.transformers_checkpoints import (
+from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quantised_writers import write as write_quantised
+from tests.support.models.quick import slow_but
+from tests.support.models.transformers_checkpoints import (
     ALL_ATTEND,
     FAMILIES,
     SMALL,

@@ -30,10 +30,10 @@ from quire.models.registry import model_spec
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
 from quire.ops.registry import record_ops
-from tests.models.checkpoints import VARIANTS, random_tokens
-from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged
-from tests.models.quick import slow_but
-from tests.models.transformers_checkpoints import FAMILIES, TRANSLATED, write_reference
+from tests.support.models.checkpoints import VARIANTS, random_tokens
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step, run_paged
+from tests.support.models.quick import slow_but
+from tests.support.models.transformers_checkpoints import FAMILIES, TRANSLATED, write_reference
 
 SEQUENCES = random_tokens(23, 5, 31, 1)
 CHUNKS = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 11, 1, 1, 1, 4], [0, 0, 1]]

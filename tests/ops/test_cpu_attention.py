@@ -17,9 +17,8 @@ from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.formats import chosen_variant
 from quire.ops.native import core
 from quire.ops.threads import set_num_threads
-from tests.combinations import in_pairs
-from tests.models.paged import CPU, RowPart, make_step
-from tests.ops.attention_cases import (
+from tests.support.combinations import in_pairs
+from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,
     Contents,
@@ -28,6 +27,7 @@ from tests.ops.attention_cases import (
     run_backend,
     softmax_of,
 )
+from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 

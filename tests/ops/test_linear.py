@@ -17,8 +17,8 @@ from quire.ops.packed import PackedWeight, pack
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import IntegerRows
 from quire.ops.threads import set_num_threads
-from tests.combinations import in_pairs
-from tests.ops.figures import keep_figures, own_figures
+from tests.support.combinations import in_pairs
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

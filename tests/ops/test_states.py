@@ -18,7 +18,7 @@ from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.threads import set_num_threads
-from tests.combinations import in_pairs
+from tests.support.combinations import in_pairs
 
 CPU = torch.device("cpu")
 P = 4  # tokens of a block

@@ -11,8 +11,8 @@ import torch
 
 from quire.base.errors import ConfigError, RankLost
 from quire.ops.collectives.torch_group import TorchGroup, file_store, gloo_group, nccl_group
-from tests.gpu.ranks import exchanges
 from tests.ops.test_collectives import DTYPES, exchange_all
+from tests.support.engine import exchanges
 
 
 def meet(path: Path, size: int, work: Callable[[TorchGroup], None], in_order: bool = True) -> None:

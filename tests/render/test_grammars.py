@@ -20,7 +20,7 @@ from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.grammars import CHECKS, Grammars
 from quire.render.job_pool import JobPool
 from quire.render.structured import grammar_of
-from tests.render.matching import takes
+from tests.support.render.grammar_matching import takes
 
 
 @pytest.fixture(scope="module")

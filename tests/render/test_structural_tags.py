@@ -9,7 +9,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.structured import grammar_of
-from tests.render.matching import ADDED, takes, with_tokens
+from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 ANY = {"type": "any_text"}
 NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}

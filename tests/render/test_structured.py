@@ -9,7 +9,7 @@ from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.lark import Lark
 from quire.render.structured import MAX_CHARS, content_rule, grammar_of
-from tests.render.matching import ADDED, takes, with_tokens
+from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 PERSON = {
     "type": "object",

@@ -20,7 +20,7 @@ from quire.ops import native
 from quire.runner import logits_processors
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
 from quire.tools.replay import replay_all
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(13 * i + j) % 97 for j in range(4 + 6 * i)]} for i in range(5)]
 

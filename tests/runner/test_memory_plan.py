@@ -22,7 +22,7 @@ from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
 from quire.runner.memory_plan import block_bytes_of, plan_cpu_memory, workspace_bytes
 from quire.runner.profile import plan_gpu_memory, worst_case_plan
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

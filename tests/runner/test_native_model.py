@@ -28,9 +28,16 @@ from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
-from tests.combinations import in_pairs
-from tests.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
-from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged, run_step
+from tests.support.combinations import in_pairs
+from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import (
+    CPU,
+    RowPart,
+    make_layout,
+    make_step,
+    run_paged,
+    run_step,
+)
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

@@ -16,8 +16,8 @@ from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_reques
 from quire.tools.simulate.run import simulate
 from quire.tools.simulate.step_times import Roofline
 from quire.tools.workloads import Lengths, Workload
-from tests.scheduler.device import make_request
-from tests.scheduler.listening import listen
+from tests.support.scheduler.events import listen
+from tests.support.scheduler.fake_device import make_request
 
 BLOCK = 4
 SHORT = Workload("short", Lengths(9, 0.8, 1, 30), Lengths(20, 0.9, 1, 60))

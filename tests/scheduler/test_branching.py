@@ -6,8 +6,8 @@ import pytest
 from quire.base.messages import Abort
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.scheduler.beams import BeamSearch
-from tests.scheduler.device import make_request
 from tests.scheduler.test_admission import others, scheduler_of
+from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("back", [False, True])

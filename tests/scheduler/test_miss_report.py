@@ -14,7 +14,7 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import make_request
+from tests.support.scheduler.fake_device import make_request
 
 BLOCK = 4
 FULL = CacheGroup("full", (0,), 1, 8)

@@ -37,7 +37,8 @@ from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import (
+from tests.support.engine.updates import read
+from tests.support.scheduler.fake_device import (
     VOCAB,
     Curse,
     FakeDevice,
@@ -48,9 +49,8 @@ from tests.scheduler.device import (
     make_request,
     next_token,
 )
-from tests.scheduler.fake_stores import BLOCK, FakeStores
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
-from tests.updates import read
+from tests.support.scheduler.fake_stores import BLOCK, FakeStores
+from tests.support.scheduler.state_machines import FEW_OR_MANY, run_machine
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)

@@ -13,7 +13,7 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from quire.base.errors import RequestError
 from quire.serve.async_session import AsyncSession
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 256,

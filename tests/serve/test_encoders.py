@@ -25,9 +25,8 @@ from quire.runner.preview import preview_runner
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.replay import replay_all
-from tests.models.checkpoints import random_tokens
-from tests.render.tiny import fresh_directory
-from tests.serve.encoder_checkpoints import (
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.encoder_checkpoints import (
     FAMILIES,
     MAX_LEN,
     encoder_checkpoint,
@@ -36,7 +35,8 @@ from tests.serve.encoder_checkpoints import (
     logits_of,
     states_of,
 )
-from tests.serve.pooling_checkpoints import with_modules
+from tests.support.models.pooling_checkpoints import with_modules
+from tests.support.render.tiny_tokenizers import fresh_directory
 
 IDS = [[2 + each for each in ids] for ids in random_tokens(23, 1, MAX_LEN, 2, 61, 40, 7)]
 RAW = PoolingParams(use_activation=False)

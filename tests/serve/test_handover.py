@@ -22,13 +22,13 @@ from quire.ops.native import core
 from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView
-from tests.engine.connectors.shared_store import shared_store
-from tests.engine.connectors.store_servers import redis_server, s3_server
-from tests.engine.stand_in import stores_of
-from tests.models.checkpoints import random_tokens
 from tests.serve import test_hybrid
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_same_bits import found, open_llm
+from tests.support.engine.attachments import stores_of
+from tests.support.engine.shared_store import shared_store
+from tests.support.engine.store_servers import redis_server, s3_server
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

@@ -18,9 +18,16 @@ from quire.base.messages import Ready, Request
 from quire.base.sampling_params import RequestOutputKind
 from quire.engine.client.remote import LATE_S, RemoteClient
 from quire.engine.wire.wire import client_codec
-from tests.serve.processes import Server, Stream, children_of, is_running, kill, wait_until
 from tests.serve.test_attacks import num_open_files, post, send
 from tests.serve.test_server import client_of, started
+from tests.support.processes.servers import (
+    Server,
+    Stream,
+    children_of,
+    is_running,
+    kill,
+    wait_until,
+)
 
 
 def lines_with(server: Server, text: str) -> list[str]:

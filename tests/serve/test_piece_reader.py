@@ -8,8 +8,8 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import EngineDead, RequestError
-from tests.serve.checkpoints import MAX_POSITION, checkpoint, text_checkpoint
 from tests.serve.test_async_llm import FOX, SETTINGS, idle, last, params, run
+from tests.support.models.reference_checkpoints import MAX_POSITION, checkpoint, text_checkpoint
 
 TEXT = "The quick brown fox\njumps  over, 17 + 25 lazy dogs"
 IDS = [5 + i % 60 for i in range(50)]

@@ -18,10 +18,10 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.ops.native import core
-from tests.forks import run_forked
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import checkpoint, pool_bytes
-from tests.serve.processes import Server, wait_until
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
+from tests.support.processes.forks import run_forked
+from tests.support.processes.servers import Server, wait_until
 
 [PREFIX] = random_tokens(22, seed=4)  # five blocks of 4, and 2 tokens
 RESTS = random_tokens(1, 7, 19, seed=5)

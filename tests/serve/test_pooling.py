@@ -29,14 +29,14 @@ from quire.runner.preview import preview_runner
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.replay import replay_all
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import MAX_POSITION
-from tests.serve.pooling_checkpoints import (
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.pooling_checkpoints import (
     class_logits,
     hidden_states,
     pooling_checkpoint,
     with_modules,
 )
+from tests.support.models.reference_checkpoints import MAX_POSITION
 
 IDS = random_tokens(23, 5, MAX_POSITION, 1, 61)
 RAW = PoolingParams(use_activation=False)

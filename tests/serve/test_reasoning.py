@@ -11,7 +11,7 @@ from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError, RequestError
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import serving
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 # Opens reasoning in the prompt, unless told otherwise, as models do that always think.
 TEMPLATE = (

@@ -26,7 +26,7 @@ from quire.serve.core_child import CoreChild
 from quire.serve.cores import ALONE
 from quire.serve.several.served import ServedModel
 from tests.base.test_plugins import Site
-from tests.serve.processes import WAIT_S, Server
+from tests.support.processes.servers import WAIT_S, Server
 
 SOURCE = '''
 import time

@@ -5,7 +5,7 @@ import signal
 from http.client import HTTPConnection
 from pathlib import Path
 
-from tests.serve.processes import Server, kill
+from tests.support.processes.servers import Server, kill
 
 BODY = json.dumps({"prompt": "Once", "max_tokens": 4, "ignore_eos": True})
 KEY = {"Authorization": "Bearer top-secret"}

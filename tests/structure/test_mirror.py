@@ -21,6 +21,7 @@ OTHERS = {
     "mutation",
     "pairs",
     "structure",
+    "support",
 }
 ALSO = {"ops": [TESTS / "kernels"]}
 LARGE = 100  # lines; smaller modules are tested with those that use them

@@ -28,11 +28,11 @@ from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import Alternative, Fit, fit
-from tests.models.checkpoints import VARIANTS, write_checkpoint
-from tests.models.gguf_writer import Q4_0, Q8_0, convert
-from tests.models.paged import CPU
-from tests.models.quantised_writers import gptq, write
-from tests.models.quick import variants_with
+from tests.support.models.checkpoints import VARIANTS, write_checkpoint
+from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
+from tests.support.models.paged_forward import CPU
+from tests.support.models.quantised_writers import gptq, write
+from tests.support.models.quick import variants_with
 
 GIB = 1 << 30
 SOME_BYTES = 6 * MIB  # free memory of which tiny models leave a pool, too small for all rows

@@ -19,8 +19,8 @@ from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.tools import replay_model
 from quire.tools.replay import replay_all
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run, begin_segment
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run, begin_segment
 
 CHANGED_AT = 6  # step
 
@@ -185,7 +185,7 @@ def test_the_model_gives_the_same_tokens(tmp_path: Path, depth: int) -> None:
 
 
 def test_another_model_is_found(tmp_path: Path) -> None:
-    from tests.serve.checkpoints import write_checkpoint
+    from tests.support.models.reference_checkpoints import write_checkpoint
 
     recorded(tmp_path / "run")
     other = write_checkpoint(tmp_path / "other", "llama", 97, seed=3)

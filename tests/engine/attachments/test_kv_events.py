@@ -32,7 +32,6 @@ from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.scheduler.scheduler import Scheduler, Topic
 from quire.serve.llm import LLM
 from quire.serve.vllm_compat import VLLM_SETTINGS
-from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import (
     BLOCK,
     FULL,
@@ -40,7 +39,8 @@ from tests.scheduler.test_scheduler_machine import (
     WINDOW,
     SchedulerMachine,
 )
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.scheduler.state_machines import run_machine
 
 # ---- vLLM's side: fields, order and options as in its vllm/distributed/kv_events.py -------------
 

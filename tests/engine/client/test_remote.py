@@ -23,8 +23,8 @@ from quire.engine.start.build import build_core
 from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.engine.wire.wire import core_codec
 from quire.models.source import resolve_model
-from tests.render.tiny import tokenizer
-from tests.serve.checkpoints import checkpoint, reference_tokens
+from tests.support.models.reference_checkpoints import checkpoint, reference_tokens
+from tests.support.render.tiny_tokenizers import tokenizer
 
 MAX_LEN = 96
 SETTINGS = {

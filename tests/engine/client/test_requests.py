@@ -9,7 +9,7 @@ from quire.engine.client.requests import RequestMaker
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.render.structured import grammar_of
-from tests.render.tiny import tokenizer
+from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")
 DEFAULTS = GenerationDefaults(eos_token_ids=(2, 3))

@@ -22,7 +22,7 @@ from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, greet, introdu
 from quire.engine.connectors.served import MOST_CONNECTIONS, ServedBlocks
 from quire.engine.connectors.store import StoreError
 from quire.kv.pool import BlockPool
-from tests.engine.connectors.stores import (
+from tests.support.engine.stores import (
     FINGERPRINT,
     Answers,
     Memory,

@@ -25,7 +25,7 @@ from quire.engine.connectors.store import (
     unseal,
 )
 from quire.scheduler.snapshot import decode, encode
-from tests.engine.connectors.stores import BLOCK_BYTES, FINGERPRINT, contents, digest, sealed
+from tests.support.engine.stores import BLOCK_BYTES, FINGERPRINT, contents, digest, sealed
 
 SIZE = BLOCK_BYTES[0]
 

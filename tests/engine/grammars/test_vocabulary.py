@@ -12,8 +12,8 @@ from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.matchers import Wanted
 from quire.engine.grammars.vocabulary import make_vocabulary, num_words
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import tokenizer
-from tests.scheduler.device import make_request
+from tests.support.render.tiny_tokenizers import tokenizer
+from tests.support.scheduler.fake_device import make_request
 
 DEMO = Path("src/quire/demo")
 

@@ -22,8 +22,8 @@ from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.reuse import held
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 STORY = "Once upon a time there was a little fox. One day the fox went into the forest. "

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import quire.engine.wire.spawn
-from tests.forked import Zygote
+from tests.support.processes.forked import Zygote
 
 
 @pytest.fixture(scope="session")

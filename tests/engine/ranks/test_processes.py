@@ -27,9 +27,9 @@ from quire.base.errors import (
 from quire.base.messages import Request
 from quire.engine.ranks.launch import Ranks
 from quire.models.source import resolve_model
-from tests.engine.ranks.scenarios import COMMON, WORDS
-from tests.serve.checkpoints import checkpoint
-from tests.serve.processes import children_of, is_running, kill, wait_until
+from tests.support.engine.scenarios import COMMON, WORDS
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.processes.servers import children_of, is_running, kill, wait_until
 
 SOON_S = 2.0
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

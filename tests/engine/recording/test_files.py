@@ -24,9 +24,9 @@ from quire.engine.recording.frames import (
     read_frames,
 )
 from quire.tools.replay import Outcome, replay_all
-from tests.cli.commands import run as command
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run, begin_segment
+from tests.support.commands import run as command
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run, begin_segment
 
 FIRST_FORMAT = b"quire recording\n"
 

@@ -10,7 +10,7 @@ from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK
-from tests.render.answers.vocabulary import Vocabulary, accepts
+from tests.support.render.byte_vocabulary import Vocabulary, accepts
 
 F = Tool("f", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, True)
 G = Tool("g")

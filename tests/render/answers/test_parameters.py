@@ -16,7 +16,7 @@ from quire.render.answers.format import AnswerFormat, AskedAnswer
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.answers.schema_types import typed, types_of
 from quire.render.answers.syntax import Tool
-from tests.render.answers.vocabulary import Vocabulary, accepts
+from tests.support.render.byte_vocabulary import Vocabulary, accepts
 
 CODER = AnswerFormat(table.QWEN3_CODER)
 VOCABULARY = Vocabulary(["<tool_call>", "</tool_call>"])

@@ -14,7 +14,7 @@ from quire.runner.gpu.pieces import record
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import ladder
 from quire.runner.step_ops import Needs
-from tests.runner.gpu.late_device import LateDevice
+from tests.support.runner.late_device import LateDevice
 
 PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 

@@ -17,8 +17,8 @@ from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.gpu import graphs
 from quire.runner.step_ops import StepShape
-from tests.runner.gpu.late_device import LateDevice, on_the_host, stand_in, without_core
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.late_device import LateDevice, on_the_host, stand_in, without_core
 
 SETTINGS = {
     "dtype": "float32",

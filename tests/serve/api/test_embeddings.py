@@ -20,8 +20,8 @@ from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks
-from tests.serve.api.fake_client import FakeClient
-from tests.serve.pooling_checkpoints import pooling_checkpoint
+from tests.support.models.pooling_checkpoints import pooling_checkpoint
+from tests.support.serve.fake_client import FakeClient
 
 TEXTS = ["a fox", "The capital of France is", "a dog and a cat"]
 

@@ -7,7 +7,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.api.test_embeddings import ask, serving_model, vectors
-from tests.serve.encoder_checkpoints import encoder_checkpoint, inputs_of, logits_of, states_of
+from tests.support.models.encoder_checkpoints import (
+    encoder_checkpoint,
+    inputs_of,
+    logits_of,
+    states_of,
+)
 
 QUERY = "a quick fox"
 DOCUMENTS = ["The lazy dog sleeps on.", "keys and values in blocks", "the quick brown fox jumps"]

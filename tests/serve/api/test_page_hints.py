@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_page_in_browser import (
     answered,
     browser,
@@ -22,6 +21,7 @@ from tests.serve.api.test_page_in_browser import (
     sync_api,
     texts,
 )
+from tests.support.serve.fake_client import FakeClient
 
 __all__ = ["browser", "client", "page"]  # fixtures
 # Pixels of a chart that have ink, in a column at this share of its width.

@@ -19,9 +19,9 @@ import pytest
 from quire.serve.api.context import ApiContext
 from quire.tools.playback import write_playback
 from quire.tools.replay import Outcome
-from tests.engine.recordings import Run
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_live import Viewer
+from tests.support.engine.recorded_runs import Run
+from tests.support.serve.fake_client import FakeClient
 
 sync_api = pytest.importorskip("playwright.sync_api")
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

@@ -23,9 +23,9 @@ from quire.engine.start.build import Engine, build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL, serving
-from tests.serve.api.direct import wait_until
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_sse import hang_up, open_connection
+from tests.support.serve.direct_engine import wait_until
+from tests.support.serve.fake_client import FakeClient
 
 URL = "/v1/prefixes"
 IDS = list(range(5, 45))  # 2 blocks of 16, and 8 tokens

@@ -19,7 +19,7 @@ from quire.serve.api.rendering import check_model, checked_template
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 from tests.serve.api.conftest import MODEL, MakeContext
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 

@@ -23,9 +23,9 @@ import pytest
 from websockets.sync.client import connect
 
 from quire import LLM, SamplingParams
-from tests.serve.checkpoints import text_checkpoint
-from tests.serve.pooling_checkpoints import with_modules
-from tests.serve.processes import Server, children_of, is_running, kill, wait_until
+from tests.support.models.pooling_checkpoints import with_modules
+from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.processes.servers import Server, children_of, is_running, kill, wait_until
 
 PROMPTS = ["The fox", "Once upon a time", "12 and 7"]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "disable_log_stats": True, "max_num_seqs": 4}

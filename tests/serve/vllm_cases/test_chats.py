@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.vllm_cases.given import ASK, Asked, differs, refused, text_of
+from tests.support.serve.vllm_cases import ASK, Asked, differs, refused, text_of
 
 
 def test_one(asked: Asked) -> None:

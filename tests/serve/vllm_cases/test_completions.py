@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.vllm_cases.given import PROMPT, Asked, differs, refused, text_of
+from tests.support.serve.vllm_cases import PROMPT, Asked, differs, refused, text_of
 
 
 def test_one(asked: Asked) -> None:

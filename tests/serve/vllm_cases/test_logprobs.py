@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.vllm_cases.given import PROMPT, Asked, differs, refused
+from tests.support.serve.vllm_cases import PROMPT, Asked, differs, refused
 
 
 def test_none(asked: Asked) -> None:

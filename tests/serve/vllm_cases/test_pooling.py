@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.api.test_embeddings import ask, vectors
-from tests.serve.vllm_cases.given import ASK, Asked, differs
+from tests.support.serve.vllm_cases import ASK, Asked, differs
 
 TEXT = "The best thing is that it is small"
 TEXTS = ["a fox", "The capital of France is", "a dog and a cat"]

@@ -7,8 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.serve.vllm_cases.given import OTHER_TOOL, Asked, differs
 from tests.serve.vllm_cases.test_forms import PERSON
+from tests.support.serve.vllm_cases import OTHER_TOOL, Asked, differs
 
 TOOL = {"type": "function", **OTHER_TOOL["function"]}
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.base.version import QUIRE_VERSION
-from tests.serve.vllm_cases.given import ASK, Asked, differs
+from tests.support.serve.vllm_cases import ASK, Asked, differs
 
 
 def test_version(asked: Asked) -> None:

@@ -122,7 +122,7 @@ def test_file(checkpoint: Checkpoint) -> str:
     return f'''"""{name} compared with transformers: random weights, every way to compute it.
 
 Begun by `quire port`. Where the class becomes one of quire's own, TINY becomes a variant in
-tests/models/checkpoints.py, which all tests of architectures run over.
+tests/support/models/checkpoints.py, which all tests of architectures run over.
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ import pytest
 from quire.serve.api.errors import ApiError
 from quire.serve.api.responses.conversation import messages_of
 from quire.serve.api.responses.items import read_items
-from tests.serve.api.responses.given import Json, checked_list
+from tests.support.serve.official_types import Json, checked_list
 
 USER: Json = {"role": "user", "content": "x"}
 

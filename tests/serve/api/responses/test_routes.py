@@ -16,8 +16,8 @@ from quire.render.chat_template import ChatOptions
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import direct, text_of
-from tests.serve.api.responses.given import (
+from tests.support.serve.direct_engine import direct, text_of
+from tests.support.serve.official_types import (
     GREEDY,
     PATH,
     QUESTION,

@@ -11,7 +11,7 @@ from quire.base.errors import EngineBusy, EngineDead
 from quire.serve.api.several import link as link_module
 from quire.serve.api.several.link import ModelLink
 from quire.serve.several.messages import Ask, Deny, GiveBack, GiveWay, Grant
-from tests.serve.api.several.fake_keeper import FakeKeeper, linked
+from tests.support.serve.fake_supervisor import FakeKeeper, linked
 
 Check = Callable[[ModelLink, FakeKeeper], Awaitable[None]]
 
