@@ -313,7 +313,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo2", {"sliding_window": 6}, "sliding_window is 6; olmo2 has no windows"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; it has 2 of 4 layers"),
     ("smollm3", {"no_rope_layers": [2, 1, 0, 1]}, "no_rope_layers is .*from 0 to 1"),
-    ("glm4", {"head_dim": 5}, "that turns 2 of the 5 dimensions of a head .head_dim."),
+    ("glm4", {"head_dim": 5}, "that rotates 2 of the 5 dimensions of a head .head_dim."),
     ("cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* part of each"),
 ]
 

@@ -416,10 +416,12 @@ def test_a_request_goes_on_when_the_time_of_its_prefix_is_over() -> None:
 
 def test_half_of_the_pool_may_be_pinned() -> None:
     bench = Bench(num_blocks=20)
-    with pytest.raises(RequestError, match=r"11 of 20 KV blocks, and half of them may be"):
+    with pytest.raises(RequestError, match=r"11 of 20 KV blocks, and the limit is half of them"):
         bench.pin("large", list(range(41)))
     bench.pin("a", list(range(29)))  # 8 blocks
-    with pytest.raises(RequestError, match=r"of 12 tokens would bring what is pinned to 11 of 20"):
+    with pytest.raises(
+        RequestError, match=r"of 12 tokens would raise the pinned blocks to 11 of 20"
+    ):
         bench.pin("b", list(range(12)))
     bench.pin("c", list(range(30, 38)))
     with pytest.raises(RequestError, match="half of them"):
@@ -447,7 +449,7 @@ def test_a_request_that_fits_only_because_it_shares(mode: str) -> None:
     bench = Bench(num_blocks=20, preemption_mode=mode)
     prefix = [i % 50 for i in range(40)]
     before = bench.written(bench.pin("pin", prefix))
-    with pytest.raises(RequestError, match="beside what is pinned"):
+    with pytest.raises(RequestError, match="without pinned prefixes"):
         bench.add("stranger", [49, *prefix[1:]], max_tokens=36)
     others = [bench.add(f"early {i}", [20 + i] * 9, max_tokens=15) for i in range(3)]
     request = bench.add("sharing", prefix, max_tokens=36)

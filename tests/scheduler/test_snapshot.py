@@ -116,7 +116,7 @@ def test_what_a_run_brings_itself_is_left_out() -> None:
 
 def test_what_cannot_be_kept_is_named() -> None:
     for value in (lambda: None, print, object(), open):
-        with pytest.raises(EngineError, match=r"cannot be kept"):
+        with pytest.raises(EngineError, match=r"cannot be saved"):
             dump(holder(thing=value))
     with pytest.raises(EngineError, match="'thing'"):
         dump(holder(thing=[lambda: None]))
@@ -153,7 +153,7 @@ def test_damaged_and_hostile_data_is_refused(entry: object) -> None:
 def test_vocabulary_by_itself() -> None:
     group = CacheGroup("window", (0, 1), 2, 8, window=5)
     assert decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encode(group)))) == group
-    with pytest.raises(EngineError, match="cannot be kept"):
+    with pytest.raises(EngineError, match="cannot be saved"):
         encode(object())
 
 
@@ -199,7 +199,7 @@ def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: 
 
 def test_a_class_that_bears_a_name_of_ours_is_not_taken_for_it() -> None:
     """Such as a plugin's policy: it is refused at once, not when somebody writes it."""
-    with pytest.raises(EngineError, match="cannot be kept"):
+    with pytest.raises(EngineError, match="cannot be saved"):
         dump([type("Queued", (), {})()])
 
 

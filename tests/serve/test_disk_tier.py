@@ -125,9 +125,9 @@ def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None
 
 
 def test_impossible_settings_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of no use without prefix caching"):
+    with pytest.raises(ConfigError, match="has no effect without prefix caching"):
         run(tmp_path, [], enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="reference keeps its blocks to itself"):
+    with pytest.raises(ConfigError, match="reference does not share its blocks"):
         run(tmp_path, [], attention_backend="reference")
     with pytest.raises(ConfigError, match="there is no KV store 'nowhere'"):
         run(None, [], kv_store="nowhere:there")

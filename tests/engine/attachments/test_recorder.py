@@ -261,7 +261,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     cut = read_segment(path)
     assert cut.is_cut and not cut.is_readable
     path.write_bytes(b"hello")
-    with pytest.raises(ConfigError, match="no recording of quire"):
+    with pytest.raises(ConfigError, match="not a quire recording"):
         read_segment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_recording(tmp_path / "nowhere"))

@@ -138,7 +138,7 @@ def test_a_server_that_is_not_there_makes_misses_and_one_warning(
 
 
 def test_an_address_that_is_none_is_an_error_at_the_start(site: Site) -> None:
-    with pytest.raises(ConfigError, match=r"'valkey:\*\*\*' cannot be made: ValueError"):
+    with pytest.raises(ConfigError, match=r"'valkey:\*\*\*' cannot be created: ValueError"):
         make_store("valkey:host:port", max_bytes=1)
 
 

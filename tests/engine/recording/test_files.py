@@ -178,8 +178,8 @@ def test_what_stands_is_replayed_and_the_rest_is_told(whole: bytes, tmp_path: Pa
         assert "all plans that can be read are identical" in outcome.summary()
     assert found[State.DAMAGED].num_calls == found[State.CUT].num_calls
     assert found[State.DAMAGED].notes == [
-        "segment-000001.rec is damaged: it is not what was written"
-        f" (frame 12 is not what was written (at byte {begin:,}))"
+        "segment-000001.rec is damaged: its content has changed (frame 12 is not what was written"
+        f" (at byte {begin:,}))"
     ]
     assert "is cut off" in found[State.CUT].notes[0] and "has no end" in found[State.CUT].notes[0]
 
