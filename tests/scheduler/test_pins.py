@@ -22,7 +22,7 @@ from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.reuse.pinned import Pin
 from quire.scheduler.scheduler import Scheduler
-from tests.support.engine.updates import read
+from tests.support.engine.updates import read, run_to_end
 from tests.support.scheduler.fake_device import (
     Curse,
     FakeDevice,
@@ -116,11 +116,7 @@ class Bench:
         self.scheduler.check_invariants()
 
     def finish(self) -> None:
-        for _ in range(2000):
-            if not self.scheduler.has_work:
-                return
-            self.step()
-        raise AssertionError("a request starves")
+        run_to_end(self.scheduler, self.step)
 
     def assert_right(self, *requests: Request) -> None:
         for request in requests:
