@@ -5,7 +5,7 @@ import pytest
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.test_policies import add, scheduler_of, step
+from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])
