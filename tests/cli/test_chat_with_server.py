@@ -15,7 +15,7 @@ from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.support.commands import run
 from tests.support.http_server import Seen, Send, send_json
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 from tests.support.serve.fake_openai import FakeOpenAI, running
 

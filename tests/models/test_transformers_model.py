@@ -25,7 +25,7 @@ from quire.models.registry import model_spec
 from quire.ops.formats import Quantization
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.support.cases import slow_but
-from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
+from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, Checkpoint, random_tokens
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.quantised_writers import write as write_quantised
 from tests.support.models.transformers_checkpoints import (
@@ -34,7 +34,6 @@ from tests.support.models.transformers_checkpoints import (
     SMALL,
     TRANSLATED,
     WINDOW,
-    Reference,
     write_reference,
 )
 
@@ -44,7 +43,7 @@ OURS = ("llama", "mistral_window", "qwen2_windows", "qwen3_tied", "qwen3_moe_som
         "gpt2_scaled")  # fmt: skip
 
 
-def load(reference: Reference, dtype: torch.dtype, options: LoadOptions | None = None) -> Model:
+def load(reference: Checkpoint, dtype: torch.dtype, options: LoadOptions | None = None) -> Model:
     return load_model(reference.directory, reference.spec, dtype, CPU, options)
 
 

@@ -8,9 +8,9 @@ from quire.base.messages import Append
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.core.sequence import State
-from tests.scheduler.test_policies import add, scheduler_of, step
 from tests.scheduler.test_table_4_1 import counters, open_prompt
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:

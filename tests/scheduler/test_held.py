@@ -11,8 +11,9 @@ from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Re
 from quire.base.plan import MoveKind
 from quire.scheduler.reuse.held import Held
 from quire.scheduler.views import HeldView
-from tests.scheduler.test_pins import FULL, MAX_LEN, WINDOW, Bench, copies
+from tests.scheduler.test_pins import copies
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
+from tests.support.scheduler.pinning_core import FULL, MAX_LEN, WINDOW, Bench
 
 STATES = CacheGroup(STATE, (2,), state_size=8)
 PROMPT = list(range(10))  # with 6 output tokens: 15 computed, the fourth block is not full

@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Unpin
-from tests.scheduler.test_pins import PREFIX, Bench
+from tests.support.scheduler.pinning_core import PREFIX, Bench
 
 
 def test_a_tenant_pins_no_more_than_its_share() -> None:

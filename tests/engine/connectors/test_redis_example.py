@@ -16,7 +16,6 @@ from quire.base.plugins import CONNECTORS
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker
-from tests.base.test_plugins import Site
 from tests.support.engine.store_servers import open_redis
 from tests.support.engine.stores import (
     BLOCK_BYTES,
@@ -31,6 +30,7 @@ from tests.support.engine.stores import (
     look_up,
     sealed,
 )
+from tests.support.plugin_site import Site
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL, serving
 from tests.serve.api.test_sse import hang_up, open_connection
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 
 URL = "/v1/prefixes"
