@@ -1,7 +1,7 @@
 """The code blocks of README.md and docs run as they stand there, with the demo model.
 
 A page's programs and commands run in one folder, in the order of the page. `127.0.0.1:8000` stands
-for a server that this module starts, `path/to/model` for the demo model. tests/docs/blocks.py says
+for a server that this module starts, `path/to/model` for the demo model. tests/support/code_blocks.py says
 how a page marks the blocks that do not run.
 """
 
@@ -19,35 +19,19 @@ import pytest
 import yaml
 
 from quire.cli.main import _parse
-from tests.docs.blocks import PARSED, ROOT, SHELL, Block, blocks_of, has_operator, pages, read
+from tests.support.code_blocks import (
+    PARSED,
+    ROOT,
+    SHELL,
+    Block,
+    blocks_of,
+    has_operator,
+    pages,
+    read,
+)
 from tests.support.processes.forks import ForkedPopen
 from tests.support.processes.servers import Server
 
-# Pages whose blocks have no marks yet.
-NOT_CONVERTED = {
-    "README.md",
-    "docs/extend/attachments.md",
-    "docs/extend/attention-backends.md",
-    "docs/extend/hooks.md",
-    "docs/extend/kv-stores.md",
-    "docs/extend/models.md",
-    "docs/extend/policies.md",
-    "docs/extend/scheduler.md",
-    "docs/operate/cluster.md",
-    "docs/operate/handover.md",
-    "docs/operate/keys.md",
-    "docs/operate/parallel.md",
-    "docs/operate/processes.md",
-    "docs/operate/recording.md",
-    "docs/operate/several-models.md",
-    "docs/operate/simulate.md",
-    "docs/start/move.md",
-    "docs/use/batches.md",
-    "docs/use/messages.md",
-    "docs/use/models.md",
-    "docs/use/prefix-caching.md",
-    "docs/use/sessions.md",
-}
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
 WAIT_S = 120.0
 DOES_NOT_FIT = "does not fit this machine"  # an answer of `quire fit`, by the memory that is free
@@ -70,8 +54,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 def of_each_page(test: Callable[..., None]) -> Callable[..., None]:
-    converted = [page for page in pages() if name_of(page) not in NOT_CONVERTED]
-    return pytest.mark.parametrize("page", converted, ids=name_of)(test)
+    return pytest.mark.parametrize("page", pages(), ids=name_of)(test)
 
 
 def name_of(page: Path) -> str:
@@ -145,8 +128,6 @@ def test_blocks_of_a_page_run(page: Path, tmp_path: Path, address: Address) -> N
     "page", [p for p in pages() if any(b.is_slow for b in blocks_of(p))], ids=name_of
 )
 def test_all_blocks_of_a_page_run(page: Path, tmp_path: Path, address: Address) -> None:
-    if name_of(page) in NOT_CONVERTED:
-        pytest.skip("its blocks have no marks yet")
     run_page(page, tmp_path, address, slow=True)
 
 
