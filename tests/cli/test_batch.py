@@ -135,9 +135,9 @@ def test_what_cannot_be_run_is_said_before_a_model_is_loaded(
 ) -> None:
     path, out = str(write(tmp_path / "in", [request("a")])), str(tmp_path / "out")
     for arguments, told in (
-        (("batch",), "give IN once"),
-        (("batch", path), "give OUT once"),
-        (("batch", path, out, "-o", out), "give OUT once"),
+        (("batch",), "IN must be given once"),
+        (("batch", path), "OUT must be given once"),
+        (("batch", path, out, "-o", out), "OUT must be given once"),
         (("batch", str(tmp_path / "none"), out), "there is no file"),
         (("batch", path, path), "is the input"),
         (("run-batch", "-i", path, "-o", path), "is the input"),

@@ -131,7 +131,7 @@ def test_the_gpu_of_this_machine(
     ("arguments", "message"),
     [
         (["demo", "--device", "H1000"], "there is no device 'H1000'; known are cpu"),
-        (["demo", "--device", "cuda"], "nvidia-smi shows no GPU here"),
+        (["demo", "--device", "cuda"], "nvidia-smi lists no GPU on this machine"),
         (["./nowhere"], "there is no directory ./nowhere"),
         (["shape:nothing"], "there is no shape 'nothing'"),
         (["demo", "--max-model-len", "1M"], "more than the model was made for"),

@@ -11,6 +11,7 @@ from quire.base.secrets import MASK
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse, with_dashes
 from quire.cli.migrating import BEGIN, END, main, page
+from quire.cli.options.help_parser import HelpParser
 from quire.cli.settings import (
     FLAG,
     SERVER,
@@ -43,7 +44,7 @@ def words_of(name: str, theirs: VllmSetting, value: object) -> list[str]:
 @functools.cache
 def parser() -> argparse.ArgumentParser:
     """That of `quire serve`, with all of vLLM's flags; `_parse` adds those that it is given."""
-    made = argparse.ArgumentParser(allow_abbrev=False)
+    made = HelpParser()
     add_settings(made, *SERVER, model_first=True)
     spellings = [short for each in FLAGS.values() for short in each.short]
     add_vllm_settings(made, [*map(flag, FLAGS), *spellings])

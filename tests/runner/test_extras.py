@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused(params: dict[str, Any], field: str) -> None:
 
 def test_names_that_are_not_allowed_are_refused(llm: LLM) -> None:
     for asked in ("unheard-of", {"name": "unheard-of", "kwargs": {"a": 1}}):
-        with pytest.raises(RequestError, match="no logits processor 'unheard-of' here"):
+        with pytest.raises(RequestError, match="no logits processor 'unheard-of'"):
             llm.generate([PROMPTS[0]], SamplingParams(logits_processors=[asked]), use_tqdm=False)
 
 

@@ -193,7 +193,7 @@ def test_a_cross_encoder_of_sentence_transformers_6_has_its_activation_in_a_file
 def test_the_length_that_sentence_transformers_cuts_to_is_the_longest() -> None:
     folder = changed(encoder_checkpoint("bert"))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
-    wrong = pytest.raises(RequestError, match="at most max_model_len = 12 are possible")
+    wrong = pytest.raises(RequestError, match="the range is 1 to max_model_len = 12")
     with open_llm(folder) as llm, wrong:
         pooled(llm, IDS[:1])
     with open_llm(folder, max_model_len=MAX_LEN) as llm:
@@ -298,7 +298,7 @@ def test_classes_of_tokens_are_not_served() -> None:
 def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
     with open_llm(encoder_checkpoint("roberta"), max_model_len="auto") as llm:
         assert llm.engine.client.max_model_len == MAX_LEN
-        with pytest.raises(RequestError, match="this engine pools"):
+        with pytest.raises(RequestError, match="this engine returns embeddings"):
             llm.generate("a", use_tqdm=False)
         with pytest.raises(RequestError, match="has 97 tokens; at least 1 and at most max_mod"):
             pooled(llm, [[5] * (MAX_LEN + 1)])

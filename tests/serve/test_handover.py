@@ -416,7 +416,7 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
         ({"kv_transfer_config": {"kv_connector": "Unknown"}}, "is not supported: quire moves"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "--kv-host-gb"),
         ({"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}}, "shared_storage_path"),
-        ({"kv_transfer_config": "{"}, "kv_transfer_config is not JSON"),
+        ({"kv_transfer_config": "{"}, "kv_transfer_config must be JSON"),
         ({"kv_eager": True}, "kv_eager needs a store"),
         ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "gives none"),
         ({"kv_store": "shm:../x"}, "takes a name of letters"),

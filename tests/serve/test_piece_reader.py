@@ -201,9 +201,9 @@ def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM, waits: bool) -> No
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"n": 2}, "a prompt in pieces has one continuation"),
-        ({"n": 2, "use_beam_search": True}, "a prompt in pieces has one continuation"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs cannot be had of a prompt that comes in pieces"),
+        ({"n": 2}, "a prompt sent in pieces has one output"),
+        ({"n": 2, "use_beam_search": True}, "a prompt sent in pieces has one output"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible for a prompt sent in pieces"),
     ],
 )
 def test_what_cannot_come_in_pieces_is_refused_before_reading(

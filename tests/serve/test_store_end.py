@@ -24,7 +24,7 @@ from quire.engine.observability.heartbeat import FIELDS
 from quire.serve.children import Child
 from quire.serve.core_child import CoreChild
 from quire.serve.cores import ALONE
-from quire.serve.several.served import ServedModel
+from quire.serve.several.served import FirstRequest, ServedModel
 from tests.base.test_plugins import Site
 from tests.support.processes.servers import WAIT_S, Server
 
@@ -132,7 +132,9 @@ def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
     settings = config_from_flat(model="demo", kv_disk_dir="/nowhere")
     with socket.socket() as tcp, contextlib.closing(launch.CoreSocket()) as unix:
         cores = [supervisor.ServedCore(ServedModel(settings), ALONE, unix)]
-        watcher = supervisor.Supervisor(ServerConfig(), "info", tcp, cores)
+        watcher = supervisor.Supervisor(
+            ServerConfig(), "info", tcp, cores, FirstRequest("/v1/models", {})
+        )
         unix.heartbeat.write_bytes(FIELDS.pack(time.monotonic() + 0.7, 1))
         api, core = (
             subprocess.Popen(

@@ -122,7 +122,7 @@ def parse_transfer(given: str | None) -> TransferConfig:
         fields = json.loads(given)
     except (ValueError, RecursionError) as error:
         shown = SecretJson(given)
-        raise ConfigError(f"{SETTING} is not JSON ({error}): {shown!r}.") from None
+        raise ConfigError(f"{SETTING} must be JSON, got {shown!r} ({error}).") from None
     example = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     if not isinstance(fields, dict):
         raise ConfigError(f"{SETTING} must be like {example}, got {SecretJson(given)!r}.")

@@ -10,13 +10,13 @@ from typing import Any
 # Reasons that many have in common.
 TEXT = "prompts are text"
 NO_ADAPTERS = "adapters are not supported yet"
-ONE_WAY = "there is one way to do it here, with the same results"
-GROUP = "ranks find each other by --nnodes, --node-rank and --master-addr"
-COPIES = "one server has all copies of a model, or each has its own"
-COMPILATION = "--compilation says how steps are recorded"
-ONE_LOG = "the log has one form, on standard error; --log-level says how much"
+ONE_WAY = "quire has one implementation, with the same results"
+GROUP = "use --nnodes, --node-rank and --master-addr"
+COPIES = "one server runs all replicas of a model, or each replica has its own server"
+COMPILATION = "use --compilation to choose the kind of CUDA graphs"
+ONE_LOG = "--log-format and --log-level control the log, on standard error"
 NO_REQUEST_LOG = "requests are not logged"
-STATES = "states are kept as they are computed"
+STATES = "states are cached in the data type of the computation"
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ SERVER = {
     "ssl_ca_certs": _value("put a proxy in front that asks for clients' certificates"),
     "ssl_cert_reqs": _value("put a proxy in front that asks for clients' certificates", 0),
     "ssl_ciphers": _value("Python's choice is taken; put a proxy in front for another one"),
-    "enable_ssl_refresh": _switch("start the server anew with a new certificate", False),
+    "enable_ssl_refresh": _switch("restart the server with the new certificate", False),
     "middleware": _value("filter by --hooks (docs/extend/hooks.md), or put a proxy in front"),
-    "api_server_count": _same("vLLM has as many as copies of the model", short="-asc"),
+    "api_server_count": _same("vLLM starts one per replica of the model", short="-asc"),
     "headless": _switch(GROUP, False),
     "grpc": _switch("the server speaks HTTP", False),
     "grpc_port": _value("the server speaks HTTP"),
@@ -90,8 +90,8 @@ SERVER = {
     "enable_server_load_tracking": _ignored("/load always answers", True),
     "enable_tokenizer_info_endpoint": _ignored("/tokenizer_info always answers", True),
     "enable_scale_out": _switch("its endpoints are not here; prompts may be token ids", False),
-    "tokens_only": _switch("leave it out: prompts may be token ids, answers, too", False),
-    "disable_frontend_multiprocessing": _ignored("--api-server-count says how many", True),
+    "tokens_only": _switch("remove it: prompts and outputs may be token ids", False),
+    "disable_frontend_multiprocessing": _ignored("use --api-server-count", True),
     "fail_on_environ_validation": _ignored("few variables of the environment are read", True),
 }
 ANSWERS = {
@@ -100,7 +100,7 @@ ANSWERS = {
     ),
     "response_role": _same(),
     "chat_template": _same(),
-    "chat_template_content_format": _value("the template tells it", "auto"),
+    "chat_template_content_format": _value("the chat template determines it", "auto"),
     "trust_request_chat_template": _same(),
     "default_chat_template_kwargs": _same(),
     "reasoning_effort_map": _value("templates get reasoning_effort as it is"),
@@ -110,15 +110,15 @@ ANSWERS = {
     "enable_per_request_metrics": _same(),
     "per_request_spec_decode_metrics": _ignored("--enable-per-request-metrics has them", True),
     "stream_interval": _same(),
-    "tool_call_parser": _same("told by the template, where vLLM wants a name"),
+    "tool_call_parser": _same("detected from the chat template, where vLLM needs a name"),
     "tool_parser_plugin": _value("formats are rows of a table (docs/use/tools.md)", ""),
     "tool_server": _value("tools are called by clients"),
     "tool_strict_level": _value("a tool's definition says it: strict"),
     "enable_auto_tool_choice": _ignored("tool calls are always read", True),
-    "exclude_tools_when_tool_choice_none": _switch("they are always left out then", True),
-    "reasoning_parser": _same("told by the template, where vLLM wants a name"),
+    "exclude_tools_when_tool_choice_none": _switch("tools are always removed then", True),
+    "reasoning_parser": _same("detected from the chat template, where vLLM needs a name"),
     "reasoning_parser_plugin": _value("formats are rows of a table (docs/use/tools.md)", ""),
-    "reasoning_config": _value("the format tells it", "{}"),
+    "reasoning_config": _value("the reasoning format determines it", "{}"),
     "enable_reasoning": _ignored("reasoning is always read", True),
     "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config.backend": _ignored("llguidance is the one for all grammars"),
@@ -175,21 +175,21 @@ MODEL = {
         "names that installed packages bring (docs/extend/logits-processors.md), no paths"
     ),
     "io_processor_plugin": _value("filter by --hooks (docs/extend/hooks.md)"),
-    "disable_sliding_window": _switch("a model's windows are obeyed", False),
+    "disable_sliding_window": _switch("sliding windows are always applied", False),
     "disable_cascade_attn": _ignored("answers do not depend on it", True),
     "use_fp64_gumbel": _ignored("a request's noise is the same bits everywhere", True),
-    "enable_return_routed_experts": _switch("which experts were chosen is not told", False),
-    "return_sampling_mask": _switch("it is not told", False),
+    "enable_return_routed_experts": _switch("responses do not contain the chosen experts", False),
+    "return_sampling_mask": _switch("responses do not contain the mask", False),
     "enable_trace_replay": _switch(
         "quire replay runs recordings (docs/operate/recording.md)", False
     ),
-    "enable_sleep_mode": _switch("there is no sleep; a start maps the weights", False),
+    "enable_sleep_mode": _switch("sleep mode is not supported; a start maps the weights", False),
     "enable_cumem_allocator": _ignored(ONE_WAY, True),
-    "enable_nccl_comm_suspend": _ignored("there is no sleep", True),
+    "enable_nccl_comm_suspend": _ignored("sleep mode is not supported", True),
     "diffusion_config": _value("models write one token after the other", short="-dc"),
-    "watermark_config": _value("answers are not marked"),
-    "weight_transfer_config": _value("weights are those of the model's files"),
-    "additional_config": _value("there is nothing that would read it", "{}"),
+    "watermark_config": _value("outputs are not watermarked"),
+    "weight_transfer_config": _value("weights come from the model's files"),
+    "additional_config": _value("no part of quire reads it", "{}"),
 }
 LOADING = {
     "load_format": _same("auto, safetensors, dummy; a GGUF file is known by its name"),
@@ -208,7 +208,7 @@ CACHE = {
     "gpu_memory_utilization": _same("--device-memory-utilization is the same"),
     "kv_cache_memory_bytes": _same(),
     "kv_cache_dtype": _same("auto, int8, fp8 (fp8_e4m3)"),
-    "kv_cache_dtype_skip_layers": _value("all layers store alike"),
+    "kv_cache_dtype_skip_layers": _value("all layers have the same data type"),
     "calculate_kv_scales": _switch("scales are the checkpoint's, or 1", False),
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "enable_prefix_caching": _same(),
@@ -257,15 +257,15 @@ SCHEDULER = {
     "scheduler_reserve_full_isl": _ignored("--watermark keeps blocks free", True),
     "scheduler_delay_factor": _value("nothing is delayed", 0),
     "num_scheduler_steps": _value("--pipeline-depth says how many steps are in flight", 1),
-    "num_lookahead_slots": _ignored("blocks for guesses are taken as there are some"),
+    "num_lookahead_slots": _ignored("blocks for draft tokens are allocated with the tokens"),
     "preemption_mode": _same(),
     "watermark": _same("vLLM's is 0"),
     "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
-    "prefill_schedule_interval": _value("prompts go on in each step", 1),
+    "prefill_schedule_interval": _value("prompts continue in every step", 1),
     "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
-    "disable_async_output_proc": _ignored("texts are made beside the steps", True),
+    "disable_async_output_proc": _ignored("detokenization runs in parallel with the steps", True),
     "disable_hybrid_kv_cache_manager": _switch("windows have groups of their own", False),
-    "use_v2_block_manager": _ignored("there is one way to manage blocks", True),
+    "use_v2_block_manager": _ignored("quire has one block manager", True),
 }
 PARALLEL = {
     "tensor_parallel_size": _same(short="-tp"),
@@ -275,12 +275,12 @@ PARALLEL = {
     "prefill_context_parallel_size": _value("long prompts are computed in chunks", 1, short="-pcp"),
     "dcp_comm_backend": _ignored(ONE_WAY),
     "dcp_q_replicate": _ignored(ONE_WAY, True),
-    "dcp_kv_cache_interleave_size": _value("blocks are dealt out whole"),
-    "cp_kv_cache_interleave_size": _value("blocks are dealt out whole"),
+    "dcp_kv_cache_interleave_size": _value("blocks are distributed whole"),
+    "cp_kv_cache_interleave_size": _value("blocks are distributed whole"),
     "enable_expert_parallel": _same(short="-ep"),
     "enable_eplb": _switch("experts stay where they are", False),
     "eplb_config": _value("experts stay where they are", "{}"),
-    "expert_placement_strategy": _value("experts are dealt out in their order", "linear"),
+    "expert_placement_strategy": _value("experts are distributed in their order", "linear"),
     "enable_ep_weight_filter": _ignored("a rank reads its own experts alone", True),
     "enable_elastic_ep": _switch("the number of ranks stays as it is", False),
     "all2all_backend": _ignored(ONE_WAY),
@@ -306,19 +306,19 @@ PARALLEL = {
     "data_parallel_external_lb": _switch(COPIES, False, short="-dpe"),
     "data_parallel_multi_port_external_lb": _switch(COPIES, False, short="-dpm"),
     "data_parallel_supervisor_port": _value(COPIES),
-    "dp_supervisor_probe_interval_s": _ignored("/health tells of all copies"),
-    "dp_supervisor_probe_timeout_s": _ignored("/health tells of all copies"),
-    "dp_supervisor_probe_failure_threshold": _ignored("/health tells of all copies"),
-    "dp_sync_interval": _ignored("copies do not wait for each other"),
-    "disable_nccl_for_dp_synchronization": _ignored("copies do not wait for each other", True),
-    "disable_custom_all_reduce": _ignored("there is one way to add", True),
+    "dp_supervisor_probe_interval_s": _ignored("/health reports all replicas"),
+    "dp_supervisor_probe_timeout_s": _ignored("/health reports all replicas"),
+    "dp_supervisor_probe_failure_threshold": _ignored("/health reports all replicas"),
+    "dp_sync_interval": _ignored("replicas do not wait for each other"),
+    "disable_nccl_for_dp_synchronization": _ignored("replicas do not wait for each other", True),
+    "disable_custom_all_reduce": _ignored("quire has one implementation", True),
     "device_ids": _value("set the environment variable CUDA_VISIBLE_DEVICES"),
-    "numa_bind": _ignored("copies of a model share the cores out by themselves", True),
+    "numa_bind": _ignored("replicas of a model divide the cores themselves", True),
     "numa_bind_nodes": _value("use numactl"),
     "numa_bind_cpus": _value("use taskset"),
     "ray_workers_use_nsight": _switch("start a rank by nsys yourself", False),
-    "worker_cls": _value("there is one kind of worker", "auto"),
-    "worker_extension_cls": _value("there is one kind of worker", ""),
+    "worker_cls": _value("quire has one kind of worker", "auto"),
+    "worker_extension_cls": _value("quire has one kind of worker", ""),
     "enable_fault_tolerance": _switch("use --restart-engine", False),
     "fault_tolerance_config": _value("use --restart-engine", "{}"),
     "watchdog_config": _ignored("the supervisor watches the engine's heartbeat"),
@@ -400,12 +400,12 @@ MEDIA = {
 OBSERVATION = {
     "log_level": _same(),
     "disable_log_stats": _same(),
-    "uvicorn_log_level": _ignored("--log-level is for everything"),
+    "uvicorn_log_level": _ignored("--log-level applies to all loggers"),
     "disable_uvicorn_access_log": _ignored("there is no access log", True),
     "disable_access_log_for_endpoints": _ignored("there is no access log"),
     "logging_config": _ignored(ONE_LOG),
     "log_config_file": _ignored(ONE_LOG),
-    "aggregate_engine_logging": _ignored("each copy has its own line", True),
+    "aggregate_engine_logging": _ignored("each replica logs its own line", True),
     "log_error_stack": _ignored("errors of the server are logged with their stack", True),
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "disable_log_requests": _ignored(NO_REQUEST_LOG, True),
@@ -416,9 +416,9 @@ OBSERVATION = {
     "custom_histogram_buckets": _value("the buckets are fixed"),
     "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's is gRPC unless its environment says so"),
     "collect_detailed_traces": _value("use --record and quire trace (docs/operate/recording.md)"),
-    "kv_cache_metrics": _switch("/v1/requests/ID tells what was cached", False),
-    "kv_cache_metrics_sample": _ignored("/v1/requests/ID tells what was cached"),
-    "enable_mfu_metrics": _switch("quire fit tells what a device could do", False),
+    "kv_cache_metrics": _switch("/v1/requests/ID reports cached tokens", False),
+    "kv_cache_metrics_sample": _ignored("/v1/requests/ID reports cached tokens"),
+    "enable_mfu_metrics": _switch("quire fit shows what a device could do", False),
     "enable_layerwise_nvtx_tracing": _switch("quire verify compares layer by layer", False),
     "enable_logging_iteration_details": _switch("--record keeps each step", False),
     "jit_monitor_mode": _ignored("compilations are not watched"),

@@ -332,7 +332,7 @@ def test_blocks_of_another_name_are_not_gone_on_from(
         reference.finish(source)
     fork, tokens = Fork(source.request_id, 0, 5), reference.story[:9]
     asked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
-    with pytest.raises(RequestError, match=f"the {[*other][0]} of what it goes on from"):
+    with pytest.raises(RequestError, match=f"{[*other][0]} must be the same as that of the source"):
         reference.client.add(msgspec.structs.replace(asked, **other))
     if runs:
         reference.finish(source)

@@ -159,7 +159,7 @@ def test_models_are_asked_for_what_they_do(
         error = ask(api, path, 400, input="a")
         assert "generates text" in error["message"] and "--runner pooling" in error["message"]
     error = ask(embedder, "/v1/completions", 400, prompt="a")
-    assert "this engine pools" in error["message"]
+    assert "this engine returns embeddings" in error["message"]
     assert ask(embedder, "/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}])
 
 

@@ -306,5 +306,7 @@ class EngineCore(Front):
             outputs = msgspec.structs.replace(outputs, details=[*dropped, *outputs.details])
         for update, finish in outputs.finished:
             if finish.reason == "error" and finish.error is not None:
-                logger.error("request %s failed: %s", update.request_id, finish.error.message)
+                name = update.request_id
+                about = {"request_id": name}
+                logger.error("request %s failed: %s", name, finish.error.message, extra=about)
         return outputs

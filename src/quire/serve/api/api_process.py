@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from quire.base.config import ServerConfig
 from quire.base.errors import EngineDead, QuireError
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
+from quire.engine.wire.logs import print_error
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
@@ -76,7 +77,7 @@ def main() -> int:
         sources = [resolve_source(each.model, progress=False) for each in config.models]
         return asyncio.run(_serve(config, sources, options))
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return NO_START
 
 
