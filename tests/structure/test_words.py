@@ -41,12 +41,7 @@ DONE: dict[str, tuple[str, ...]] = {
         # docs/inside, docs/extend, and README.md beside code
         #
     ),
-    "help": (
-        # base
-        #
-        # cli and the rest
-        #
-    ),
+    "help": ("src",),
     "messages": (
         # cli
         #
