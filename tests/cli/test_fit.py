@@ -155,7 +155,7 @@ def test_the_gpu_of_this_machine(
         (["./nowhere"], "there is no directory ./nowhere"),
         (["shape:nothing"], "there is no shape 'nothing'"),
         (["demo", "--max-model-len", "1M"], "more than the model supports"),
-        (["shape:opt-13b", "--device", "8GB"], "does not fit a GPU of 8GB with 7,629 MiB: "),
+        (["shape:opt-13b", "--device", "8GB"], "does not fit a GPU of 8GB with 7,629 MiB. "),
         (["demo", "--block-size", "0"], "block_size must be from 1 to 256"),
     ],
 )

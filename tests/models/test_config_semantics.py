@@ -270,7 +270,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "tanh"}, "'tanh' is not supported; supported are gelu"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
     ("llama", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),
-    ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method is 'aqlm'; wei"),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "aqlm"}},
+        "quant_method is 'aqlm'; this quant",
+    ),
     ("llama", {"quantization_config": {}, "quantization_config_": 1, "dtype": "int8"}, "dtype is"),
     ("qwen3_moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts is 6; but num_local"),
     ("phi3", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),

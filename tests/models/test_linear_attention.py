@@ -63,7 +63,7 @@ def test_groups_are_those_of_the_layers_kinds() -> None:
     [
         (
             {"layer_types": ["linear_attention"] * 4},
-            "layer_types is .* none of 4 layers .* attend",
+            "layer_types is .* none of 4 layers .* uses",
         ),
         ({"full_attention_interval": 5}, "full_attention_interval is 5; none of 4 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "supported are full_.* and linear_attention"),

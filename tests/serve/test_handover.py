@@ -423,8 +423,8 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
             "stores no blocks",
         ),
         ({"kv_store": "shm:../x"}, "takes a name of letters"),
-        ({"kv_store": "peer://10.1.2.3:7400"}, "set the environment variable QUIRE_KV_SECRET"),
-        ({"kv_store": "serve://localhost:0"}, "set the environment variable QUIRE_KV_SECRET"),
+        ({"kv_store": "peer://10.1.2.3:7400"}, "Set the environment variable QUIRE_KV_SECRET"),
+        ({"kv_store": "serve://localhost:0"}, "Set the environment variable QUIRE_KV_SECRET"),
         ({"kv_store": "peer://nowhere"}, "takes HOST:PORT"),
     ],
 )

@@ -360,9 +360,8 @@ def test_a_key_pins_its_share(small: Engine, context: ApiContext) -> None:
                 large = {"prompt": [5] * (16 * most + 1)}
                 answer = api.post(URL, json=large, headers=headers)
                 assert answer.status_code == 400
-                wanted = (
-                    f"share is {most} of 42; remove" if most < 21 else "the limit is half of them"
-                )
+                own = f"share is {most} of 42. Remove"
+                wanted = own if most < 21 else "the limit is half of them"
                 assert wanted in answer.json()["error"]["message"]
                 assert answer.json()["error"]["param"] == "prompt"
                 body = {"prompt": [5] * (16 * most)}
