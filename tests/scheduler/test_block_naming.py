@@ -3,7 +3,7 @@
 import numpy as np
 
 from quire.kv.digest import extend_digests
-from quire.scheduler.core.names import Prefix, digest_blocks
+from quire.scheduler.core.names import Digester, Prefix
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
 
@@ -30,7 +30,7 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     wanted: list[bytes] = []
     extend_digests(wanted, b"root", tokens, 4, 1)
     own, sequence.digests[1:] = list(sequence.digests), []
-    digest_blocks([sequence, prefix], 4, [2, 1])
+    Digester()([sequence, prefix], 4, [2, 1])
     assert prefix.digests == wanted and sequence.digests == own
 
 

@@ -12,6 +12,7 @@ from quire.base.kv_transfer import (
     TransferConfig,
     parse_transfer,
 )
+from quire.base.plugins import BLOCK_HASHES, EVICTION_POLICIES
 from quire.base.secrets import SecretJson, SecretUrl, wrap_secrets
 from quire.base.settings import setting
 
@@ -41,6 +42,21 @@ class CacheConfig:
         choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
+    prefix_caching_hash_algo: str = setting(
+        "sha256",
+        "hash that names cached blocks; engines that share blocks need the same one. sha256_cbor is"
+        " vLLM's name of sha256; blake2b is faster on CPUs without instructions for SHA",
+        choices=("sha256", "sha256_cbor", "blake2b"),
+        plugins=BLOCK_HASHES,
+    )
+    eviction_policy: str = setting(
+        "lru",
+        "which cached block is evicted first: the least recently used one (lru), or the one with"
+        " the fewest recent hits (lfu), so that prompts which are used once do not evict popular"
+        " ones",
+        choices=("lru", "lfu"),
+        plugins=EVICTION_POLICIES,
+    )
     pin_prefix: str | None = setting(
         None,
         "file with a prefix to compute at the start and to keep: a text, or as .json what"
@@ -84,6 +100,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")  # one name from here on
+        if self.prefix_caching_hash_algo == "sha256_cbor":
+            object.__setattr__(self, "prefix_caching_hash_algo", "sha256")
         stores = (self.kv_store,) if isinstance(self.kv_store, str) else tuple(self.kv_store or ())
         object.__setattr__(self, "kv_store", stores)
         wrap_secrets(self)

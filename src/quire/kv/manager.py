@@ -5,11 +5,12 @@ is a number of leading blocks, equal for all groups, such that each group finds 
 index that the token right after the hit needs (base/cache_group.py).
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.cache_group import STATE, CacheGroup
+from quire.kv.eviction import MakeEviction
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool
 from quire.kv.state_table import StateTable
@@ -72,6 +73,7 @@ class KVManager:
     groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in
     which fresh blocks are handed out (tests replay the paper's figures with it). host_limits: most
     evicted blocks of each group that host memory keeps; without it there is no such tier.
+    make_eviction: makes the eviction policy of each pool.
     """
 
     def __init__(
@@ -83,16 +85,18 @@ class KVManager:
         free_orders: Sequence[Sequence[int]] | None = None,
         block_bytes: Sequence[int] = (),
         host_limits: Sequence[int] | None = None,
+        make_eviction: MakeEviction = OrderedDict,
     ) -> None:
         orders: Sequence[Sequence[int] | None] = free_orders or [None] * len(groups)
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pools = tuple(BlockPool(n, o) for n, o in zip(num_blocks, orders, strict=True))
+        pairs = zip(num_blocks, orders, strict=True)
+        self.pools = tuple(BlockPool(n, o, make_eviction) for n, o in pairs)
         # Swap space is as large as the device's pools: it is never too small (P 4.5).
         limits = [0] * len(groups) if host_limits is None else host_limits
         sizes = [max(pair) for pair in zip(num_blocks, limits, strict=True)]
-        self.host_pools = tuple(BlockPool(n) for n in sizes)
+        self.host_pools = tuple(BlockPool(n, None, make_eviction) for n in sizes)
         self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
         self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
         self.block_bytes = tuple(block_bytes)
@@ -260,6 +264,10 @@ class KVManager:
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
         names from now on: loads come before the forward pass of the plan being made."""
+        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+            pool.note_hits(blocks)
+        for pool, away in zip(self.host_pools, hit.host, strict=False):
+            pool.note_hits(away.values())
         if hit.is_in_use:  # nobody takes one of them meanwhile
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)

@@ -3,8 +3,8 @@
 A block is in exactly one of three places:
 
     free stack    reference count 0, not named by the index; last freed is taken first
-    LRU queue     reference count 0, named by the index; the least recently used is evicted when the
-                  free stack is empty
+    evictable     reference count 0, named by the index; the eviction policy chooses one of these
+                  when the free stack is empty (eviction.py)
     in use        reference count >= 1, held by that many block tables; the index may name it
 
 The index maps the digest of a full block of known tokens to the block that holds its K and V.
@@ -15,12 +15,15 @@ inverse to each other.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
+from quire.kv.eviction import MakeEviction
+
 MOST_LOST = 1 << 14
 TAKEN = b""  # no name
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out.
+    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out, and
+    `make_eviction` makes the policy of those that are evictable.
 
     evicted: blocks that lost their place in the index to make room, with their digests, for those
     who copy them; None if nobody does. lost: the last such digests, for those who remember them.
@@ -31,12 +34,18 @@ class BlockPool:
 
     changes: list[bytes] | None = None
 
-    def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        free_order: Sequence[int] | None = None,
+        make_eviction: MakeEviction = OrderedDict,
+    ) -> None:
         order = range(num_blocks) if free_order is None else free_order
         assert len(order) == len(set(order)) == num_blocks, "the order must name every block once"
         self.num_blocks = num_blocks
         self._free = list(reversed(order))
-        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._unused = make_eviction()
+        self._num_hits = [0] * num_blocks  # of each block under its name
         self._num_refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
@@ -69,7 +78,7 @@ class BlockPool:
         return (self.num_index_changes - len(self._index)) // 2
 
     def allocate(self) -> int:
-        """Take a free block, evicting the least recently used indexed one if need be."""
+        """Take a free block; evict one if there is no other."""
         if not self._free:
             self.evict()
         block_id = self._free.pop()
@@ -77,13 +86,12 @@ class BlockPool:
         return block_id
 
     def evict(self) -> bool:
-        """Make the least recently used indexed block that nobody holds plainly free; False if there
-        is none."""
+        """Make the evictable block that the policy chooses plainly free; False if there is none."""
         if not self._unused:
             return False
         block_id = next(iter(self._unused))
         digest = self._digests[block_id]
-        assert digest is not None, "an unnamed block waits in the LRU queue"
+        assert digest is not None, "an unnamed block is evictable"
         if self.evicted is not None:
             self.evicted.append((block_id, digest))
         self.lost.append(digest)
@@ -93,11 +101,17 @@ class BlockPool:
     def evict_soon(self, digest: bytes) -> None:
         """Let this block be evicted before all others, if nobody holds it."""
         block_id = self._index.get(digest)
-        if block_id is not None and block_id in self._unused:
+        if block_id is not None and self._num_refs[block_id] == 0:
             self._unused.move_to_end(block_id, last=False)
 
+    def note_hits(self, blocks: Iterable[int]) -> None:
+        """Count a hit for each of these blocks, as far as they are blocks of the pool."""
+        for block_id in blocks:
+            if block_id >= 0:
+                self._num_hits[block_id] += 1
+
     def acquire(self, block_id: int) -> None:
-        """Add a reference to a block that is in use or waits in the LRU queue."""
+        """Add a reference to a block that is in use or evictable."""
         if self._num_refs[block_id] == 0:
             del self._unused[block_id]
         self._num_refs[block_id] += 1
@@ -119,7 +133,7 @@ class BlockPool:
             if self._digests[block_id] is None:
                 self._free.append(block_id)
             else:
-                self._unused[block_id] = None
+                self._unused[block_id] = self._num_hits[block_id]
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Release each of these, in their order."""
@@ -175,10 +189,11 @@ class BlockPool:
         self._num_names_lost[block_id] += 1  # first: other threads look (`num_names_lost`)
         del self._index[digest]
         self._digests[block_id] = None
+        self._num_hits[block_id] = 0
         self.num_index_changes += 1
         if self.changes is not None:
             self.changes += (TAKEN, digest)
-        if block_id in self._unused:
+        if self._num_refs[block_id] == 0:
             del self._unused[block_id]
             self._free.append(block_id)
 
@@ -200,6 +215,7 @@ class BlockPool:
             counts[block_id] += 1
         assert counts == self._num_refs, "reference counts differ from the tables"
         free, unused = set(self._free), set(self._unused)
+        assert len(unused) == len(self._unused), "the eviction policy miscounts its blocks"
         assert len(free) == len(self._free), "a block is twice in the free stack"
         assert not free & unused, "a block is both plainly free and indexed"
         used = {block_id for block_id, count in enumerate(counts) if count > 0}
@@ -207,5 +223,5 @@ class BlockPool:
         assert len(free) + len(unused) + len(used) == self.num_blocks, "a block was lost"
         named = {b: d for b, d in enumerate(self._digests) if d is not None}
         assert {d: b for b, d in named.items()} == self._index, "index and digests differ"
-        assert unused <= named.keys(), "an unnamed block waits in the LRU queue"
+        assert unused <= named.keys(), "an unnamed block is evictable"
         assert not free & named.keys(), "the index names a plainly free block"

@@ -208,7 +208,9 @@ CACHE = {
     "calculate_kv_scales": _switch("scales are the checkpoint's, or 1", False),
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "enable_prefix_caching": _same(),
-    "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),
+    "prefix_caching_hash_algo": _same(
+        "sha256_cbor is sha256 here; xxhash comes from a package (docs/extending.md)"
+    ),
     "prefix_cache_retention_interval": _value("pin what must stay: --pin-prefix, /v1/prefixes"),
     "prefix_match_unit": _ignored("whole blocks are matched"),
     "kv_sharing_fast_prefill": _switch("all layers are computed", False),

@@ -28,7 +28,7 @@ from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.swapping import swap_in, swap_out
 from quire.kv.table import Appended
 from quire.scheduler.core.extension import CacheListener, HitSource, overriding
-from quire.scheduler.core.names import BlockNaming, Digester, digest_blocks
+from quire.scheduler.core.names import BlockNaming, Digester
 from quire.scheduler.core.sequence import Sequence
 
 STEP_UP = 1.0  # blocks per running row
@@ -96,7 +96,7 @@ class Memory:
         chunk: int,
         watermark: float = 0.01,
         fingerprint: bytes = b"",
-        digester: Digester = digest_blocks,
+        digester: Digester | None = None,
     ) -> None:
         pairs = list(zip(kv.groups, kv.pools, strict=True))
         sizes = [pool.num_blocks for group, pool in pairs if group.kind != STATE]
@@ -104,6 +104,7 @@ class Memory:
         self.kv = kv
         self.rates = MeasuredRates()
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
+        digester = digester or Digester()
         self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
         self.sources: list[HitSource] = []
         self.listeners: list[CacheListener] = []
