@@ -225,7 +225,9 @@ class Backwards(OrderedDict[int, int]):
 
 def test_a_policy_of_another_package_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "load_plugin", lambda *_: Backwards)
-    with pytest.raises(ConfigError, match=r"'back' cannot be used: .* yield 8 and 5, .*gave \(\[\]"):
+    with pytest.raises(
+        ConfigError, match=r"'back' cannot be used: .* yield 8 and 5, .*gave \(\[\]"
+    ):
         make_eviction("back")
     monkeypatch.setattr(eviction, "load_plugin", lambda *_: lambda: 5)
     with pytest.raises(ConfigError, match="'back' cannot be used: TypeError"):

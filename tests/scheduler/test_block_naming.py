@@ -1,8 +1,9 @@
 """Where the names of a request's blocks begin."""
 
 import numpy as np
+import pytest
 
-from quire.kv.digest import extend_digests
+from quire.kv.digest import extend_digests, make_block_hash
 from quire.scheduler.core.names import Digester, Prefix
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
@@ -32,6 +33,23 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     own, sequence.digests[1:] = list(sequence.digests), []
     Digester()([sequence, prefix], 4, [2, 1])
     assert prefix.digests == wanted and sequence.digests == own
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_blocks_are_named_with_the_chosen_hash(num: int) -> None:
+    """Alone, and together with another row."""
+    block_hash = make_block_hash("blake2b")
+    scheduler = scheduler_of()
+    scheduler.memory.names.digester = Digester(block_hash)
+    for i in range(num):
+        scheduler.add(make_request(f"{i}", list(range(10 * i, 10 * i + 7)), max_tokens=4), 0.0)
+    step(scheduler, 5)
+    step(scheduler, 5)  # fills the second block of each
+    for sequence in scheduler.lifecycle.sequences.values():
+        wanted: list[bytes] = []
+        extend_digests(wanted, sequence.root, sequence.known_tokens, 4, 2, block_hash)
+        assert sequence.digests == wanted
+        assert all(scheduler.memory.kv.is_cached(0, name) for name in wanted)
 
 
 def test_names_are_recorded_once_with_whose_they_are() -> None:

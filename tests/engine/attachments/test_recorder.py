@@ -24,7 +24,8 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.calls import END, UPDATE, PlanGuess, calls_of, end_of, plan_fields
 from quire.engine.recording.files import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.engine.recording.frames import State, read_frames
-from quire.tools.replay import Outcome, replay_all
+from quire.kv.digest import make_block_hash
+from quire.tools.replay import Outcome, replay_all, restored
 from tests.covering import pairwise
 from tests.engine.bench import POISON, prompt, with_poison
 from tests.engine.recordings import SALT, STOP, Run, begin_segment
@@ -73,6 +74,44 @@ def test_every_policy(tmp_path: Path, policy: str) -> None:
     run = Run(tmp_path, scheduling_policy=policy, pipeline_depth=2)
     run.everything()
     replayed(tmp_path)
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_the_chosen_eviction_policy_and_hash(tmp_path: Path, keeps_tokens: bool) -> None:
+    chosen = {"eviction_policy": "lfu", "prefix_caching_hash_algo": "blake2b"}
+    run = Run(tmp_path, keeps_tokens, **chosen)
+    for i in range(3):
+        run.ask(f"shared {i}", prompt(1, 40), 2)
+        run.step(6)
+    for i in range(12):
+        run.ask(f"other {i}", prompt(2 + i, 20), 2)
+        run.step(6)
+    run.ask("shared again", prompt(1, 40), 2)
+    run.finish()
+    replayed(tmp_path)
+    [segment] = read_recording(tmp_path)
+    segment.header["settings"]["eviction_policy"] = "lru"
+    assert replay_all([segment]).difference is not None
+    blake2b, sha256 = map(make_block_hash, ("blake2b", "sha256"))
+    assert restored(segment).memory.names.digester.block_hash is blake2b
+    for name in chosen:  # as recordings of earlier versions
+        del segment.header["settings"][name]
+    assert restored(segment).memory.names.digester.block_hash is sha256
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_a_snapshot_keeps_the_eviction_policy(tmp_path: Path, keeps_tokens: bool) -> None:
+    run = Run(tmp_path, keeps_tokens, eviction_policy="lfu")
+    for i in range(10):
+        run.ask(f"r{i}", prompt(i % 4, 20), 2)
+        run.step(6)
+        if i == 5:
+            begin_segment(run.recorder)
+    run.finish()
+    segments = list(read_recording(tmp_path))
+    assert len(segments) == 2
+    replayed(tmp_path)
+    assert replay_all(segments[1:]).difference is None
 
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
