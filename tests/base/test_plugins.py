@@ -33,8 +33,7 @@ from quire.base.plugins import (
     PluginKind,
 )
 from quire.engine.connectors.store import BlockStore
-from quire.kv.digest import HASHES, make_block_hash
-from quire.kv.eviction import EVICTION, EvictionPolicy, make_eviction
+from quire.kv.pool import EvictionPolicy
 from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
@@ -43,7 +42,8 @@ from quire.render.answers.format import AskedAnswer, detect_format
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy
-from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.policy import policies
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.serve.hooks import Hooks
 from tests.cli.commands import run
 from tests.serve.checkpoints import checkpoint
@@ -175,7 +175,7 @@ def test_a_block_hash_names_blocks(site: Site) -> None:
     site.install_example("quire_sha512")
     prompts, settings = [PROMPTS[0]] * 2, SMALL | {"block_size": 1, "max_num_seqs": 1}
     found = []
-    for name in (*HASHES, "sha512_256"):
+    for name in (*policies.BLOCK_HASHES, "sha512_256"):
         with LLM(str(checkpoint("llama")), prefix_caching_hash_algo=name, **settings) as llm:
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [output.num_cached_tokens for output in outputs] == [0, 3]
@@ -449,7 +449,6 @@ def test_policies_of_the_cache_that_are_none(site: Site) -> None:
     for name in ("unheard", "unseen"):
         with pytest.raises(ConfigError, match=f"no eviction policy '{name}'; there are lru, lfu"):
             make_eviction(name)
-    assert [make_eviction(name) for name in EVICTION] == list(EVICTION.values())
 
 
 def test_a_policy_that_cannot_be_made_is_an_error_at_the_start(site: Site) -> None:

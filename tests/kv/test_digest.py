@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.kv import digest
 from quire.kv.digest import (
-    HASHES,
     BlockHash,
     cache_fingerprint,
     extend_by_one,
     extend_digests,
-    make_block_hash,
     root_digest,
 )
+from quire.scheduler.policy import policies
+from quire.scheduler.policy.policies import BLOCK_HASHES, make_block_hash
 
 
 def chain(
@@ -64,7 +63,7 @@ def test_roots_do_not_confuse_their_parts() -> None:
     assert cache_fingerprint("ab", "c") != cache_fingerprint("a", "bc")
 
 
-@pytest.mark.parametrize("name", HASHES)
+@pytest.mark.parametrize("name", BLOCK_HASHES)
 def test_digests_are_the_same_in_every_process(name: str) -> None:
     """Values written down once: a change would orphan every cache on disk."""
     root = root_digest(cache_fingerprint("model", "float32"))
@@ -89,16 +88,16 @@ PINNED = {
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (hashlib.md5, "must return 32 bytes.* It gave"),
+        (hashlib.md5, "must give 32 bytes.* it gave"),
         (lambda data: hashlib.sha256(b""), "others for other data"),
-        (lambda data: hashlib.shake_128(data), "TypeError"),
+        (lambda data: hashlib.shake_128(data), "cannot be made: TypeError"),
     ],
 )
 def test_a_hash_of_another_package_is_tried(
     made: Callable[[bytes], Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest, "load_plugin", lambda *_: made)
-    with pytest.raises(ConfigError, match=f"block hash 'odd' cannot be used: .*{reason}"):
+    monkeypatch.setattr(policies, "load_plugin", lambda *_: made)
+    with pytest.raises(ConfigError, match=f"block hash 'odd' .*{reason}"):
         make_block_hash("odd")
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.kv.digest import extend_digests, make_block_hash
+from quire.kv.digest import extend_digests
 from quire.scheduler.core.names import Digester, Prefix
+from quire.scheduler.policy.policies import make_block_hash
 from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
 

@@ -10,10 +10,10 @@ from quire.base.messages import Abort, MeasuredRates, Request, ResetPrefixCache
 from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
 from quire.engine.observability.prefix_words import as_data, shown_to
-from quire.kv.digest import make_block_hash
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
+from quire.scheduler.policy.policies import make_block_hash
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import make_request

@@ -10,17 +10,11 @@ is not used: it differs between processes and can be made to collide.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from quire.base.errors import ConfigError
-from quire.base.plugins import BLOCK_HASHES as KIND
-from quire.base.plugins import load_plugin
 
 DIGEST_BYTES = 32
 
@@ -28,42 +22,10 @@ DIGEST_BYTES = 32
 class HasDigest(Protocol):
     """What a hash function of hashlib returns."""
 
-    def digest(self) -> bytes:
-        """Return the digest of the data, DIGEST_BYTES long."""
-        ...
+    def digest(self) -> bytes: ...  # DIGEST_BYTES of them
 
 
 BlockHash = Callable[[bytes], HasDigest]
-HASHES: Mapping[str, BlockHash] = MappingProxyType(
-    {
-        "sha256": hashlib.sha256,
-        "sha256_cbor": hashlib.sha256,
-        "blake2b": partial(hashlib.blake2b, digest_size=DIGEST_BYTES),
-    }
-)
-
-
-def make_block_hash(name: str) -> BlockHash:
-    """Return the hash of this name. Raises ConfigError if there is none.
-
-    A hash of another package is tried, so that what is wrong with it shows now.
-    """
-    if name in HASHES:
-        return HASHES[name]
-    found: BlockHash = load_plugin(KIND, name, HASHES)
-    try:
-        digests = [found(data).digest() for data in (b"one", b"one", b"other")]
-    except Exception as error:
-        raise ConfigError(
-            f"the block hash {name!r} cannot be used: {type(error).__name__}: {error}."
-        ) from error
-    one, again, other = digests
-    if not isinstance(one, bytes) or len(one) != DIGEST_BYTES or one != again or one == other:
-        raise ConfigError(
-            f"the block hash {name!r} cannot be used: `digest` must return {DIGEST_BYTES} bytes,"
-            f" the same for equal data and others for other data. It gave {digests}."
-        )
-    return found
 
 
 def cache_fingerprint(*parts: str) -> bytes:

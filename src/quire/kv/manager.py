@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.cache_group import STATE, CacheGroup
-from quire.kv.eviction import MakeEviction
 from quire.kv.host_tier import Copies, HostTier
-from quire.kv.pool import BlockPool
+from quire.kv.pool import BlockPool, MakeEviction
 from quire.kv.state_table import StateTable
 from quire.kv.state_worth import StateWorth
 from quire.kv.table import NULL, Appended, BlockTable

@@ -4,7 +4,7 @@ A block is in exactly one of three places:
 
     free stack    reference count 0, not named by the index; last freed is taken first
     evictable     reference count 0, named by the index; the eviction policy chooses one of these
-                  when the free stack is empty (eviction.py)
+                  when the free stack is empty
     in use        reference count >= 1, held by that many block tables; the index may name it
 
 The index maps the digest of a full block of known tokens to the block that holds its K and V.
@@ -13,12 +13,38 @@ inverse to each other.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-
-from quire.kv.eviction import MakeEviction
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 MOST_LOST = 1 << 14
 TAKEN = b""  # no name
+
+
+class EvictionPolicy(Protocol):
+    """The cached blocks of a pool that no table holds: a dictionary from each to its number of
+    hits, which iterates in the order of eviction. So an OrderedDict is LRU, and costs no Python
+    call. The order follows from the calls alone, or a replay would evict other blocks."""
+
+    def __setitem__(self, block_id: int, num_hits: int, /) -> None:
+        """Add a block whose last table has just released it. num_hits: how many sequences have
+        begun with it since it got its name."""
+
+    def __delitem__(self, block_id: int, /) -> None:
+        """Remove a block: a hit has taken it, or it has lost its name, as by eviction."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the blocks, the next one to be evicted first. A pool usually takes only that."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        ...
+
+    def move_to_end(self, block_id: int, /, last: bool = True) -> None:
+        """With `last=False`, which is the only use: let a block be evicted before all others."""
+
+
+MakeEviction = Callable[[], EvictionPolicy]
 
 
 class BlockPool:

@@ -41,7 +41,7 @@ from quire.base import (
     step_outputs,
 )
 from quire.base.errors import EngineError
-from quire.kv import eviction, host_tier, manager, pool, state_table, state_worth, table
+from quire.kv import host_tier, manager, pool, state_table, state_worth, table
 from quire.scheduler import beams, scheduler
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
@@ -59,7 +59,7 @@ from quire.scheduler.core import (
     sequence,
     step_results,
 )
-from quire.scheduler.policy import srtf, two_level
+from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
 STATE_VERSION = 14  # of what is kept of the state
@@ -76,7 +76,7 @@ VOCABULARY = (
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    eviction, host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
+    host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
     branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
     planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
     two_level,

@@ -40,14 +40,12 @@ from quire.engine.recording.calls import (
 from quire.engine.recording.files import Segment
 from quire.engine.recording.frames import State
 from quire.engine.recording.redact import Redaction
-from quire.kv.digest import make_block_hash
-from quire.kv.eviction import make_eviction
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester, Named
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.calls import END, UPDATE, PlanGuess, calls_of, end_of, plan_fields
 from quire.engine.recording.files import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.engine.recording.frames import State, read_frames
-from quire.kv.digest import make_block_hash
+from quire.scheduler.core.names import Digester, Named
+from quire.scheduler.policy.policies import make_block_hash
 from quire.tools.replay import Outcome, replay_all, restored
 from tests.covering import pairwise
 from tests.engine.bench import POISON, prompt, with_poison
@@ -140,15 +142,15 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     secrets: list[bytes] = [SALT.encode(), STOP.encode(), b"somebody", b"tenant 0", b"tenant 1"]
     digests: set[bytes] = set()
     names = run.core.scheduler.memory.names
-    digester = names.digester
 
-    def overheard(sequences, size, counts) -> None:
-        digester(sequences, size, counts)
-        for sequence in sequences:
-            digests.update(sequence.digests)
-            digests.add(sequence.root)
+    class Overheard(Digester):
+        def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
+            super().__call__(named, block_size, counts)
+            for each in named:
+                digests.update(each.digests)
+                digests.add(each.root)
 
-    names.digester = overheard
+    names.digester = Overheard()
     for i in range(4):  # a segment begins in the middle of things, several times
         run.ask(f"early {i}", prompt(30 + i, 20), 10, n=2)
         run.step(3)

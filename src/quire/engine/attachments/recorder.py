@@ -52,10 +52,9 @@ from quire.engine.recording.calls import (
 from quire.engine.recording.files import RecordingFiles
 from quire.engine.recording.frames import FORMAT
 from quire.engine.recording.redact import BLANK, Context, Redaction
-from quire.kv.eviction import EVICTION
 from quire.scheduler.core.names import NewNames
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.policy.policies import POLICIES
+from quire.scheduler.policy.policies import EVICTION_POLICIES, POLICIES
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, encode
 
@@ -75,7 +74,7 @@ def check_recordable(config: EngineConfig) -> None:
     a recording only restores ours."""
     for name, value, ours in (
         ("scheduling policy", config.scheduler.scheduling_policy, POLICIES),
-        ("eviction policy", config.cache.eviction_policy, EVICTION),
+        ("eviction policy", config.cache.eviction_policy, EVICTION_POLICIES),
     ):
         if value not in ours:
             raise ConfigError(

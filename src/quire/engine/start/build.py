@@ -46,8 +46,6 @@ from quire.engine.start.identity import fingerprint_of
 from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import build_text_side, check_same_tokens, read_vocabulary
-from quire.kv.digest import make_block_hash
-from quire.kv.eviction import make_eviction
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import checkpoint_files
@@ -61,7 +59,7 @@ from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
-from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
