@@ -1,9 +1,7 @@
 """Eviction policies: each against a plain model of a pool's cached blocks, and what each is for."""
 
-import sys
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from random import Random
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from quire.kv.pool import BlockPool
 from quire.scheduler.policy import lfu, policies
 from quire.scheduler.policy.lfu import Lfu
 from quire.scheduler.policy.policies import EVICTION_POLICIES, make_eviction
+from tests.kv.calls import Calls, counted_calls
 from tests.kv.test_manager import FULL
 
 NUM_BLOCKS = 12
@@ -185,25 +184,16 @@ def test_a_hit_in_host_memory_counts_there() -> None:
     assert list(kv.host_pools[0]._unused)[-1] == kv.host_pools[0].lookup(b"a")
 
 
-def calls_of(policy: str, num_blocks: int) -> Counter[tuple[str, str]]:
+def calls_of(policy: str, num_blocks: int) -> Calls:
     """Count the Python calls, by file and function, while sequences grow in a pool that is full of
     cached blocks, and end."""
     kv = KVManager((FULL,), (num_blocks,), 1, make_eviction=make_eviction(policy))
     for first in (0, num_blocks - 1):
         serve(kv, [b"%d, %d" % (first, i) for i in range(num_blocks - 1)])
-    found: Counter[tuple[str, str]] = Counter()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            found[frame.f_code.co_filename, frame.f_code.co_name] += 1
-
     sequence = kv.new_sequence()
-    sys.setprofile(note)
-    try:
+    with counted_calls() as found:
         kv.allocate_slots(sequence, num_blocks - 1, KVBlocks(0, ([],)))
         kv.free(sequence)
-    finally:
-        sys.setprofile(None)
     return found
 
 

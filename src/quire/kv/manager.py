@@ -5,7 +5,7 @@ is a number of leading blocks, equal for all groups, such that each group finds 
 index that the token right after the hit needs (base/cache_group.py).
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -43,13 +43,15 @@ Has = Callable[[int, bytes], bool]  # whether a cache group has the block of a d
 
 
 class SequenceBlocks:
-    """The block tables of one sequence, and how many leading blocks the index has been told of."""
+    """The block tables of one sequence, and how many leading blocks the index has been told of.
+    is_evictable: they may be freed at any time (`KVManager.set_evictable`)."""
 
-    __slots__ = ("tables", "num_indexed")
+    __slots__ = ("tables", "num_indexed", "is_evictable")
 
     def __init__(self, tables: tuple[BlockTable, ...]) -> None:
         self.tables = tables
         self.num_indexed = 0
+        self.is_evictable = False
 
     @property
     def num_tokens(self) -> int:
@@ -274,17 +276,13 @@ class KVManager:
             self._begin_states(sequence, hit)
             return
         for pool, blocks in zip(self.pools, hit.blocks, strict=True):
-            for block_id in blocks:  # first, so that no load takes one of them
-                if block_id >= 0:
-                    pool.acquire(block_id)
+            pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
         for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
             blocks = list(hit.blocks[g])
             for i, host_block in hit.host[g].items() if hit.host else ():
                 blocks[i] = self._load(g, host_block)
             table.adopt(blocks, hit.num_tokens)
-            for block_id in blocks:
-                if block_id != NULL:
-                    pool.release(block_id)
+            pool.release_all([b for b in blocks if b != NULL])
         sequence.num_indexed = hit.num_tokens // self.block_size
         self._begin_states(sequence, hit)
 
@@ -413,8 +411,11 @@ class KVManager:
         return child
 
     def truncate(self, sequence: SequenceBlocks, num_tokens: int) -> None:
+        was_evictable = sequence.is_evictable
+        self.set_evictable(sequence, False)
         for table in sequence.tables:
             table.truncate(num_tokens)
+        self.set_evictable(sequence, was_evictable)
         sequence.num_indexed = min(sequence.num_indexed, num_tokens // self.block_size)
 
     def num_distinct(self, sequences: Iterable[SequenceBlocks]) -> list[int]:
@@ -426,20 +427,24 @@ class KVManager:
             for g in range(len(self.groups))
         ]
 
-    def num_only_in(
-        self, tables: Sequence[SequenceBlocks], but: Sequence[Sequence[int]] = ()
-    ) -> list[int]:
-        """Count the blocks, by cache group, that would come free if these tables were freed. but:
-        blocks, by cache group, that are not counted."""
-        found = []
-        for g, pool in enumerate(self.pools):
-            held = Counter(b for sequence in tables for b in sequence.tables[g].live_blocks)
-            others = set(but[g]) if but else set()
-            free = (b for b, num in held.items() if num == pool.num_refs(b) and b not in others)
-            found.append(sum(1 for _ in free))
+    def set_evictable(self, sequence: SequenceBlocks, is_evictable: bool) -> None:
+        """Say whether these tables may be freed at any time, for others who need their blocks."""
+        if sequence.is_evictable != is_evictable:
+            sequence.is_evictable = is_evictable
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                mark = pool.mark_evictable if is_evictable else pool.unmark_evictable
+                mark(table.live_blocks)
+
+    def num_evictable(self, but: Sequence[Sequence[int]] = ()) -> list[int]:
+        """Count the blocks, by cache group, that would come free if all evictable tables were
+        freed. but: blocks, by cache group, that are not counted."""
+        found = [pool.num_evictable for pool in self.pools]
+        for g, blocks in enumerate(but):
+            found[g] -= sum(map(self.pools[g].is_evictable, {b for b in blocks if b >= 0}))
         return found
 
     def free(self, sequence: SequenceBlocks) -> None:
+        self.set_evictable(sequence, False)
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0

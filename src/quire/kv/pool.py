@@ -3,7 +3,7 @@
 A block is in exactly one of three places:
 
     free stack    reference count 0, not named by the index; last freed is taken first
-    evictable     reference count 0, named by the index; the eviction policy chooses one of these
+    cached        reference count 0, named by the index; the eviction policy chooses one of these
                   when the free stack is empty
     in use        reference count >= 1, held by that many block tables; the index may name it
 
@@ -12,7 +12,7 @@ Invariant (`check_invariants`): the three places partition the blocks, and index
 inverse to each other.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -49,7 +49,11 @@ MakeEviction = Callable[[], EvictionPolicy]
 
 class BlockPool:
     """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out, and
-    `make_eviction` makes the policy of those that are evictable.
+    `make_eviction` makes the policy of the cached ones.
+
+    num_evictable: blocks in use of which only tables that may be freed at any time have references
+    (`mark_evictable`). The pool counts them as references come and go: a count on demand would take
+    time for every retained table, in each step of a full pool.
 
     evicted: blocks that lost their place in the index to make room, with their digests, for those
     who copy them; None if nobody does. lost: the last such digests, for those who remember them.
@@ -72,6 +76,8 @@ class BlockPool:
         self._free = list(reversed(order))
         self._unused = make_eviction()
         self._num_hits = [0] * num_blocks  # of each block under its name
+        self._evictable_refs = [0] * num_blocks  # of tables that may be freed at any time
+        self.num_evictable = 0
         self._num_refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
@@ -112,12 +118,12 @@ class BlockPool:
         return block_id
 
     def evict(self) -> bool:
-        """Make the evictable block that the policy chooses plainly free; False if there is none."""
+        """Make the cached block that the policy chooses plainly free; False if there is none."""
         if not self._unused:
             return False
         block_id = next(iter(self._unused))
         digest = self._digests[block_id]
-        assert digest is not None, "an unnamed block is evictable"
+        assert digest is not None, "an unnamed block is cached"
         if self.evicted is not None:
             self.evicted.append((block_id, digest))
         self.lost.append(digest)
@@ -137,17 +143,22 @@ class BlockPool:
                 self._num_hits[block_id] += 1
 
     def acquire(self, block_id: int) -> None:
-        """Add a reference to a block that is in use or evictable."""
-        if self._num_refs[block_id] == 0:
+        """Add a reference to a block that is in use or cached."""
+        num_refs = self._num_refs[block_id]
+        if num_refs == 0:
             del self._unused[block_id]
-        self._num_refs[block_id] += 1
+        elif num_refs == self._evictable_refs[block_id]:
+            self.num_evictable -= 1
+        self._num_refs[block_id] = num_refs + 1
 
     def acquire_all(self, blocks: Iterable[int]) -> None:
         """Acquire each of these: a long prompt has thousands."""
-        refs, unused = self._num_refs, self._unused
+        refs, unused, evictable = self._num_refs, self._unused, self._evictable_refs
         for block_id in blocks:
             if refs[block_id] == 0:
                 del unused[block_id]
+            elif refs[block_id] == evictable[block_id]:
+                self.num_evictable -= 1
             refs[block_id] += 1
 
     def release(self, block_id: int) -> None:
@@ -160,15 +171,33 @@ class BlockPool:
                 self._free.append(block_id)
             else:
                 self._unused[block_id] = self._num_hits[block_id]
+        elif left == self._evictable_refs[block_id]:
+            self.num_evictable += 1
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Release each of these, in their order."""
-        refs = self._num_refs
+        refs, evictable = self._num_refs, self._evictable_refs
         for block_id in blocks:
-            if refs[block_id] > 1:
+            if refs[block_id] > 1 and not evictable[block_id]:
                 refs[block_id] -= 1
             else:
                 self.release(block_id)
+
+    def mark_evictable(self, blocks: Iterable[int]) -> None:
+        """Note that a table which holds each of these may be freed at any time."""
+        for block_id in blocks:
+            self._evictable_refs[block_id] += 1
+            self.num_evictable += self.is_evictable(block_id)
+
+    def unmark_evictable(self, blocks: Iterable[int]) -> None:
+        """Note that such a table is to stay, or is about to be freed."""
+        for block_id in blocks:
+            self.num_evictable -= self.is_evictable(block_id)
+            self._evictable_refs[block_id] -= 1
+
+    def is_evictable(self, block_id: int) -> bool:
+        """Tell whether all references of a block are of tables that may be freed at any time."""
+        return 0 < self._num_refs[block_id] == self._evictable_refs[block_id]
 
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
@@ -234,12 +263,12 @@ class BlockPool:
         for block_id in list(self._index.values()):
             self.unindex(block_id)
 
-    def check_invariants(self, held: Iterable[int]) -> None:
-        """Assert that the book-keeping closes. held: block ids of all tables, with repetition."""
-        counts = [0] * self.num_blocks
-        for block_id in held:
-            counts[block_id] += 1
+    def check_invariants(self, held: Iterable[int], evictable: Iterable[int] = ()) -> None:
+        """Assert that the book-keeping closes. held: block ids of all tables, with repetition;
+        evictable: of those that may be freed at any time."""
+        counts = self._count(held)
         assert counts == self._num_refs, "reference counts differ from the tables"
+        assert self._count(evictable) == self._evictable_refs, "tables are marked otherwise"
         free, unused = set(self._free), set(self._unused)
         assert len(unused) == len(self._unused), "the eviction policy miscounts its blocks"
         assert len(free) == len(self._free), "a block is twice in the free stack"
@@ -247,7 +276,13 @@ class BlockPool:
         used = {block_id for block_id, count in enumerate(counts) if count > 0}
         assert not used & (free | unused), "a block is both free and used"
         assert len(free) + len(unused) + len(used) == self.num_blocks, "a block was lost"
+        num_evictable = sum(map(self.is_evictable, range(self.num_blocks)))
+        assert num_evictable == self.num_evictable, "the evictable blocks are miscounted"
         named = {b: d for b, d in enumerate(self._digests) if d is not None}
         assert {d: b for b, d in named.items()} == self._index, "index and digests differ"
         assert unused <= named.keys(), "an unnamed block is evictable"
         assert not free & named.keys(), "the index names a plainly free block"
+
+    def _count(self, blocks: Iterable[int]) -> list[int]:
+        counts = Counter(blocks)
+        return [counts[block_id] for block_id in range(self.num_blocks)]

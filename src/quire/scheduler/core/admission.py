@@ -235,7 +235,7 @@ class Admission:
     def _could_have_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
         """Tell whether it has these blocks if what others can do without is evicted."""
         needs, reserve = self._memory.needs_to_start(sequence, hit, num_new), self.reserve(sequence)
-        return self._memory.could_fit(needs, reserve, sequence, hit.blocks)
+        return self._memory.could_fit(needs, reserve, hit.blocks)
 
     def _worst_growth(self, sequence: Sequence) -> int:
         """Count the blocks that all that run, and this sequence's request, lack up to their
@@ -266,7 +266,7 @@ class Admission:
         needs = self._group_needs(sequence)
         if not needs:
             return needs is not None
-        return self._memory.could_fit(needs, self.reserve(sequence), sequence)
+        return self._memory.could_fit(needs, self.reserve(sequence))
 
     def _make_room_for_group(self, sequence: Sequence) -> bool:
         """Make room for the whole group of a sequence; whether it can come in."""

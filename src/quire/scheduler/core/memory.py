@@ -162,18 +162,14 @@ class Memory:
         states fewer, since sequences that grow do not take more and more of them."""
         return self.kv.fits(self._with_reserve(needs, reserve))
 
-    def could_fit(
-        self, needs: Needs, reserve: int = 0, spared: Sequence | None = None, hit: Tables = ()
-    ) -> bool:
-        """Tell whether this need can be met if sources give up what they can. spared: for whom room
-        is made; hit: blocks, by cache group, that it begins with, which would be no gain."""
+    def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
+        """Tell whether this need can be met if sources give up what they can. hit: blocks, by cache
+        group, that it begins with, which would be no gain."""
         if self.fits(needs, reserve):
             return True
-        tables = [each for source in self.sources for each in source.evictable(spared)]
-        if not tables:
-            return False
-        gain = self.kv.num_only_in(tables, hit)
-        return self.fits([need - more for need, more in zip(needs, gain, strict=True)], reserve)
+        gain = self.kv.num_evictable(hit)
+        lacking = [need - more for need, more in zip(needs, gain, strict=True)]
+        return self.fits(lacking, reserve)
 
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
         """Tell whether the pools are large enough beside what is reserved, or would be."""
@@ -224,7 +220,7 @@ class Memory:
     def make_room(self, needs: Needs, reserve: int = 0, spared: Sequence | None = None) -> bool:
         """Evict what sources hold until this need can be met; whether it can. Nothing is evicted if
         all of it would not be enough."""
-        if not self.could_fit(needs, reserve, spared):
+        if not self.could_fit(needs, reserve):
             return False
         while not self.fits(needs, reserve):
             if not self.evict_one(spared):
@@ -442,6 +438,7 @@ class Memory:
     def free_after_plan(self, blocks: SequenceBlocks) -> None:
         """Free tables that the plan being made may copy from: a plan may write into blocks that are
         freed while it is made, and writes what it loads before it copies."""
+        self.kv.set_evictable(blocks, False)
         self.spent.append(blocks)
 
     def _note_copies(self, appended: Seq[Appended]) -> None:
