@@ -467,21 +467,6 @@ class KVManager:
         block_id = self.pools[g].lookup(digest)
         return block_id is not None and block_id not in self._not_yet[g]
 
-    def share_block(self, g: int, block_id: int) -> bool:
-        """Add a reference to a block, if somebody has one; whether that was so."""
-        is_used = self.pools[g].num_refs(block_id) > 0
-        if is_used:
-            self.pools[g].acquire(block_id)
-        return is_used
-
-    def release_block(self, g: int, block_id: int) -> None:
-        """Give that reference back."""
-        self.pools[g].release(block_id)
-
-    def device_block(self, g: int, digest: bytes) -> int | None:
-        """Return the block of the device that the index calls so, or None. Takes no reference."""
-        return self.pools[g].lookup(digest)
-
     def is_cached(self, g: int, digest: bytes) -> bool:
         """Tell whether a block is on the device or in host memory."""
         if self._is_on_device(g, digest):

@@ -233,7 +233,8 @@ class Memory:
         are freed may be written by it."""
         copied, self.copied = self.copied, []
         for g, block_id in copied:
-            if self.kv.share_block(g, block_id):
+            if self.kv.pools[g].num_refs(block_id):
+                self.kv.pools[g].acquire(block_id)
                 self.kept_copied.append((g, block_id))
         return any(source.evict_one(spared) for source in self.sources)
 
@@ -430,7 +431,7 @@ class Memory:
         for blocks in self.spent:
             self.kv.free(blocks)
         for g, block_id in self.kept_copied:
-            self.kv.release_block(g, block_id)
+            self.kv.pools[g].release(block_id)
         self.copied, self.kept_copied, self.spent = [], [], []
         for _, end in self._planned:
             end(now)
