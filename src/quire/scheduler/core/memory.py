@@ -336,15 +336,6 @@ class Memory:
             self.kv.end_guesses(blocks)
         return had_more
 
-    def num_free_slots(self, sequence: Sequence) -> int:
-        """Count the tokens that a running sequence could take in, if it got all free blocks."""
-        return self.kv.num_free_slots(sequence.blocks)
-
-    def grow_by_blocks(self, sequences: Seq[Sequence], targets: Seq[int]) -> list[int] | None:
-        """Give each of these one block for one token more; None, and nothing is done, if one of
-        them needs something else. targets: their lengths with it."""
-        return self.kv.append_blocks([sequence.blocks for sequence in sequences], targets)
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let the child hold what its parent holds. They share it until one of them writes."""
         child.blocks = self.kv.fork(parent.blocks)
