@@ -16,13 +16,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-DIGEST_BYTES = 32
-
 
 class HasDigest(Protocol):
     """What a hash function of hashlib returns."""
 
-    def digest(self) -> bytes: ...  # DIGEST_BYTES of them
+    def digest(self) -> bytes: ...  # 32 bytes
 
 
 BlockHash = Callable[[bytes], HasDigest]

@@ -467,6 +467,10 @@ class KVManager:
         block_id = self.pools[g].lookup(digest)
         return block_id is not None and block_id not in self._not_yet[g]
 
+    def device_block(self, g: int, digest: bytes) -> int | None:
+        """Return the block of the device that the index calls so, or None. Takes no reference."""
+        return self.pools[g].lookup(digest)
+
     def is_cached(self, g: int, digest: bytes) -> bool:
         """Tell whether a block is on the device or in host memory."""
         if self._is_on_device(g, digest):

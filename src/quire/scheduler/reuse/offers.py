@@ -75,7 +75,7 @@ class Offers(CacheListener):
         if not self._waiting or (num_allowed := self._budget.room) <= 0:
             return
         for g, digest in list(self._waiting):
-            block = self._kv.pools[g].lookup(digest)
+            block = self._kv.device_block(g, digest)
             is_on_host = self._tier.lookup(g, digest) is not None
             if block in self._named[g] and not is_on_host:
                 continue  # the plan itself computes it
