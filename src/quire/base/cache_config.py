@@ -45,7 +45,7 @@ class CacheConfig:
     prefix_caching_hash_algo: str = setting(
         "sha256",
         "hash that names cached blocks; engines that share blocks need the same one. sha256_cbor is"
-        " vLLM's name of sha256; blake2b is faster on CPUs without instructions for SHA",
+        " vLLM's name of sha256; blake2b needs no SHA instructions of the CPU to be fast",
         choices=("sha256", "sha256_cbor", "blake2b"),
         plugins=BLOCK_HASHES,
     )

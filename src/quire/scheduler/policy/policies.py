@@ -51,19 +51,17 @@ class _Nothing:
 
 
 def make_policy(name: str) -> MakePolicy:
-    """Return what makes the queues of one policy. Raises ConfigError if there is none of this
-    name."""
+    """Return what makes the queues of a policy. Raises ConfigError for an unknown name."""
     return _chosen(plugins.POLICIES, name, POLICIES, _check_policy)
 
 
 def make_eviction(name: str) -> MakeEviction:
-    """Return what makes the eviction policy of a pool. Raises ConfigError if there is none of this
-    name."""
+    """Return what makes the policy of a pool. Raises ConfigError for an unknown name."""
     return _chosen(plugins.EVICTION_POLICIES, name, EVICTION_POLICIES, _check_eviction)
 
 
 def make_block_hash(name: str) -> BlockHash:
-    """Return the hash of this name. Raises ConfigError if there is none."""
+    """Return the hash of this name. Raises ConfigError for an unknown name."""
     return _chosen(plugins.BLOCK_HASHES, name, BLOCK_HASHES, _check_hash)
 
 
@@ -110,16 +108,11 @@ def _check_eviction(make: MakeEviction) -> str:
 
 def _check_hash(block_hash: BlockHash) -> str:
     one, again, other = (block_hash(data).digest() for data in (b"one", b"one", b"other"))
-    is_whole = isinstance(one, bytes) and len(one) == len(other) == DIGEST_BYTES
-    parts = range(0, DIGEST_BYTES, DIGEST_PART)
-    if (
-        is_whole
-        and one == again
-        and all(one[i : i + DIGEST_PART] != other[i : i + DIGEST_PART] for i in parts)
-    ):
+    parts = [slice(i, i + DIGEST_PART) for i in range(0, DIGEST_BYTES, DIGEST_PART)]
+    differs = one == again and all(one[part] != other[part] for part in parts)
+    if differs and isinstance(one, bytes) and len(one) == len(other) == DIGEST_BYTES:
         return ""
     return (
-        f"must give {DIGEST_BYTES} bytes, equal ones for equal data, and for other data ones that"
-        f" differ in each of their parts of {DIGEST_PART} bytes; it gave {one!r} and {again!r}, and"
-        f" {other!r} for other data"
+        f"must give {DIGEST_BYTES} bytes, the same for equal data, and for other data ones that"
+        f" differ in each part of {DIGEST_PART} bytes; it gave {one!r}, {again!r} and {other!r}"
     )
