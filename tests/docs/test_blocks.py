@@ -1,8 +1,8 @@
 """The code blocks of README.md and docs run as they stand there, with the demo model.
 
 A page's programs and commands run in one folder, in the order of the page. `127.0.0.1:8000` stands
-for a server that this module starts, `path/to/model` for the demo model. A page marks blocks that do
-not run (tests/support/code_blocks.py).
+for a server that this module starts, and `path/to/model` for the demo model. Marks say which blocks
+do not run (tests/support/code_blocks.py).
 """
 
 import json

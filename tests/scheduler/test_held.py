@@ -12,6 +12,7 @@ from quire.base.plan import MoveKind
 from quire.scheduler.reuse.held import Held
 from quire.scheduler.views import HeldView
 from tests.scheduler.test_pins import copies
+from tests.support.calls import counted_calls
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
 from tests.support.scheduler.pinning_core import FULL, MAX_LEN, WINDOW, Bench
 
@@ -545,3 +546,36 @@ def test_rewinding_to_before_a_window_cuts_no_group() -> None:
     bench.finish()
     bench.assert_right(request)
     bench.let_go()
+
+
+def test_room_that_what_is_held_would_make_is_exact() -> None:
+    """Blocks that a running sequence shares make none; those of two branches do."""
+    bench = HeldBench(num_blocks=40, caching=False)
+    memory, held = bench.scheduler.memory, bench.keep()
+    assert held.blocks is not None and bench.kv.num_evictable() == [4]
+    bench.fork(held, 12, keep_s=50.0)
+    assert bench.kv.num_evictable() == [4], "the fork's branch may be evicted, too"
+    bench.step()
+    assert bench.kv.num_evictable() == [2], "two full blocks are shared with a row"
+    assert bench.kv.num_evictable([held.blocks.tables[0].blocks]) == [0]
+    bench.finish()
+    num_used = bench.num_used[0]
+    assert bench.kv.num_evictable() == [num_used] and num_used > 4
+    assert memory.could_fit([40]) and not memory.could_fit([41])
+    bench.core.control(Rewind("a", 0, 5))
+    assert bench.kv.num_evictable() == [num_used - 2] == bench.num_used
+    bench.scheduler.check_invariants()
+    bench.let_go()
+    assert bench.kv.num_evictable() == [0]
+
+
+def test_the_question_whether_all_could_fit_costs_the_same_however_much_is_held() -> None:
+    found: list[int] = []
+    for num_held in (2, 40):
+        bench = HeldBench(num_blocks=200, caching=False)
+        for i in range(num_held):
+            bench.keep(f"{i}")
+        with counted_calls() as calls:
+            assert bench.scheduler.memory.could_fit([200])
+        found.append(calls.total())
+    assert found[0] == found[1] < 40

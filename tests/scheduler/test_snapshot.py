@@ -19,7 +19,7 @@ from quire.kv.pool import BlockPool
 from quire.scheduler import snapshot
 from quire.scheduler.beams import Beam
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.names import digest_blocks
+from quire.scheduler.core.names import Digester
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import (
@@ -108,8 +108,8 @@ def test_what_a_run_brings_itself_is_left_out() -> None:
     scheduler = Scheduler(Memory(kv, 8), config, 40)
     copy = written(scheduler, omit=OMITTED)
     assert "digester" not in vars(copy.memory.names) and "events" not in vars(copy.lifecycle)
-    copy.continue_with(digest_blocks)
-    assert copy.memory.names.digester is digest_blocks
+    copy.continue_with(digester := Digester())
+    assert copy.memory.names.digester is digester
     assert copy.add(make_request("r", [1, 2, 3], max_tokens=2), 0.0).events
     assert written(holder(make=Fifo)).make is Fifo
 
@@ -164,7 +164,7 @@ class Restored:
     def replace(self, times: int) -> None:
         for _ in range(times):
             self.scheduler = written(self.scheduler, omit=OMITTED)
-            self.scheduler.continue_with(digest_blocks)
+            self.scheduler.continue_with(Digester())
         self.kv, self.stores.scheduler = self.scheduler.memory.kv, self.scheduler
         self.core.scheduler = self.core.doors = self.scheduler
         in_flight = self.scheduler.planner.in_flight  # whose masks are made of their sequences
