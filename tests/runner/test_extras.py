@@ -218,7 +218,7 @@ def test_a_function_goes_to_no_other_process_and_not_into_a_record(
 ) -> None:
     params = ROWS[3]
     limits = RequestLimits(97, 60, 20, 4, takes_functions=False)
-    with pytest.raises(RequestError, match="cannot go to an engine in another process"):
+    with pytest.raises(RequestError, match="cannot be sent to an engine in another process"):
         limits.check(Request("r", [1, 2], params, 0))
     folder = tmp_path / "run"
     settings = {"dtype": "float32", "block_size": 4, "disable_log_stats": True}

@@ -300,7 +300,7 @@ def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
         assert llm.engine.client.max_model_len == MAX_LEN
         with pytest.raises(RequestError, match="this engine returns embeddings"):
             llm.generate("a", use_tqdm=False)
-        with pytest.raises(RequestError, match="has 97 tokens; at least 1 and at most max_mod"):
+        with pytest.raises(RequestError, match="has 97 tokens; the range is 1 to max_mod"):
             pooled(llm, [[5] * (MAX_LEN + 1)])
         with pytest.raises(RequestError, match="is not in the vocabulary"):
             pooled(llm, [[5 + (1 << 30)]])

@@ -418,7 +418,7 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
         ({"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}}, "shared_storage_path"),
         ({"kv_transfer_config": "{"}, "kv_transfer_config must be JSON"),
         ({"kv_eager": True}, "kv_eager needs a store"),
-        ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "gives none"),
+        ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "writes none"),
         ({"kv_store": "shm:../x"}, "takes a name of letters"),
         ({"kv_store": "peer://10.1.2.3:7400"}, "set the environment variable QUIRE_KV_SECRET"),
         ({"kv_store": "serve://localhost:0"}, "set the environment variable QUIRE_KV_SECRET"),

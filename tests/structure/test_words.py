@@ -41,15 +41,18 @@ DONE: dict[str, tuple[str, ...]] = {
         # docs/inside, docs/extend, and README.md beside code
         #
     ),
-    "help": (
-        # base
-        #
-        # cli and the rest
-        #
-    ),
+    "help": ("src",),
     "messages": (
         # cli
         #
+        "src/quire/cli",
+        "src/quire/base/cache_config.py",
+        "src/quire/base/config.py",
+        "src/quire/base/config_checks.py",
+        "src/quire/base/parallel.py",
+        "src/quire/base/settings.py",
+        "src/quire/base/validation.py",
+        "src/quire/engine/wire/logs.py",
         # all others
         #
         "src/quire/engine/executors",

@@ -161,7 +161,7 @@ def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions(
         kill(pid, signal.SIGCONT)
         assert llm.generate(WORDS, GREEDY, use_tqdm=False)
         params = SamplingParams(logits_processors=[lambda ids, logits: logits])
-        with pytest.raises(RequestError, match="function cannot go to an engine in another"):
+        with pytest.raises(RequestError, match="function cannot be sent to an engine in another"):
             llm.generate(WORDS, params, use_tqdm=False)
 
 

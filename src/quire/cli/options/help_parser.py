@@ -10,7 +10,7 @@ import copy
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from quire.cli.options.groups import GROUPS, USUAL, text_of
 
@@ -62,7 +62,7 @@ class HelpParser(argparse.ArgumentParser):
             made.add_text(self.epilog)
         return made.format_help()
 
-    def print_help(self, file: IO[str] | None = None, topic: str = BRIEF) -> None:
+    def print_help(self, file: Any = None, topic: str = BRIEF) -> None:
         """Print the help on a topic. Stop with wrong usage if there is no such topic.
 
         A parser of commands takes a command's name, too, and has the topics of `quire serve`.
