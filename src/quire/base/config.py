@@ -412,7 +412,7 @@ class ServerConfig(SeveralModels):
     )
     files_gb: float = setting(10.0, "maximum size of `--files-dir`", unit="GB")
     usage_log: str | None = setting(
-        None, "file that gets one JSON line per finished request: API key and tokens"
+        None, "file that gets one JSON line per finished request: name of its API key, and tokens"
     )
     requests_per_minute: tuple[int, ...] = setting(
         (), "request limit of an API key, one number for all keys or one per key; 0 is no limit"
