@@ -346,7 +346,7 @@ def test_a_policy_of_another_package_cannot_be_recorded(
     site.install_example(example)
     [(name, value)] = chosen.items()
     settings = SMALL | chosen | {"record": str(tmp_path / "run")}
-    reason = f"{name.replace('_', ' ')} '{value}', which another package .*; leave record out"
+    reason = f"{name.replace('_', ' ')} '{value}', which another package .*; remove record"
     for make in (LLM, AsyncLLM):
         with pytest.raises(ConfigError, match=reason):
             make(str(checkpoint("llama")), **settings)

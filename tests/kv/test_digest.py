@@ -98,10 +98,10 @@ class Padded:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (hashlib.md5, "must give 32 bytes.* it gave"),
+        (hashlib.md5, "must return 32 bytes.* got"),
         (lambda data: hashlib.sha256(b""), "for other data ones that differ"),
         (Padded, "for other data ones that differ"),
-        (lambda data: hashlib.shake_128(data), "cannot be made: TypeError"),
+        (lambda data: hashlib.shake_128(data), "cannot be created: TypeError"),
     ],
 )
 def test_a_hash_of_another_package_is_tried(

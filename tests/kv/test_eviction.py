@@ -218,5 +218,5 @@ def test_a_policy_of_another_package_is_tried(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"'back' must be empty when .* gave \[\[\], \[5, 8\]"):
         make_eviction("back")
     monkeypatch.setattr(policies, "load_plugin", lambda *_: lambda: 5)
-    with pytest.raises(ConfigError, match="'back' cannot be made: TypeError"):
+    with pytest.raises(ConfigError, match="'back' cannot be created: TypeError"):
         make_eviction("back")

@@ -47,8 +47,8 @@ class CacheConfig:
     )
     eviction_policy: str = setting(
         "lru",
-        "cached block to evict first: the least recently used (`lru`) or the one with the fewest"
-        " recent hits (`lfu`)",
+        "cached block to evict first: the least recently used (`lru`) or the least often"
+        " used (`lfu`)",
         choices=("lru", "lfu"),
         plugins=EVICTION_POLICIES,
     )

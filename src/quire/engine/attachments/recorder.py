@@ -78,8 +78,8 @@ def check_recordable(config: EngineConfig) -> None:
     ):
         if value not in ours:
             raise ConfigError(
-                f"record={config.record!r} cannot keep the {name} {value!r}, which another package"
-                f" brings; leave record out, or take one of {', '.join(ours)}."
+                f"record={config.record!r} cannot record the {name} {value!r}, which another"
+                f" package provides; remove record, or use one of {', '.join(ours)}."
             )
 
 

@@ -101,8 +101,8 @@ def _check_eviction(make: MakeEviction) -> str:
     if found == [[], [8, 5], [5]] and len(policy) == 1:
         return ""
     return (
-        "must be empty when it is made, yield blocks 8 and 5 when these were added and"
-        f" move_to_end(8, last=False) was called, and 5 without 8; it gave {found}"
+        "does not work as a dictionary of blocks: after adding 5 and 8 and calling"
+        f" move_to_end(8, last=False), expected [], [8, 5], [5] when 8 is removed, got {found}"
     )
 
 
@@ -113,6 +113,6 @@ def _check_hash(block_hash: BlockHash) -> str:
     if differs and isinstance(one, bytes) and len(one) == len(other) == DIGEST_BYTES:
         return ""
     return (
-        f"must give {DIGEST_BYTES} bytes, the same for equal data, and for other data ones that"
-        f" differ in each part of {DIGEST_PART} bytes; it gave {one!r}, {again!r} and {other!r}"
+        f"must return {DIGEST_BYTES} bytes, equal for equal data, that differ for other data in"
+        f" each part of {DIGEST_PART} bytes; got {one!r}, {again!r} and {other!r}"
     )
