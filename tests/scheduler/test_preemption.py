@@ -69,10 +69,10 @@ def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
         reserved=[0],
         rates=None,
     )
-    rows = SimpleNamespace(is_trying=lambda member: is_trying)
-    member = SimpleNamespace(group=None, samples=True, blocks=None)
+    member, other = [SimpleNamespace(group=None, samples=True, blocks=None) for _ in range(2)]
+    rows = SimpleNamespace(is_trying=lambda one: is_trying and one is member)
     preemption = Preemption(rows, memory, None, "swap")  # type: ignore[arg-type]
-    assert preemption._may_be_swapped([member]) is may_be  # type: ignore[list-item]
+    assert preemption._may_be_swapped([other, member]) is may_be  # type: ignore[list-item]
 
 
 def test_copies_on_write_of_one_plan_are_undone_from_the_last_to_the_first() -> None:
