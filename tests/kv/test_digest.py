@@ -99,8 +99,8 @@ class Padded:
     ("made", "reason"),
     [
         (hashlib.md5, "must return 32 bytes.* got"),
-        (lambda data: hashlib.sha256(b""), "for other data ones that differ"),
-        (Padded, "for other data ones that differ"),
+        (lambda data: hashlib.sha256(b""), "that differ for other data"),
+        (Padded, "that differ for other data"),
         (lambda data: hashlib.shake_128(data), "cannot be created: TypeError"),
     ],
 )

@@ -101,8 +101,8 @@ def _check_eviction(make: MakeEviction) -> str:
     if found == [[], [8, 5], [5]] and len(policy) == 1:
         return ""
     return (
-        "does not work as a dictionary of blocks: after adding 5 and 8 and calling"
-        f" move_to_end(8, last=False), expected [], [8, 5], [5] when 8 is removed, got {found}"
+        "does not work as a dictionary of blocks. Empty, with 5 and then 8 moved to the front, and"
+        f" without 8, it must hold [], [8, 5] and [5], got {found}"
     )
 
 
