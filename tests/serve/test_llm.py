@@ -294,7 +294,9 @@ def test_an_interrupt_leaves_no_request_behind(depth: int, where: str, countdown
 
 
 def test_settings() -> None:
-    with pytest.raises(ConfigError, match=r"no setting 'max_modle_len'.*max_model_len, max_num_"):
+    with pytest.raises(
+        ConfigError, match=r"no setting 'max_modle_len'; did you mean max_model_len"
+    ):
         open_llm(max_modle_len=5)
     with pytest.raises(ModelNotFound, match="there is no directory"):
         LLM(model="/nowhere/at/all")
