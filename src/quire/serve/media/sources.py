@@ -66,13 +66,16 @@ class MediaSources:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             raise self._unreadable(path) from None
-        with open(descriptor, "rb") as file:
+        try:
             # The opened file is checked, not the path: a link may change between the two.
             real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
             if not is_file or not real.is_relative_to(self.folder.resolve()):
                 raise self._unreadable(path)
-            data = file.read(self.max_bytes + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(self.max_bytes + 1)
+        finally:
+            os.close(descriptor)
         if len(data) > self.max_bytes:
             raise self._too_large()
         return data
