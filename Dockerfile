@@ -1,13 +1,14 @@
-# quire in a container. The images differ in torch alone:
+# quire in a container. docs/operate/processes.md has the steps. The two images differ in torch:
 #
-#     docker build -t quire .                      on a CPU; below 1 GB
-#     docker build -t quire-cuda --target cuda .   on NVIDIA GPUs (docker run --gpus all)
+#     docker build -t quire .                      for CPUs
+#     docker build -t quire:cuda --target cuda .   for NVIDIA GPUs (docker run --gpus all)
 #
 #     docker run --init -p 127.0.0.1:8000:8000 -v quire:/var/lib/quire quire serve --host 0.0.0.0 MODEL
 
 ARG PYTHON=3.12
 
-# The wheel, as `make wheel` builds it. Without a C++ core it would only be slow: then it fails here.
+# Build the wheel as `make wheel` does. The check fails if the wheel lacks the C++ core, because
+# quire would then work but be slow.
 FROM python:${PYTHON}-slim AS wheel
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
@@ -22,7 +23,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . \
 
 FROM python:${PYTHON}-slim AS base
 ENV PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1
-# Models, packed weights and what was measured of the machine are kept in the home.
+# The home directory holds models, packed weights and measurements of the machine.
 RUN useradd --uid 10001 --create-home --home-dir /var/lib/quire quire
 EXPOSE 8000
 HEALTHCHECK --start-period=10m CMD ["python", "-c", \
@@ -30,7 +31,7 @@ HEALTHCHECK --start-period=10m CMD ["python", "-c", \
 ENTRYPOINT ["quire"]
 CMD ["serve", "--host", "0.0.0.0"]
 
-# triton builds a small program for each kernel, for which it needs a C compiler.
+# triton compiles a launcher for each kernel, so it needs a C compiler.
 FROM base AS cuda
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
@@ -40,8 +41,8 @@ RUN pip install "$(ls /wheels/*.whl)[otel,events]"
 USER quire
 WORKDIR /var/lib/quire
 
-# torch without CUDA, and without what only those need who build upon it. The first answer is the
-# test of the rest, and leaves compiled what a server imports.
+# Install torch without CUDA, and delete its headers and tests. The first `quire generate` tests the
+# image, and compiles the Python files that a server imports.
 FROM base AS cpu
 COPY --from=wheel /wheels /wheels
 RUN pip install --no-compile --extra-index-url https://download.pytorch.org/whl/cpu "$(ls /wheels/*.whl)[otel,events]" \

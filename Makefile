@@ -23,7 +23,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
+.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating settings gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,12 +117,15 @@ bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environ
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
 	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/cpu_guesses.json $(ARGS)
 
-paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation.md; a quarter of an hour, or ARGS="--only fig_12"
+paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation*.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
 
 migrating: $(VENV)/.installed ## write vLLM's flags and the cases of its tests into the docs
-	$(BIN)/python -m quire.cli.migrating docs/use/vllm-flags.md
+	$(BIN)/python -m quire.cli.migrating docs/use
 	$(BIN)/python -m tests.serve.vllm_cases.table
+
+settings: $(VENV)/.installed ## write docs/use/settings.md and other-flags.md from the configuration
+	$(BIN)/python -m quire.cli.options.reference docs/use
 
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|ranks|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)

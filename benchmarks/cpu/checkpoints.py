@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from benchmarks.cpu.workloads import Shape
-from tests.models.gguf_writer import BF16, F16, Q4_0, Q8_0, byte_level_metadata, convert
+from tests.support.models.gguf_writer import BF16, F16, Q4_0, Q8_0, byte_level_metadata, convert
 
 SPREAD = 0.02
 TRAINED_TOKENS = 1000

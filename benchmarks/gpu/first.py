@@ -115,7 +115,7 @@ class Model:
 
 def check(bench: Bench, model: Model, prompts: Callable[[LLM], Sequence[Any]]) -> list[Answer]:
     """One row that says what was compared; an error if an answer is wrong."""
-    case = f"answers of {model.title}, beside {model.reference_words}"
+    case = f"answers of {model.title}, compared with {model.reference_words}"
     given: list[Answer] = []
 
     def compare() -> None:

@@ -1,6 +1,6 @@
 """Swapping a sequence out and back, against computing it again, over block sizes (P fig. 19).
 
-    python benchmarks/memory/swap.py [--plot docs/figures/swap.svg]
+    python benchmarks/memory/swap.py [--plot swap.svg]
 
 Measured on this machine: the copies of a sequence's blocks to host memory and back, as the runner
 carries them out for a plan, from random blocks of a pool to random others; and a prefill of the

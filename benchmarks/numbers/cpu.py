@@ -1,219 +1,178 @@
-"""Tables of kernels, engines and models on CPUs."""
+"""Tables of engines and kernels on CPUs."""
 
-from benchmarks.numbers.engine import ZEN4, ZEN5
-from benchmarks.numbers.page import Part, Section, Table
+from typing import Any
+
+from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
 
 XEON = "xeon-amx-12/"
 FIGURES = {
-    "ttft_s": "first token, s", "decode_rate": "decode, tok/s",
-    "prefill_rate": "prompt of 1,024, tok/s", "batch_rate": "16 rows, tok/s", "above_mib": "MiB",
+    "ttft_s": "first token, s", "decode_rate": "decode, tokens/s",
+    "prefill_rate": "prompt of 1,024, tokens/s", "batch_rate": "16 rows, tokens/s",
 }  # fmt: skip
 SHARE = "{best:sig} ({share:.0%})"
 STEP = {
     "step": "{step}", "ms": "{seconds*1e3:,.1f}", "limit, ms": "{limit_s*1e3:,.1f}",
-    "GB": "{num_bytes*1e-9:.2f}",
+    "GB read": "{num_bytes*1e-9:.2f}",
 }  # fmt: skip
-WHOLE = {"operation": "all"}
 OPERATIONS = {
     "operation": "{operation}", "ms": "{seconds*1e3:.2f}", "limit, ms": "{limit_s*1e3:.2f}"
 }  # fmt: skip
 CASES = {
-    "case": "{case}", "variant": "{variant}", "threads": "{threads}",
-    "layer, us": "{layer_us:,.0f}", "GB/s": "{kv_gb_per_s:.1f}", "of reading": "{of_reading:.0%}",
-    "GFLOP/s": "{gflop_per_s:,.0f}", "of products": "{of_products:.0%}",
+    "case": "{case}", "kernels": "{variant}", "layer, us": "{layer_us:,.0f}",
+    "GB/s": "{kv_gb_per_s:.1f}", "of plain reading": "{of_reading:.0%}",
+    "GFLOP/s": "{gflop_per_s:,.0f}", "of the peak": "{of_products:.0%}",
 }  # fmt: skip
 
 
-def engines(file: str, headings: dict[str, str], cell: str) -> Table:
-    chosen = {"figure": tuple(headings)}
+def engines(file: str, headings: dict[str, str], cell: str, **where: Any) -> Table:
+    chosen = {"figure": tuple(headings)} | where
     return Table(ZEN4 + file, {"": "{engine}"}, chosen, "figure", cell, headings)
 
 
-def guesses(file: str) -> Table:
-    return Table(ZEN5 + file, {
-        "task": "{task}", "engine": "{engine}", "way": "{variant}", "tokens/s": "{rate:,.1f}",
-        "times plain": "{ratio:.2f}", "limit": "{limit}"})  # fmt: skip
-
-
-def operations(folder: str, names: tuple[str, ...]) -> tuple[Table, ...]:
+def steps(folder: str) -> tuple[Table, ...]:
     return tuple(
-        Table(f"{folder}operations_{name}.json", {name + ": step": "{step}"} | {
-            heading: cell for heading, cell in STEP.items() if heading != "step"}, WHOLE)
-        for name in names
+        Table(f"{folder}operations_{name}.json", {f"{name}: step": "{step}"} | {
+            heading: cell for heading, cell in STEP.items() if heading != "step"},
+            {"operation": "all"})
+        for name in ("bf16", "int8", "int4")
     )  # fmt: skip
 
 
-CPU = Part("On a CPU", (
+ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
     Section(
-        "Beside other engines",
-        "Qwen3-0.6B's shape with random weights, greedy, each engine from PyPI in an environment of"
-        " its own, in alternating rounds. Best of the rounds, with the share of the limit that"
-        " reading and arithmetic set, then the medians; MiB of memory are above weights and KV. The"
-        " host moves this machine's two cores between one complex of cores and two, so the rate of"
-        " reading changes by two within seconds.",
+        "Speed",
+        "Each engine serves a model of Qwen3-0.6B's shape on two cores, in alternating rounds. The"
+        " cell is the best round, with its share of the limit that reading weights and arithmetic"
+        " set. The machine's rate of reading changes by a factor of two within seconds.",
         "python -m benchmarks.cpu --rounds 5 --workloads single prefill batch",
-        (
-            engines("cpu.json", {k: v for k, v in FIGURES.items() if k != "above_mib"}, SHARE),
-            engines("cpu.json", {k: v + ", median" for k, v in FIGURES.items()}, "{median:sig}"),
-            Table(ZEN4 + "cpu.json", {"": "{engine}"}, {
-                "engine": ("quire bf16", "quire int8", "quire int4", "quire int4 head int4"),
-                "figure": ("ttft_s", "decode_rate", "prefill_rate", "batch_rate")},
-                "figure", "{ratio:.2f} ({peer})",
-                {k: v.rsplit(", ", 1)[0] + ", times the best peer" for k, v in FIGURES.items()
-                 if k != "above_mib"}),
-        ),
+        (engines("cpu.json", FIGURES, SHARE),),
+    ),
+    Section(
+        "Times the best other engine",
+        "The best round of quire over the best round of the fastest other engine with weights of as"
+        " many bits.",
+        "python -m benchmarks.cpu --rounds 5 --workloads single prefill batch",
+        (engines("cpu.json", FIGURES, "{ratio:.2f} ({peer})",
+            engine=("quire bf16", "quire int8", "quire int4", "quire int4 head int4")),),
+    ),
+    Section(
+        "Memory",
+        "Median memory of the process, in MiB, above its weights and KV cache.",
+        "python -m benchmarks.cpu --rounds 5 --workloads single prefill batch",
+        (engines("cpu.json", {"above_mib": "MiB"}, "{median:sig}"),),
     ),
     Section(
         "Shared prefix, small model, start",
-        "16 requests that share 512 of 544 prompt tokens, before anybody has seen the prefix and"
-        " again, tokens/s; ms per token of an 8 M Llama; seconds from the command to a token.",
+        "Tokens/s of 16 requests that share 512 of 544 prompt tokens, for a new prefix and for a"
+        " cached one. The other columns are milliseconds per token of a Llama with 8 million"
+        " weights, and seconds from the command to a token.",
         "python -m benchmarks.cpu --rounds 1 --workloads start shared tiny",
         (engines("cpu_others.json", {
-            "cold_rate": "shared, cold", "warm_rate": "shared, warm", "tiny_ms": "8 M model, ms",
+            "cold_rate": "shared, new", "warm_rate": "shared, cached", "tiny_ms": "8 M model, ms",
             "start_s": "start, s"}, "{best:sig}"),),
     ),
     Section(
         "Long prompts",
-        "A prompt of 8,192 tokens, and decoding after it, tokens/s and share of the limit.",
+        "Tokens/s and share of the limit for a prompt of 8,192 tokens, and for decoding after it.",
         "python -m benchmarks.cpu --rounds 2 --workloads long",
         (engines("cpu_long.json", {
             "long_rate": "prompt of 8,192", "deep_rate": "decode after it"}, SHARE),),
     ),
     Section(
         "64 rows",
-        "64 requests of 128 tokens in and 64 out, tokens/s and share of the limit.",
+        "Tokens/s and share of the limit for 64 requests of 128 tokens in and 64 out.",
         "python -m benchmarks.cpu --workloads rows",
         (engines("cpu_rows.json", {"rows_rate": "64 rows"}, SHARE),),
     ),
     Section(
-        "Against transformers",
-        "16 requests of 128 tokens against `generate` with a static batch (aim: 1.5 times). The"
-        " limit is weights and products alone, at measured peaks.",
-        "python -m benchmarks.models.against_transformers --dtype bfloat16",
-        tuple(
-            Table(f"{ZEN5}against_transformers_{dtype}.json", {
-                dtype: "{engine}", "seconds": "{median_s:.2f}",
-                "output tokens/s": "{output_tokens_per_s:.1f}", "times quire's time": "{ratio:.2f}",
-                "limit, s": "{limit_s:.2f}"})
-            for dtype in ("bfloat16", "float32")
-        ),
-    ),
-    Section(
-        "Throughput",
-        "`quire bench throughput`: 16 requests of 128 tokens in and 64 out, bf16.",
-        "python -m benchmarks.server.throughput --rounds 3",
-        (Table(ZEN5 + "throughput.json", {
-            "output tokens/s": "{output_tokens_per_second:.1f}", "all tokens/s":
-            "{tokens_per_second:.0f}", "a decoding step":
-            "{share_of_limits.decode_step_s*1e3:.1f} ms",
-            "share of the limit": "{share_of_limits.of_limit:.0%}"}),),
-    ),
-    Section(
         "Beam search",
-        "4 beams of 64 tokens against transformers (aims: 2 times for the demo model, 1 for the"
-        " 0.6B shape), and bytes of keys and values.",
+        "4 beams of 64 tokens, and the bytes of their keys and values, compared with transformers."
+        " The aims: 2 times as fast for the demo model, as fast for the 0.6B shape.",
         "python -m benchmarks.models.beam_search",
         (Table(ZEN5 + "beam_search.json", {
             "model": "{model_id}", "dtype": "{dtype}", "prompts": "{num_prompts}", "tokens/s":
             "{tokens_per_second.quire:,.1f}", "times transformers": "{ratio:.2f}", "KV, MB":
-            "{kv_bytes.quire*1e-6:.1f}", "of transformers": "{kv_bytes.transformers*1e-6:.1f}"}),),
-    ),
-    Section(
-        "Where a step's time goes",
-        "Whole steps by format (rows x context, or a prompt), and the operations of 16 rows in"
-        " bf16. The limit is the longer of reading and arithmetic, at the peaks of the same run.",
-        "python -m benchmarks.kernels.operations --quantization int8",
-        (
-            *operations(ZEN4, ("bf16", "int8", "int4")),
-            Table(ZEN4 + "operations_bf16.json", OPERATIONS, {"step": "16x128"}),
-            *operations(XEON, ("bf16", "int8", "int4")),
-        ),
-    ),
-    Section(
-        "Attention of one layer",
-        "Microseconds of a layer in bf16, the rate of reading keys and values next to that of plain"
-        " reading,"
-        " and that of products next to what the instructions give. Below: blocks of 16 against one"
-        " block of a whole row, contexts cut for several threads or not, a shared prefix read once"
-        " or for each row.",
-        "python -m benchmarks.kernels.attention",
-        (
-            Table(ZEN4 + "attention.json",
-                {k: v for k, v in CASES.items() if k != "variant"}, {"part": "cases"}),
-            Table(ZEN4 + "attention.json", {
-                "case": "{case}", "way": "{way}", "us": "{layer_us:,.0f}", "other": "{other}",
-                "its us": "{other_us:,.0f}", "times": "{ratio:.2f}", "of reading":
-                "{of_reading:.0%}"}, {"part": ("paged", "split", "cascade")}),
-            Table(ZEN4 + "attention.json", {
-                "case": "{case}", "format": "{format}", "us": "{layer_us:,.0f}", "of reading":
-                "{of_reading:.0%}", "GFLOP/s": "{gflop_per_s:,.0f}"}, {"part": "formats"}),
-            Table(XEON + "attention.json", CASES, {"part": "cases"}),
-        ),
-    ),
-    Section(
-        "Products",
-        "Microseconds of a layer's products by rows, then a CPU with AMX: GB/s of one row and 10^9"
-        " operations/s of more, with the share of the peak.",
-        "python -m benchmarks.kernels.linear",
-        (
-            Table(ZEN5 + "linear.json", {"shape": "{shape}", "format": "{format}"},
-                {"rows": (1, 16, 64, 1024), "shape": ("gate_up", "head")}, "rows",
-                "{seconds*1e6:,.0f}"),
-            Table("xeon-amx-16/linear.json", {
-                "shape": "{shape}", "format": "{format}", "variant": "{variant}"},
-                {"rows": (16, 1024)}, "rows", "{gop_per_s:,} ({share:.0%})"),
-            Table("xeon-amx-16/linear.json", {
-                "shape": "{shape}", "format": "{format}", "variant": "{variant}", "GB/s of one row":
-                "{gb_per_s} ({share:.0%})"}, {"rows": 1}),
-        ),
+            "{kv_bytes.quire*1e-6:.1f}", "KV of transformers, MB":
+            "{kv_bytes.transformers*1e-6:.1f}"}),),
     ),
     Section(
         "Several ranks",
-        "Two cores that all ways share: tokens/s of Qwen3-0.6B's shape in bf16, and the share of"
-        " tokens that are those of one process (stages have other random weights).",
+        "Tokens/s of Qwen3-0.6B's shape in bf16 on two cores, split over ranks in different ways."
+        " The last column is the share of tokens that one process gives as well; pipeline stages"
+        " draw other random weights.",
         "python -m benchmarks.models.ranks",
         (Table(ZEN5 + "ranks.json", {
             "": "{way}", "start, s": "{start_s:.1f}", "1 row": "{decode_1:.1f}", "16 rows":
-            "{decode_16:.0f}", "a prompt of 700": "{prompt:.0f}", "equal": "{equal:.0%}"}),),
+            "{decode_16:.0f}", "prompt of 700": "{prompt:.0f}", "equal": "{equal:.0%}"}),),
     ),
-    Section(
-        "Sums over ranks",
-        "Microseconds to add float32 [tokens, 1024] over two processes.",
-        "python -m benchmarks.kernels.collective",
-        (Table(ZEN5 + "collective.json", {"": "{kind}"}, by="tokens", cell="{us:,.0f}",
-            headings={n: f"{n:,} tokens" for n in (1, 16, 256, 2048)}),),
-    ),
-))  # fmt: skip
+), "How quire compares with other engines on the same CPU. All engines come from PyPI, each in an"
+   " environment of its own.")  # fmt: skip
 
-MODELS = Part("Models and formats", (
+DECODES = ("decode, 16 rows of 128", "decode, 16 rows of 1024", "decode, 1 row of 2048",
+           "prompt, 256", "chunk, 256 after 1792", "mixed, 128 and 15 rows of 256")  # fmt: skip
+KERNELS = Page("cpu-kernels.md", "CPU kernels", (
     Section(
-        "Accuracy",
-        "The demo model on 2,000 held-out items of each of seven kinds, in each format against bf16"
-        " (bf16 against float32): the relative error of logits, perplexity, nats per token, and"
-        " points of accuracy with their 95 % interval. int4 is measured again"
-        " in the second table.",
-        "python -m benchmarks.models.accuracy",
-        tuple(
-            Table(file, {
-                "format": "{format}", "against": "{against}", "logits": "{logits.relative:.1%}",
-                "perplexity": "{text.all.perplexity:.4f}", "nats": "{text.all.difference:+.5f}",
-                "points": "{tasks.all.points:+.2f}", "from": "{tasks.all.interval@min:+.2f}",
-                "to": "{tasks.all.interval@max:+.2f}"},
-                {"model": "demo", "against": against, "format": formats})
-            for file, against, formats in (
-                (ZEN5 + "accuracy.json", ("bfloat16", "float32"), ("bfloat16",)),
-                (ZEN5 + "accuracy.json", "bfloat16", ("int8", "int8 rows", "fp8", "int8 KV")),
-                (ZEN4 + "accuracy_int4.json", "bfloat16", ("int4", "int4 of 128",
-                                                           "int4, head int4")),
-            )
+        "Steps",
+        "Whole steps of Qwen3-0.6B's shape by format: rows x context, or a prompt. The limit is the"
+        " longer of reading and arithmetic, at the peaks that the same run measured. First two"
+        " cores of an EPYC, then twelve cores of a Xeon with AMX.",
+        "python -m benchmarks.kernels.operations --quantization int8",
+        (*steps(ZEN4), *steps(XEON)),
+    ),
+    Section(
+        "Operations of a step",
+        "The step of 16 rows in bf16 by operation.",
+        "python -m benchmarks.kernels.operations --steps 16x128",
+        (Table(ZEN4 + "operations_bf16.json", OPERATIONS, {"step": "16x128"}),),
+    ),
+    Section(
+        "Attention of one layer",
+        "Microseconds of a layer in bf16, its rate of reading keys and values, and its arithmetic."
+        " First the EPYC with two threads, then the Xeon with twelve.",
+        "python -m benchmarks.kernels.attention",
+        (
+            Table(ZEN4 + "attention.json", {k: v for k, v in CASES.items() if k != "kernels"},
+                {"part": "cases", "case": DECODES}),
+            Table(XEON + "attention.json", CASES,
+                {"part": "cases", "threads": 12, "case": DECODES}),
         ),
     ),
     Section(
-        "Classes of transformers",
-        "The share of the speed of quire's own class, for the same weights (aim: 0.8).",
-        "python -m benchmarks.models.model_impl --rounds 3",
-        (Table(ZEN5 + "model_impl.json", {"workload": "{workload}"}, by="way",
-            cell="{tokens_per_s:.1f} ({share:.2f})"),),
+        "Ways of attention",
+        "Blocks of 16 compared with one block for each row; contexts split over threads compared"
+        " with one pass. Cascade reads a shared prefix once, and not for each row.",
+        "python -m benchmarks.kernels.attention",
+        (Table(ZEN4 + "attention.json", {
+            "case": "{case}", "way": "{way}", "us": "{layer_us:,.0f}", "other way": "{other}",
+            "its us": "{other_us:,.0f}", "times": "{ratio:.2f}"},
+            {"part": ("paged", "split", "cascade"), "case": (
+                "16 rows of 128", "16 rows of 1,024", "16 rows of 4,096",
+                "1 row of 2,048, 8 KV heads", "1 row of 32,768, 8 KV heads",
+                "1 row of 2,048, 1 KV heads", "1 row of 32,768, 1 KV heads",
+                "16 rows share 256, own 64", "16 rows share 4,096, own 64")}),),
+    ),
+    Section(
+        "Formats of keys and values",
+        "The same layer with keys and values in other formats.",
+        "python -m benchmarks.kernels.attention",
+        (Table(ZEN4 + "attention.json", {
+            "case": "{case}", "format": "{format}", "us": "{layer_us:,.0f}", "of plain reading":
+            "{of_reading:.0%}", "GFLOP/s": "{gflop_per_s:,.0f}"}, {"part": "formats"}),),
+    ),
+    Section(
+        "Products with and without AMX",
+        "10^9 operations/s of one layer's products by rows, and GB/s for one row, with the share of"
+        " the peak.",
+        "python -m benchmarks.kernels.linear",
+        (
+            Table("xeon-amx-16/linear.json", {
+                "shape": "{shape}", "format": "{format}", "kernels": "{variant}"},
+                {"rows": (16, 1024)}, "rows", "{gop_per_s:,} ({share:.0%})",
+                {16: "16 rows", 1024: "1,024 rows"}),
+            Table("xeon-amx-16/linear.json", {
+                "shape": "{shape}", "format": "{format}", "kernels": "{variant}", "GB/s of one row":
+                "{gb_per_s} ({share:.0%})"}, {"rows": 1}),
+        ),
     ),
     Section(
         "Layers with states",
@@ -221,26 +180,7 @@ MODELS = Part("Models and formats", (
         "python -m benchmarks.kernels.states",
         (Table(ZEN5 + "states.json", {
             "case": "{case}", "us": "{delta_rule_us:,}", "GB/s":
-            "{gb_per_s@min} to {gb_per_s@max}", "of copying": "{settings.copy_gb_per_s}",
+            "{gb_per_s@min} to {gb_per_s@max}", "copying, GB/s": "{settings.copy_gb_per_s}",
             "GFLOP/s": "{gflop_per_s}"}),),
     ),
-    Section(
-        "Drafts compared with other engines",
-        "Tokens/s of one row after its first token, and times the same engine without drafts (aims"
-        " in `repeated`: 2 in bf16, 1.6 in int8). The limit: all drafts are right.",
-        "make bench-guesses",
-        tuple(guesses(f"cpu_guesses_{name}.json") for name in ("bf16", "int8", "demo")),
-    ),
-    Section(
-        "Nothing to draft",
-        "Times the plain speed where text does not repeat itself (aim: 0.98), and where it is"
-        " copied.",
-        "python -m benchmarks.models.speculation",
-        tuple(
-            Table(f"{ZEN5}speculation_{name}.json", {
-                f"{name}: workload": "{workload}", "rows": "{rows}", "times": "{ratio:.2f}",
-                "drafted": "{tried}", "right": "{right}"})
-            for name in ("bf16", "demo")
-        ),
-    ),
-))  # fmt: skip
+), "How near [the CPU kernels](../inside/cpu.md) are to the limits of the machine.")  # fmt: skip

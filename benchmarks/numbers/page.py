@@ -1,33 +1,51 @@
-"""Render docs/results/numbers.md: the tables of a catalogue, filled from the result files.
+"""Render the pages of numbers in docs/results: tables of a catalogue, filled from result files.
 
-A cell is a template such as `{ms.add.median*1e3:.1f} us`: the name of a row's field, a factor if it
-has one, a format. A list is the same figure of several rounds: its median, or with `@min` and
-`@max` the least and the most. The format `sig` shows three digits or all before the point. A run's
-settings are fields named `settings.NAME`. A cell of which a field is missing stays empty.
+A cell is a template such as `{ms.add.median*1e3:.1f} us`: the name of a row's field, a factor if
+it has one, a format. A list holds the same figure of several rounds: the cell shows its median, or
+with `@min` and `@max` the least and the most. The format `sig` shows three digits, or all before
+the point. A run's settings are fields named `settings.NAME`. A cell stays empty if a field is
+missing.
 """
 
 import string
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from benchmarks.result_files import Result, Row
 
-BEGIN = "<!-- made by python -m benchmarks.numbers: begin -->"
-END = "<!-- made by python -m benchmarks.numbers: end -->"
+ZEN4, ZEN5 = "epyc-zen4-2/", "epyc-zen5-2/"
+OVERVIEW = "numbers.md"
+MARK = "<!-- made by python -m benchmarks.numbers -->"
 CHOICES: dict[str, Callable[[list[float]], float]] = {"": median, "min": min, "max": max}
 WIDTH = 120  # of a line of text
+
+
+INTRODUCTION = """\
+This page shows the most telling measurements. The pages that it links to have all of them, each
+with the command that repeats it. Weights are random, decoding is greedy and sequences do not end
+early, unless a section says otherwise. Speed on a CPU is that of two cores."""
+MEASURING = (
+    "`make bench-cpu` compares the engines on this CPU. `make gpu-check` measures a GPU.",
+    "`make bench-all` runs most benchmarks and writes their result files into a folder for this"
+    " machine.",
+    "`python -m benchmarks.numbers` writes these pages from the files in"
+    " [benchmarks/results](../../benchmarks/results).",
+    "A commit with `+` had uncommitted changes. Figures are rounded if their file names printed"
+    " output as its source. `benchmarks/result_files.py` documents the form of these files.",
+    "[The papers' evaluation](evaluation.md) repeats the figures of the PagedAttention paper in"
+    " simulations.",
+)
 
 
 @dataclass(frozen=True)
 class Table:
     """The rows of one result file that `where` chooses: a value, or several, for each field.
 
-    With `by` the table is turned: rows that have the same first cell share a line, and each value
-    of that field is a column with `cell` in it. headings: of these columns, in their order.
-    is_full: lines with an empty cell are left out.
+    With `by` the table is turned: rows with the same first cells share a line, and each value of
+    that field is a column with `cell` in it. headings: of these columns, in their order.
     """
 
     file: str  # below benchmarks/results
@@ -36,7 +54,6 @@ class Table:
     by: str = ""
     cell: str = ""
     headings: dict[Any, str] = field(default_factory=dict)
-    is_full: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,12 +67,37 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Sections that belong together."""
+class Page:
+    """One page of docs/results."""
 
+    name: str
     title: str
     sections: tuple[Section, ...]
-    about: str = ""
+    about: str
+
+    @property
+    def tables(self) -> list[Table]:
+        return [table for section in self.sections for table in section.tables]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A cell of the one row of a file that has these values."""
+
+    file: str
+    cell: str
+    where: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Highlight:
+    """A row of the overview: quire's values, and what they are compared with."""
+
+    what: str
+    page: Page
+    ours: tuple[Value, ...]
+    others: tuple[Value, ...]
+    compared_with: str
 
 
 class _Cells(string.Formatter):
@@ -94,7 +136,7 @@ def chosen(result: Result, where: Mapping[str, Any]) -> list[Row]:
 
 
 def lines_of(table: Table, result: Result) -> list[str]:
-    """Return a table as Markdown, and where its figures are from."""
+    """Return a table as Markdown."""
     rows = chosen(result, table.where)
     if not rows:
         raise ValueError(f"{table.file} has no row with {table.where}; correct the catalogue.")
@@ -102,17 +144,17 @@ def lines_of(table: Table, result: Result) -> list[str]:
     head = list(table.columns)
     if table.by:
         head, cells = _turned(table, rows)
-    if table.is_full:
-        cells = [line for line in cells if all(line)]
     if not all(any(column) for column in zip(*cells, strict=True)):
         raise ValueError(f"{table.file}: a column of {head} is empty; correct the catalogue.")
     body = [head, ["---"] * len(head), *cells]
-    folder, commit, date = table.file.split("/")[0], result.commit, result.date[:10]
-    source = f"[{table.file}](../../benchmarks/results/{table.file})"
-    return [
-        *("| " + " | ".join(each) + " |" for each in body), "",
-        f"{folder}, commit {commit}, {date}: {source}", "",
-    ]  # fmt: skip
+    return [*("| " + " | ".join(each) + " |" for each in body), ""]
+
+
+def source_of(file: str, result: Result) -> list[str]:
+    """Return the lines that say where a table's figures are from."""
+    folder, name = file.split("/")
+    link = f"[{name}](../../benchmarks/results/{file})"
+    return [f"{link}, {folder}, {result.date[:10]}, {result.commit}", ""]
 
 
 def _turned(table: Table, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
@@ -125,28 +167,71 @@ def _turned(table: Table, rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     return [*table.columns, *headings.values()], cells
 
 
-def wrapped(text: str) -> list[str]:
+def wrapped(text: str, bullet: str = "") -> list[str]:
     """Return a text in lines that fit."""
-    return textwrap.wrap(text, WIDTH, break_on_hyphens=False, break_long_words=False)
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
-def generated(parts: tuple[Part, ...], results: Mapping[str, Result]) -> str:
-    """Return all parts as Markdown."""
-    lines = []
-    for part in parts:
-        lines += [f"## {part.title}", "", *([*wrapped(part.about), ""] if part.about else [])]
-        for section in part.sections:
-            lines += [
-                f"### {section.title}",
-                "",
-                *wrapped(section.about),
-                "",
-                f"`{section.command}`",
-                "",
-            ]
-            for table in section.tables:
-                lines += lines_of(table, results[table.file])
-    return "\n".join([*lines, *_machines(results)])
+def pages_of(
+    pages: Sequence[Page], highlights: Sequence[Highlight], results: Mapping[str, Result]
+) -> dict[str, str]:
+    """Return the text of all pages by file name, the overview first."""
+    texts = {OVERVIEW: _overview(pages, highlights, results)}
+    return texts | {page.name: _page(page, results) for page in pages}
+
+
+def _page(page: Page, results: Mapping[str, Result]) -> str:
+    lines = [MARK, f"# {page.title}", ""]
+    lines += wrapped(
+        f"This page shows {page.about[0].lower()}{page.about[1:]} [Numbers]({OVERVIEW}) describes"
+        " the machines and how to measure."
+    )
+    lines.append("")
+    for section in page.sections:
+        lines += [f"## {section.title}", "", *wrapped(section.about), ""]
+        lines += [f"`{section.command}`", ""]
+        for table, after in zip(section.tables, [*section.tables[1:], None], strict=True):
+            lines += lines_of(table, results[table.file])
+            if after is None or after.file != table.file:
+                lines += source_of(table.file, results[table.file])
+    return "\n".join(lines)
+
+
+def _overview(
+    pages: Sequence[Page], highlights: Sequence[Highlight], results: Mapping[str, Result]
+) -> str:
+    lines = [MARK, "# Numbers", "", *wrapped(INTRODUCTION), ""]
+    lines += ["| what | quire | compared with | page |", "|---|---|---|---|"]
+    for each in highlights:
+        ours, others = (
+            ", ".join(value_of(value, results) for value in values)
+            for values in (each.ours, each.others)
+        )
+        compared = f"{others} ({each.compared_with})" if others else each.compared_with
+        link = f"[{each.page.name.removesuffix('.md')}]({each.page.name})"
+        lines.append(f"| {each.what} | {ours} | {compared} | {link} |")
+    lines += ["", "## Pages", ""]
+    for page in pages:
+        lines += wrapped(f"[{page.name.removesuffix('.md')}]({page.name}): {page.about}", "- ")
+    lines += ["", *_machines(results), "## Measure again", ""]
+    for item in MEASURING:
+        lines += wrapped(item, "- ")
+    return "\n".join([*lines, ""])
+
+
+def value_of(value: Value, results: Mapping[str, Result]) -> str:
+    """Return the cell of a value."""
+    rows = chosen(results[value.file], value.where)
+    if len(rows) != 1:
+        raise ValueError(f"{value.file} has {len(rows)} rows with {value.where}; name one.")
+    return filled(value.cell, rows[0])
 
 
 def _machines(results: Mapping[str, Result]) -> list[str]:
@@ -161,12 +246,3 @@ def _machines(results: Mapping[str, Result]) -> list[str]:
         cells = (facts["cpu"], facts["cores"], facts.get("gpu") or "", facts.get("torch") or "")
         lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
     return [*lines, ""]
-
-
-def updated(page: str, text: str) -> str:
-    """Return a page with new text between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the page lacks the marks {BEGIN} and {END}; put them back.")
-    return f"{before}{BEGIN}\n\n{text}\n{END}{after}"

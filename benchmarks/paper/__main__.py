@@ -1,4 +1,4 @@
-"""Make the papers' figures: docs/results/evaluation.md, its plots, and their numbers,
+"""Make the papers' figures: docs/results/evaluation*.md, their plots, and their numbers,
 benchmarks/results/virtual-time/paper.json.
 
     python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--reduced --output DIR]
@@ -72,7 +72,7 @@ def main() -> int:
     settings = {"effort": "reduced" if options.reduced else "full"}
     write(results, "paper", rows_of(made), settings, lambda: plain_facts() | VIRTUAL)
     figures = [figure for several in made.values() for figure in several]
-    write_document(figures, options.output / "docs" / "results")
+    write_document(made, options.output / "docs" / "results")
     outside = [f for each in figures for f in each.findings if not f.holds]
     for finding in outside:
         print(f"outside its band: {finding.what}: {finding.ours:.3g}")

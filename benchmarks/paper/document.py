@@ -1,4 +1,4 @@
-"""Write docs/results/evaluation.md and draw its plots."""
+"""Write the evaluation's pages in docs/results and draw their plots."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.paper.figure import BARS, Curve, Figure
-from benchmarks.paper.section import section
+from benchmarks.paper.pages import pages_of
 
 matplotlib.use("svg")
 STYLE = {
@@ -25,37 +25,18 @@ STYLE = {
 PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 SIZE = (6.4, 3.2)  # inches
 MARKERS = "os^Dv*Px"
-HEAD = """# The papers' evaluation
-
-P: *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP 2023).
-T: *vLLM: An Efficient Inference Engine for Large Language Models* (2025).
-
-`make paper` makes this page, its plots and `benchmarks/results/virtual-time/paper.json`. Unless a
-figure says that it was measured, it is [simulated](../operate/simulate.md): quire is its own
-core, scheduler and memory under a virtual clock, the other systems are written after the paper's
-description (`benchmarks/paper/baselines/`), and all have the same requests and step times. Steps
-are not those of the paper's machines: a formula makes them of the models' shapes and the A100's
-data sheet, and 18 ms are added to each, for what the paper's batches and rates say that engines
-of 2023 needed beside it (`benchmarks/paper/settings.py`). So rates per second are not the
-paper's, and ratios between systems are what can be compared. Traces are ten minutes long. Lengths
-of requests are drawn after the paper's means; it does not give their spread. What the paper shows
-in drawings only is not repeated here; its numbers are those of its text.
-
-A band says in which range a number must be; the tests assert the bands on shorter traces. All of
-it takes a quarter of an hour on two cores.
-"""
 
 
-def write_document(figures: Sequence[Figure], folder: Path) -> None:
-    """Write evaluation.md and evaluation/NAME.svg into a folder."""
+def write_document(made: dict[str, list[Figure]], folder: Path) -> None:
+    """Write evaluation*.md and evaluation/NAME.svg into a folder. made: by module."""
     plots = folder / "evaluation"
     plots.mkdir(parents=True, exist_ok=True)
-    parts = [HEAD]
-    for figure in figures:
-        if figure.curves:
-            draw(figure, plots / f"{figure.name}.svg")
-        parts.append(section(figure))
-    (folder / "evaluation.md").write_text("\n".join(parts))
+    for figures in made.values():
+        for figure in figures:
+            if figure.curves:
+                draw(figure, plots / f"{figure.name}.svg")
+    for name, text in pages_of(made).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def draw(figure: Figure, path: Path) -> None:

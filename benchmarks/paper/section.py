@@ -1,15 +1,18 @@
-"""What docs/results/evaluation.md says of a figure, and its numbers as rows of a result file."""
+"""The section of a figure on its page, and its numbers as rows of a result file."""
 
 import math
+import textwrap
 from dataclasses import asdict, fields
 from typing import Any
 
 from benchmarks.paper.figure import Curve, Figure, Finding
 from benchmarks.result_files import Row
 
+WIDTH = 120  # of a line of text
+
 
 def section(figure: Figure) -> str:
-    """Return what the document says of a figure."""
+    """Return the section of a figure."""
     lines = [f"## {figure.title}", "", f"*{figure.source}*", ""]
     if figure.curves:
         lines += [f"![{figure.title}](evaluation/{figure.name}.svg)", ""]
@@ -18,18 +21,32 @@ def section(figure: Figure) -> str:
         lines += [_row(finding) for finding in figure.findings]
         lines.append("")
     if figure.text:
-        lines += [figure.text.strip(), ""]
+        lines += [wrapped(figure.text.strip()), ""]
+    return "\n".join(lines)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Return a text whose paragraphs fit the page; tables stay as they are. indent: of a
+    paragraph's lines after its first one."""
+    unbroken = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    lines: list[str] = []
+    for line in text.splitlines():
+        is_table = line.startswith("|")
+        lines += [line] if is_table or not line else unbroken.wrap(line)
     return "\n".join(lines)
 
 
 def _row(finding: Finding) -> str:
-    band = f"{_shown(finding.low)} to {_shown(finding.high)}"
+    band = f"{shown(finding.low)} to {shown(finding.high)}"
     outside = "" if finding.holds else " (outside)"
-    ours = f"{_shown(finding.ours)}{finding.unit}"
+    ours = f"{shown(finding.ours)}{finding.unit}"
     return f"| {finding.what} | {ours}{outside} | {finding.published} | {band} |"
 
 
-def _shown(value: float) -> str:
+def shown(value: float) -> str:
+    """Return a number with three digits, or all before the point."""
     if value != value or abs(value) == float("inf"):
         return "any"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -92,7 +92,7 @@ def is_refused(name: str, path: tuple[str, ...], value: Any, *, is_outlined: boo
         ({"rope_scaling": {"rope_type": "linear", "factor": -2}}, "rope_scaling: factor is -2"),
         ({"rope_scaling": [1]}, r"rope_scaling is \[1\]; it must be an object"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide .*, 4"),
-        ({"hidden_size": 33}, "hidden_size is 33; it is no multiple of 4 heads"),
+        ({"hidden_size": 33}, "hidden_size is 33; it is not a multiple of 4 heads"),
         ({"head_dim": 7}, "head_dim is 7; heads of 7 dimensions cannot be rotated"),
         ({"attention_bias": "false"}, "attention_bias is 'false'; it must be true or false"),
         ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; it must hold whole numbers"),

@@ -8,7 +8,7 @@ import pytest
 
 from quire.base.eagle3_spec import head_options, head_spec
 from quire.base.errors import ModelError
-from tests.models.heads import SPECULATORS, HeadShape, target_spec
+from tests.support.models.eagle_heads import SPECULATORS, HeadShape, target_spec
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_which_layers_a_config_means(
         (
             HeadShape(top={"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]}),
             {},
-            "is no EAGLE-3 head: .* draft_model",
+            "is not an EAGLE-3 head: .* draft_model",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, is_gguf
-from tests.models.gguf_writer import F32, Q8_0, Tensor, write_gguf
+from tests.support.models.gguf_writer import F32, Q8_0, Tensor, write_gguf
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
@@ -224,9 +224,9 @@ DAMAGED_TENSORS = {
     "no dims": (tensor_info(()), "has 0 dimensions"),
     "no values": (tensor_info((4, 0)), r"has the shape \[0, 4\]"),
     "half a block": (tensor_info((40,), Q8_0), r"of type Q8_0 has the shape \[40\]"),
-    "huge": (tensor_info((1 << 63, 1 << 63, 1 << 63)), "bytes behind the file"),
-    "far": (tensor_info(offset=1 << 63), "bytes behind the file"),
-    "crooked": (tensor_info(offset=4), "no multiple of 32"),
+    "huge": (tensor_info((1 << 63, 1 << 63, 1 << 63)), "bytes after the end of the file"),
+    "far": (tensor_info(offset=1 << 63), "bytes after the end of the file"),
+    "crooked": (tensor_info(offset=4), "does not begin at a multiple of 32"),
     "unknown": (tensor_info(kind=16), "stored as IQ2_XXS; supported are F32, F16"),
     "removed": (tensor_info(kind=4), "stored as type 4; supported are F32, F16"),
 }

@@ -41,7 +41,7 @@ def test_vllms_words_are_taken_and_ours_keep_tokens_in_the_house() -> None:
     ("given", "named"),
     [
         ("[]", "JSON object"),
-        ("{", "not JSON"),
+        ("{", "must be a JSON object"),
         ('{"enabled": true}', "has no enabled"),
         ('{"enable_kv_cache_events": 1}', "enable_kv_cache_events must be true or false"),
         ('{"token_ids": "yes"}', "token_ids"),

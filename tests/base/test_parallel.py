@@ -19,7 +19,7 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1"}
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
             "decode_context_parallel_size=3 must divide tensor_parallel_size=4",
         ),
-        ({"ray_address": "a:1"}, "ray_address='a:1' needs distributed_executor_backend=ray"),
+        ({"ray_address": "a:1"}, "ray_address='a:1' needs Ray; add distributed_executor"),
         (RAY | {"node_wait_s": 0.0}, "node_wait_s must be a positive number of seconds, got 0.0"),
         (RAY | {"node_wait_s": float("inf")}, "node_wait_s must be a positive number"),
         ({"tensor_parallel_size": 3} | NODES, "nnodes=2 must divide the 3 ranks of tensor_par"),
@@ -30,7 +30,7 @@ NODES = {"nnodes": 2, "master_addr": "127.0.0.1"}
             NODES | {"tensor_parallel_size": 2, "data_parallel_size": 2},
             "data_parallel_size=2 with nnodes=2 is not supported",
         ),
-        (NODES | RAY | {"tensor_parallel_size": 2}, "ray finds the machines itself, and nnodes=2"),
+        (NODES | RAY | {"tensor_parallel_size": 2}, "nnodes=2 is for ranks without Ray"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
             "distributed_executor_backend=uni is for one rank",

@@ -41,9 +41,9 @@ from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy
 from quire.scheduler.policy.policies import make_policy
 from quire.serve.hooks import Hooks
-from tests.cli.commands import run
-from tests.serve.checkpoints import checkpoint
-from tests.serve.processes import Server
+from tests.support.commands import run
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.processes.servers import Server
 
 DOCUMENTS = sorted((Path(__file__).parents[2] / "docs" / "extend").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -196,7 +196,7 @@ def test_formats_of_answers_are_read(site: Site) -> None:
 def test_a_format_of_another_kind(site: Site) -> None:
     source = "class Odd:\n    def format(self): return 5\n"
     site.install("odd-format", TOOL_FORMATS, "odd", "odd_format:Odd", source)
-    with pytest.raises(ConfigError, match="'odd' gives a int; it must be a CallFormat"):
+    with pytest.raises(ConfigError, match="'odd' provides a int; it must be a CallFormat"):
         detect_format(None, None, "odd")
 
 
@@ -259,7 +259,7 @@ def check_logits_processors(server: Server) -> None:
     assert status == 200, answer
     assert max(answer["choices"][0]["token_ids"]) < 9
     for wrong, reason in (
-        (["loud"], "no logits processor 'loud' here; allowed are: hush"),
+        (["loud"], "no logits processor 'loud'; the setting logits_processors"),
         ([{"name": "hush", "kwarg": {}}], "kwarg"),
         ("hush", "list"),
     ):
@@ -280,7 +280,7 @@ def post(server: Server, body: dict) -> tuple[int, dict]:
 def test_a_hook_that_cannot_be_made_or_has_no_method(site: Site) -> None:
     source = "class Hook:\n    def __init__(self, x): ...\n    def on_output(self, p): ...\n"
     site.install("early", HOOKS, "early", "early_hook:Hook", source)
-    with pytest.raises(ConfigError, match="'early' cannot be made: TypeError"):
+    with pytest.raises(ConfigError, match="'early' cannot be created: TypeError"):
         Hooks(["early"])
     site.install("idle", HOOKS, "idle", "idle_hook:Hook", "class Hook: ...\n")
     reason = "it has no before_admission, on_output, on_tool_call"
@@ -297,12 +297,12 @@ def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(
     flags = ("--scheduling-policy", "lifo", "--attention-backend", "counting")
     status, _, said = run(capsys, "generate", "Hi", "--max-tokens", "3", *flags)
     assert status == 0 and "attention: counting" in caplog.text, said
-    shown = run(capsys, "generate", "--help")[1]
+    shown = run(capsys, "generate", "--help", "all")[1]
     assert "--attention-backend {auto,cpu,torch,reference,triton,...}" in shown
-    assert "--scheduling-policy {fifo,fcfs," in shown
+    assert "--scheduling-policy {fifo,srtf,two-level,...}" in shown
     status, _, said = run(capsys, "generate", "Hi", "--scheduling-policy", "lottery")
     assert status != 0
-    assert "scheduling_policy must be one of fifo, fcfs" in said
+    assert "scheduling_policy must be one of fifo, srtf, two-level" in said
     assert "lifo (of quire-lifo 1.0), got 'lottery'" in said
     file = site.folder / "settings.yaml"
     file.write_text("scheduling-policy: lifo\n")
@@ -339,7 +339,7 @@ def test_a_policy_of_another_package_cannot_be_recorded(site: Site, tmp_path: Pa
     site.install_example("quire_lifo")
     settings = SMALL | {"scheduling_policy": "lifo", "record": str(tmp_path / "run")}
     for make in (LLM, AsyncLLM):
-        with pytest.raises(ConfigError, match="'lifo', which another package .*; leave record out"):
+        with pytest.raises(ConfigError, match="'lifo', which another package .*; remove record"):
             make(str(checkpoint("llama")), **settings)
     assert not (tmp_path / "run").exists()
 
@@ -387,14 +387,14 @@ def test_a_class_of_another_kind(site: Site, source: str, reason: str) -> None:
 def test_a_policy_that_cannot_be_made_is_an_error_at_the_start(site: Site) -> None:
     source = EXAMPLES["quire_lifo"][0].replace("progress: Progress", "")
     site.install("early", POLICIES, "early", "early_one:Lifo", source)
-    with pytest.raises(ConfigError, match="'early' cannot be made: TypeError"):
+    with pytest.raises(ConfigError, match="'early' cannot be created: TypeError"):
         make_policy("early")
 
 
 def test_a_model_that_is_no_module(site: Site) -> None:
     source = "class Model:\n    def forward(self): ...\n    def logits(self): ...\n"
     site.install("plain", MODELS, "plain", "plain_one:Model", source)
-    with pytest.raises(ModelError, match="no nn.Module"):
+    with pytest.raises(ModelError, match="not an nn.Module"):
         model_class("plain")
 
 
@@ -410,7 +410,7 @@ def test_a_backend_that_lacks_the_defaults(site: Site) -> None:
 def test_two_packages_with_one_name_are_both_named(site: Site) -> None:
     for package in ("first-lifo", "second-lifo"):
         site.install(package, POLICIES, "lifo", "quire_lifo:Lifo", EXAMPLES["quire_lifo"][0])
-    with pytest.raises(ConfigError, match=r"first-lifo 1.0 and second-lifo 1.0 both bring"):
+    with pytest.raises(ConfigError, match=r"first-lifo 1.0 and second-lifo 1.0 both provide"):
         make_policy("lifo")
 
 
@@ -423,7 +423,7 @@ def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
     with caplog.at_level(logging.WARNING), pytest.raises(ConfigError) as refused:
         make_policy("other")
     assert "usurper" not in str(refused.value)
-    assert "usurper 1.0 brings a scheduling policy 'fifo', which is built in" in caplog.text
+    assert "usurper 1.0 provides a scheduling policy 'fifo', which is also built in" in caplog.text
 
 
 def test_what_a_class_must_have_is_what_the_protocols_say() -> None:

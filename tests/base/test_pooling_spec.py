@@ -74,7 +74,7 @@ def test_what_is_not_done_is_refused(
 def test_a_path_out_of_the_model_is_not_followed(tmp_path: Path) -> None:
     entry = {"type": "Pooling", "path": "../1_Pooling"}
     (tmp_path / "modules.json").write_text(json.dumps([entry]))
-    with pytest.raises(ModelError, match="no directory of the model"):
+    with pytest.raises(ModelError, match="not a directory of the model"):
         spec_of(tmp_path, {})
 
 

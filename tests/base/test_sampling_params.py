@@ -52,7 +52,7 @@ def test_defaults_are_vllms() -> None:
         ("prompt_logprob_token_ids", [1], "a list of lists"),
         ("prompt_logprob_token_ids", [[-2]], "token ids, or -1"),
         ("prompt_logprob_token_ids", [[1] * 129], "at most 128"),
-        ("prompt_logprob_start", 3, "beside prompt_logprob_token_ids"),
+        ("prompt_logprob_start", 3, "together with prompt_logprob_token_ids"),
         ("logprob_token_ids", list(range(129)), "1 to 128"),
         ("logprob_token_ids", ["a"], "integers"),
         ("truncate_prompt_tokens", 0, "at least 1, -1"),
@@ -158,7 +158,7 @@ def test_how_many_samples_are_made() -> None:
         ({"n": 2, "temperature": 0}, "n=2 needs sampling.*Raise temperature, or set n to 1"),
         ({"n": 2, "temperature": 5e-6}, "n=2 needs sampling"),
         ({"best_of": 2, "temperature": 0}, "best_of=2 needs sampling"),
-        ({"best_of": 2, "output_kind": RequestOutputKind.DELTA}, "best_of=2 needs.*leave best_of"),
+        ({"best_of": 2, "output_kind": RequestOutputKind.DELTA}, "best_of=2 needs.*remove best_of"),
     ],
 )
 def test_samples_that_make_no_sense(params: dict, says: str) -> None:

@@ -45,15 +45,15 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ("{", "is not JSON"),
+        ("{", "must be JSON such as"),
         ("[1]", "must be like"),
         ({"method": "medusa"}, "one of ngram, suffix.*, got 'medusa'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a number from 1, got 0"),
         ({"num_speculative_tokens": True}, "must be a number from 1, got True"),
         ({"num_speculative_tokens": 33}, "at most 32, got 33"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "not be above prompt_lookup_max"),
-        ({"method": "draft_model"}, "draft_model needs a model that guesses: a directory"),
-        ({"method": "eagle3", "model": 3}, "eagle3 needs a model that guesses.* got 3"),
+        ({"method": "draft_model"}, "draft_model needs a draft model: a directory"),
+        ({"method": "eagle3", "model": 3}, "eagle3 needs a draft model.* got 3"),
         ({"method": "draft_model", "model": "x", "prompt_lookup_max": 2}, "no 'prompt_lookup_max'"),
         ({"model": "x"}, "has no 'model' for the method ngram; it has: method"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "no 'prompt_lookup_max' for .* suffix"),

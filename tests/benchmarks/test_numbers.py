@@ -1,4 +1,4 @@
-"""docs/results/numbers.md is made from the result files, and the README's figures are theirs."""
+"""The pages of numbers are made from the result files, and so are the figures of other pages."""
 
 import re
 from collections.abc import Callable
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.numbers.__main__ import PAGE
-from benchmarks.numbers.catalogue import PARTS
-from benchmarks.numbers.page import BEGIN, END, Table, filled, generated, lines_of, updated
+from benchmarks.numbers.__main__ import FOLDER
+from benchmarks.numbers.catalogue import HIGHLIGHTS, PAGES
+from benchmarks.numbers.page import Table, Value, filled, lines_of, pages_of, source_of, value_of
 from benchmarks.result_files import Result, read_all
 
 ROOT = Path(__file__).parents[2]
 RESULTS = read_all()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_LINES = 250
+OF_THE_EVALUATION = {"virtual-time/paper.json", "epyc-zen4-2/paper_real.json"}
 TOY = Result(
     "toy", "abc1234", "2026-11-28", {"cpu": "x", "cores": 1}, {"limit_s": 0.5},
     [
@@ -26,18 +28,19 @@ TOY = Result(
 )  # fmt: skip
 
 
-def test_the_page_is_what_the_files_say() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == updated(page, generated(PARTS, RESULTS)), "run python -m benchmarks.numbers"
+def test_the_pages_are_what_the_files_say() -> None:
+    for name, text in pages_of(PAGES, HIGHLIGHTS, RESULTS).items():
+        assert (FOLDER / name).read_text("utf-8") == text, "run python -m benchmarks.numbers"
+        assert len(text.splitlines()) <= MAX_LINES, name
 
 
-def test_every_result_file_is_on_the_page() -> None:
-    shown = {t.file for part in PARTS for section in part.sections for t in section.tables}
-    assert shown == RESULTS.keys()
+def test_every_result_file_is_on_a_page() -> None:
+    shown = {table.file for page in PAGES for table in page.tables}
+    assert shown | OF_THE_EVALUATION == RESULTS.keys()
 
 
 def test_commands_name_modules_that_are_there() -> None:
-    commands = {section.command for part in PARTS for section in part.sections}
+    commands = {section.command for page in PAGES for section in page.sections}
     modules = {name for command in commands for name in re.findall(r"-m ([\w.]+)", command)}
     assert len(modules) > 30
     for name in modules:
@@ -68,17 +71,13 @@ def test_a_table_by_rows_and_turned() -> None:
     assert lines[:4] == [
         "|  | best | limit |", "| --- | --- | --- |", "| a | 1234.5 | 0.5 |", "| b | 12.3 | 0.5 |"
     ]  # fmt: skip
-    assert (
-        lines[5]
-        == "m, commit abc1234, 2026-11-28: [m/toy.json](../../benchmarks/results/m/toy.json)"
-    )
+    link = "[toy.json](../../benchmarks/results/m/toy.json)"
+    assert source_of("m/toy.json", TOY) == [f"{link}, m, 2026-11-28, abc1234", ""]
     headings = {"first_s": "first", "rate": "tok/s"}
     turned = Table("m/toy.json", {"": "{engine}"}, {}, "figure", "{best:sig}", headings)
     assert lines_of(turned, TOY)[:4] == [
         "|  | first | tok/s |", "| --- | --- | --- |", "| a | 0.0625 | 1,234 |", "| b |  | 12.3 |"
     ]  # fmt: skip
-    full = Table("m/toy.json", {"": "{engine}"}, {}, "figure", "{best:sig}", headings, True)
-    assert lines_of(full, TOY)[2:4] == ["| a | 0.0625 | 1,234 |", ""]
 
 
 def test_wrong_entries_of_the_catalogue() -> None:
@@ -88,12 +87,11 @@ def test_wrong_entries_of_the_catalogue() -> None:
         lines_of(Table("m/toy.json", {"": "{engine}", "x": "{nothing}"}), TOY)
 
 
-def test_text_between_marks_is_replaced() -> None:
-    page = f"before {BEGIN} old {END} after"
-    assert updated(page, "new") == f"before {BEGIN}\n\nnew\n{END} after"
-    assert updated(updated(page, "x"), "new") == updated(page, "new")
-    with pytest.raises(ValueError, match="lacks the marks"):
-        updated(f"before {BEGIN} old", "new")
+def test_a_value_is_of_one_row() -> None:
+    results = {"m/toy.json": TOY}
+    assert value_of(Value("m/toy.json", "{best:.1f}", {"engine": "b"}), results) == "12.3"
+    with pytest.raises(ValueError, match="has 2 rows with"):
+        value_of(Value("m/toy.json", "{best:.1f}", {"engine": "a"}), results)
 
 
 def only(file: str, field: str, **wanted: Any) -> Any:
@@ -168,7 +166,14 @@ def test_sentences_of_the_readme() -> None:
     assert f"first token comes {median(seconds):.1f} s after the command" in text
     decode = {"what": "decode", "model": "llama-3.1-8b", "context": 512}
     one, many = (only("h200/gpu_engine.json", "mean_ms", rows=n, **decode) for n in (1, 64))
-    assert f"a token of an 8B takes {one:.1f} ms, one of each of 64 rows {many:.1f} ms" in text
+    assert f"token of an 8B model takes {one:.1f} ms, a step of 64 rows takes {many:.1f} ms" in text
+
+
+def test_sentences_of_gpu_md() -> None:
+    text = " ".join((ROOT / "docs" / "inside" / "gpu.md").read_text(encoding="utf-8").split())
+    decode = {"what": "decode", "model": "llama-3.1-8b", "context": 512}
+    one, many = (only("h200/gpu_engine.json", "mean_ms", rows=n, **decode) for n in (1, 64))
+    assert f"a step of Llama-3.1-8B takes {one:.1f} ms for one row and {many:.1f} ms for 64" in text
 
 
 def test_sentences_about_tiles_in_cpu_md() -> None:

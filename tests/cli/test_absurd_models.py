@@ -13,10 +13,10 @@ from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
 from quire.engine.start.text import build_text_side
 from quire.models.source import resolve_model
-from tests.cli.commands import run
-from tests.models.gguf_writer import F32, META, stored, write_gguf
-from tests.render.tiny import write_directory
 from tests.serve.test_cache_identity import CONFIGS
+from tests.support.commands import run
+from tests.support.models.gguf_writer import F32, META, stored, write_gguf
+from tests.support.render.tiny_tokenizers import write_directory
 
 DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
 CASES = [

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from quire.cli.main import main
-from tests.cli.commands import run
-from tests.serve.api.direct import text_of
-from tests.serve.batches.inputs import read, request, write
+from tests.support.commands import run
+from tests.support.serve.batch_files import read, request, write
+from tests.support.serve.direct_engine import text_of
 
 WAIT_S = 120.0
 SYSTEMS = ["You are a fox. Answer in rhymes. " * 4, "Count slowly, and say why. " * 4]
@@ -109,7 +109,7 @@ def stop_and_go_on(
         else:
             assert (status, whole) == (130, kept) and "Traceback" not in said
             assert f"{left} of {num_lines} lines are left" in said
-            assert "the same command goes on" in said
+            assert "Run the same command again" in said
     caplog.set_level(logging.INFO, "quire")
     assert main(["batch", str(folder / "in"), str(folder / "out"), *SMALL]) == 0
     assert f"{kept.count(end)} of {num_lines} lines are done already" in caplog.text
@@ -135,12 +135,12 @@ def test_what_cannot_be_run_is_said_before_a_model_is_loaded(
 ) -> None:
     path, out = str(write(tmp_path / "in", [request("a")])), str(tmp_path / "out")
     for arguments, told in (
-        (("batch",), "give IN once"),
-        (("batch", path), "give OUT once"),
-        (("batch", path, out, "-o", out), "give OUT once"),
+        (("batch",), "IN must be given once"),
+        (("batch", path), "OUT must be given once"),
+        (("batch", path, out, "-o", out), "OUT must be given once"),
         (("batch", str(tmp_path / "none"), out), "there is no file"),
-        (("batch", path, path), "is the input"),
-        (("run-batch", "-i", path, "-o", path), "is the input"),
+        (("batch", path, path), "is also the input"),
+        (("run-batch", "-i", path, "-o", path), "is also the input"),
         (("batch", path, str(tmp_path / "no" / "out")), "cannot be written"),
         (("batch", path, out, "-m", str(tmp_path / "model")), "model"),
     ):

@@ -10,7 +10,7 @@ import pytest
 from quire.cli.main import main
 from quire.tools.bench import throughput
 from quire.tools.limits import Limits
-from tests.tools.bench.fake_openai import FakeOpenAI, running
+from tests.support.serve.fake_openai import FakeOpenAI, running
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ],
 )
 def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]) -> None:
-    status, out, _ = run(capsys, kind, "--help")
+    status, out, _ = run(capsys, kind, "--help", "all")
     assert status == 0
     for flag in (*flags, "--dataset-name", "--output-json", "--seed"):
         assert flag in out

@@ -15,7 +15,7 @@ import pytest
 from quire.base.errors import EngineDead, EngineError
 from quire.cli.chat import Chat, Conversation
 from quire.cli.chat_targets import Messages, Piece, _pieces
-from tests.cli.commands import run
+from tests.support.commands import run
 
 
 class Parrot:
@@ -149,7 +149,7 @@ def test_a_prompt_that_never_fits_is_told(
     status, out, err = run(capsys, "chat", *options)
     assert status == 1
     assert len(out.splitlines()) == 1
-    assert "at most max_model_len - 1 = 63 are possible" in err
+    assert "the range is 1 to max_model_len - 1 = 63" in err
 
 
 class Terminal:

@@ -12,12 +12,12 @@ from quire.base.config import ServerConfig, config_from_flat
 from quire.cli.chat_targets import ServerTarget
 from quire.engine.start.build import build_engine
 from quire.serve.api.context import ApiContext
-from tests.cli.commands import run
 from tests.serve.api.conftest import serving
-from tests.serve.api.direct import wait_until
-from tests.serve.api.fake_client import FakeClient
-from tests.tools.bench.fake_openai import FakeOpenAI, running
-from tests.tools.http_server import Seen, Send, send_json
+from tests.support.commands import run
+from tests.support.http_server import Seen, Send, send_json
+from tests.support.serve.direct_engine import wait_until
+from tests.support.serve.fake_client import FakeClient
+from tests.support.serve.fake_openai import FakeOpenAI, running
 
 KEY = "open-sesame"
 OPTIONS = ("--temperature", "0", "--max-tokens", "12")

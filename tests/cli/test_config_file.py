@@ -18,7 +18,7 @@ from quire.cli.settings import (
     human_integer,
 )
 from quire.serve.vllm_compat import VLLM_SETTINGS
-from tests.cli.commands import run
+from tests.support.commands import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,7 +116,7 @@ def test_an_empty_file(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("max-modle-len: 5", "no setting 'max-modle-len'. Did you mean max-model-len?"),
-        ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help`"),
+        ("xyzzy: 5", "no setting 'xyzzy'. `quire serve --help all`"),
         ("block-size: lots", "block-size must be a whole number such as 4096 or 4k, got 'lots'"),
         ("block-size: 1.5", "block-size must be a whole number such as 4096 or 4k, got 1.5"),
         ("block-size: true", "got True"),
@@ -126,17 +126,17 @@ def test_an_empty_file(tmp_path: Path) -> None:
         ("watermark: .nan", "watermark must be a number such as 0.9, got nan"),
         ("max-num-seqs: .inf", "got inf"),
         ("enable-prefix-caching: 1", "enable-prefix-caching must be true or false, got 1"),
-        ("revision: 123", "must be text (in quotes if it looks like a number), got 123"),
+        ("revision: 123", "must be a string (in quotes if it looks like a number), got 123"),
         (
             "dtype: int3",
-            "dtype must be one of auto, float32, bfloat16, float16, float64, half, float, got",
+            "dtype must be one of auto, float32, bfloat16, float16, float64, got 'int3'",
         ),
-        ("served-model-name: [a, 5]", "served-model-name must be text"),
-        ("block-size: 8\nblock_size: 9", "block_size is there twice"),
-        ("device-memory-utilization: 1\ngpu-memory-utilization: 1", "is there twice"),
+        ("served-model-name: [a, 5]", "served-model-name must be a string"),
+        ("block-size: 8\nblock_size: 9", "block_size is set twice, the second time as"),
+        ("device-memory-utilization: 1\ngpu-memory-utilization: 1", "is set twice"),
         ("- a\n- b", "must hold lines such as"),
         ("a: [", "is not valid YAML"),
-        ("enable-lora: true", "enable_lora=True is not supported: adapters are not supported yet"),
+        ("enable-lora: true", "enable_lora=True is not supported: quire loads no adapters"),
     ],
 )
 def test_errors_name_file_key_and_value(
@@ -151,7 +151,7 @@ def test_errors_name_file_key_and_value(
 def test_a_wrong_key_is_not_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config_file(Path(write(tmp_path, "api-key: 918273")))
-    assert "918273" not in str(caught.value) and "api-key must be text" in str(caught.value)
+    assert "918273" not in str(caught.value) and "api-key must be a string" in str(caught.value)
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,12 +194,12 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        ("--cudagraph-capture-sizes 1", "is ignored: sizes are recorded as they are used."),
+        ("--cudagraph-capture-sizes 1", "is ignored: graphs are recorded for the sizes in use."),
         ("--no-trust-remote-code", "trust_remote_code (flag) is ignored"),
         ("--max-parallel-loading-workers 1", "max_parallel_loading_workers (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
         ("--swap_space=4", "swap_space (flag) is ignored"),
-        ("--uvicorn-log-level error", "--log-level is for everything"),
+        ("--uvicorn-log-level error", "--log-level applies to all loggers"),
     ],
 )
 def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: str) -> None:
@@ -212,10 +212,10 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ("--trust-remote-code", "trust_remote_code=True is not supported: code from a model's"),
+        ("--trust-remote-code", "trust_remote_code=True is not supported: quire runs only its own"),
         ("--enable-lora", "enable_lora=True is not supported"),
         ("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
-        ("--speculative-config {", "speculative_config is not JSON"),
+        ("--speculative-config {", "speculative_config must be JSON"),
         ('--speculative-config {"method":"medusa"}', "method must be one of ngram, suffix, "),
     ],
 )
@@ -231,7 +231,7 @@ def test_the_note_is_logged(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     run(capsys, "generate", "", "--max-seq-len-to-capture", "9")
-    note = "max_seq_len_to_capture (flag) is ignored: graphs are for every length."
+    note = "max_seq_len_to_capture (flag) is ignored: graphs work for every length."
     assert note in caplog.messages
 
 

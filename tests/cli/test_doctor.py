@@ -11,9 +11,9 @@ from quire.cli import doctor, machine
 from quire.ops import native
 from quire.ops.formats import variants
 from quire.serve.llm import LLM
-from tests.cli.commands import run
-from tests.models.checkpoints import write_checkpoint
-from tests.ops.figures import keep_figures, own_figures
+from tests.support.commands import run
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
+from tests.support.models.checkpoints import write_checkpoint
 
 
 def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """`quire fit`: text and JSON, this machine and others, and what it refuses."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import pytest
 
 from quire.cli import machine
 from quire.models.source import resolve_model
-from tests.cli.commands import run
-from tests.models.checkpoints import write_checkpoint
+from tests.structure.test_house import ROOT
+from tests.support.commands import run
+from tests.support.models.checkpoints import write_checkpoint
 
 MIB = 1 << 20
 
@@ -57,6 +60,23 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["weights"]["bytes"] == sum(found["weights"]["formats"].values())
     assert found["requests"][-1]["length"] == 256
     assert len(found["alternatives"]) in (2, 6) and found["warnings"] == []
+
+
+def test_figures_of_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
+    """The page on GPUs has the size of the pool, the page on models the text of a run."""
+    table = (ROOT / "docs" / "start" / "gpu.md").read_text("utf-8")
+    rows = re.findall(r"^\| 8B \| `([^`]+)` \| ([\d,]+) \|$", table, re.MULTILINE)
+    assert len(rows) == 3
+    for flags, tokens in rows:
+        words = "fit", "shape:qwen3-8b", "--device", "rtx4090", *shlex.split(flags)
+        _, out, _ = run(capsys, *words)
+        assert f"= {tokens} tokens in" in out
+    page = (ROOT / "docs" / "use" / "models.md").read_text("utf-8")
+    command = re.search(r"^quire (fit .*)$", page, re.MULTILINE)
+    block = re.search(r"^```\n(model\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert command and block
+    _, out, _ = run(capsys, *shlex.split(command[1]))
+    assert set(block[1].splitlines()) <= set(out.splitlines())
 
 
 def test_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +151,7 @@ def test_the_gpu_of_this_machine(
     ("arguments", "message"),
     [
         (["demo", "--device", "H1000"], "there is no device 'H1000'; known are cpu"),
-        (["demo", "--device", "cuda"], "nvidia-smi shows no GPU here"),
+        (["demo", "--device", "cuda"], "nvidia-smi lists no GPU on this machine"),
         (["./nowhere"], "there is no directory ./nowhere"),
         (["shape:nothing"], "there is no shape 'nothing'"),
         (["demo", "--max-model-len", "1M"], "more than the model was made for"),

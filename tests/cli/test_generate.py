@@ -62,7 +62,7 @@ def test_raw_continues_the_text(capsys: pytest.CaptureFixture[str]) -> None:
         (("x", "--top-k", "many"), 2, "invalid int"),
         (("x", "--max-model-len", "lots"), 2, "not a number"),
         (("x", "--dtype", "int3"), 2, "invalid choice"),
-        (("x", "--no-such-option"), 2, "unrecognized"),
+        (("x", "--no-such-option"), 2, "there is no option --no-such-option"),
     ],
 )
 def test_bad_input_is_answered_with_what_to_do(
@@ -75,7 +75,7 @@ def test_bad_input_is_answered_with_what_to_do(
 
 
 def test_help_names_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "--help")
+    status, out, _ = run(capsys, "--help", "all")
     assert status == 0
     for text in ("--block-size TOKENS", "(default: 16)", "--kv-cache-memory-bytes", "--stop TEXT"):
         assert text in out

@@ -10,7 +10,8 @@ from quire.base.errors import ConfigError
 from quire.base.secrets import MASK
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse, with_dashes
-from quire.cli.migrating import BEGIN, END, main, page
+from quire.cli.migrating import END, PAGES, groups_of, main, page
+from quire.cli.options.help_parser import HelpParser
 from quire.cli.settings import (
     FLAG,
     SERVER,
@@ -24,7 +25,9 @@ from quire.serve.vllm_compat import SECRETS, SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS, GROUPS, VllmSetting
 from tests.structure.test_house import ROOT
 
-PAGE = ROOT / "docs" / "use" / "vllm-flags.md"
+FOLDER = ROOT / "docs" / "use"
+NAMES = ["vllm-flags-engine.md", "vllm-flags-other.md", "vllm-flags.md"]
+BEGIN = "<!-- flags of Server; Scheduler: written by `make migrating` -->"
 OPTIONS = all_options()
 SAME = [name for name, each in FLAGS.items() if each.is_same]
 
@@ -43,7 +46,7 @@ def words_of(name: str, theirs: VllmSetting, value: object) -> list[str]:
 @functools.cache
 def parser() -> argparse.ArgumentParser:
     """That of `quire serve`, with all of vLLM's flags; `_parse` adds those that it is given."""
-    made = argparse.ArgumentParser(allow_abbrev=False)
+    made = HelpParser()
     add_settings(made, *SERVER, model_first=True)
     spellings = [short for each in FLAGS.values() for short in each.short]
     add_vllm_settings(made, [*map(flag, FLAGS), *spellings])
@@ -62,20 +65,30 @@ def sample(option: Option) -> str:
     return {int: "2k", float: "0.5", str: "x"}[option.kind]
 
 
-def test_the_page_is_up_to_date(tmp_path: Path) -> None:
-    text = PAGE.read_text("utf-8")
-    assert page(text) == text, "run `make migrating`"
-    copy = tmp_path / "page.md"
+def test_the_pages_are_up_to_date() -> None:
+    paths = sorted(FOLDER.glob(PAGES))
+    assert [path.name for path in paths] == NAMES
+    texts = [path.read_text("utf-8") for path in paths]
+    for text in texts:
+        assert page(text) == text, "run `make migrating`"
+    assert sorted(name for text in texts for name in groups_of(text)) == sorted(GROUPS)
+    assert all(f"`{flag(name)}`" in "".join(texts) for name in FLAGS)
+
+
+def test_a_page_gets_the_tables_of_its_groups(tmp_path: Path) -> None:
+    copy = tmp_path / "vllm-flags-copy.md"
     copy.write_text(f"above\n{BEGIN}\nearlier flags\n{END}\nbelow\n")
-    assert main([str(copy)]) == 0
+    assert main([str(tmp_path)]) == 0
     found = copy.read_text("utf-8")
-    assert (
-        found.startswith("above\n") and found.endswith("below\n") and "earlier flags" not in found
-    )
-    for name in FLAGS:
-        assert f"`{flag(name)}`" in found
-    with pytest.raises(ConfigError, match="no lines"):
-        page("nothing")
+    assert found.startswith(f"above\n{BEGIN}\n") and found.endswith(f"{END}\nbelow\n")
+    assert "earlier flags" not in found and "`--uds`" in found and "`--dtype`" not in found
+
+
+def test_a_page_without_marks_or_with_an_unknown_group() -> None:
+    with pytest.raises(ConfigError, match="the page lacks the lines"):
+        page(f"nothing {END}")
+    with pytest.raises(ConfigError, match="no group of flags 'Scheduling'; name one of: Server;"):
+        page(f"{BEGIN.replace('Scheduler', 'Scheduling')}\n{END}")
 
 
 def test_each_flag_stands_once() -> None:
@@ -130,7 +143,7 @@ def test_fields_of_the_speculation() -> None:
     arguments, notes = resolved("--spec-method", "ngram", "--spec_tokens", "3")
     expected = '{"method": "ngram", "num_speculative_tokens": 3}'
     assert arguments.settings == {"speculative_config": Given(expected, FLAG)} and notes == []
-    with pytest.raises(ConfigError, match="spec_model and speculative_config say the same"):
+    with pytest.raises(ConfigError, match="spec_model and speculative_config mean the same"):
         resolved("--spec-model", "m", "--speculative-config", "{}")
     with pytest.raises(ConfigError, match="spec_tokens must be a whole number, got 'many'"):
         resolved("--spec-tokens", "many")

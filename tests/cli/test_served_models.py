@@ -13,7 +13,7 @@ from quire.cli.main import _parse
 from quire.cli.served_models import ModelEntry, entry_of, served_models
 from quire.cli.settings import given_for_all, given_server_settings, given_settings
 from quire.serve.several.served import ServedModel, check_together, named, own_record
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 
 def parse(*line: str) -> argparse.Namespace:
@@ -76,7 +76,7 @@ def test_half_a_name(word: str) -> None:
 
 
 def test_models_in_two_ways() -> None:
-    with pytest.raises(ConfigError, match="'x y' and --model 'z'; give all of them without"):
+    with pytest.raises(ConfigError, match="'x y' and --model 'z'; give all models without"):
         parse("x", "y", "--model", "z")
 
 
@@ -119,11 +119,11 @@ def test_a_command_for_one_model_does_not_take_another_in_silence(tmp_path: Path
     [
         ("models: x", "must be a list"),
         ("models: []", "must be a list"),
-        ("models: [1]", "must be text or settings, got 1"),
+        ("models: [1]", "must be a string or settings, got 1"),
         ("models: [{name: a}]", "lacks `model`"),
         ("models: [{model: x, port: 1}]", "no setting 'port'"),
-        ("models: [{model: x, max-model-len: long}]", "max-model-len of one of models must be"),
-        ("models: [{model: x, name: 3}]", "names of one of models must be texts"),
+        ("models: [{model: x, max-model-len: long}]", "max-model-len of an entry of models must"),
+        ("models: [{model: x, name: 3}]", "names of an entry of models must be strings"),
         ("model: y\nmodels: [x]", "both model and models"),
     ],
 )

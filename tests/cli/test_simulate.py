@@ -39,8 +39,8 @@ def test_replicas_of_two_roles(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (found["completed"], found["total_output_tokens"], found["replicas"]) == (8, 72, 3)
     assert "1 prefill and 2 decode replicas" in capsys.readouterr().out
     for wrong, named in (
-        (["--prefill-replicas", "1"], "both --prefill-replicas and --decode-replicas"),
-        ([*roles, "--replicas", "2"], "no --replicas"),
+        (["--prefill-replicas", "1"], "--decode-replicas must be given together"),
+        ([*roles, "--replicas", "2"], "without --replicas"),
         ([*roles, "--kv-host-gb", "0"], "set kv_host_gb"),
         ([*roles, "--no-enable-prefix-caching"], "prefix cache"),
     ):
@@ -74,7 +74,7 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
         (["--speculative-config", '{"method": "ngram"}'], "not simulated"),
         (["--pipeline-parallel-size", "2"], "pipeline_parallel_size"),
         (["--goodput", "speed:1"], "--goodput knows"),
-        (["--plot", "x.png"], "--plot draws SVG"),
+        (["--plot", "x.png"], "--plot must be a file name ending in .svg, got 'x.png'"),
     ],
 )
 def test_what_is_wrong_is_told(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.tools.verify import theirs, verify
-from tests.cli.commands import run
-from tests.models.checkpoints import write_checkpoint
+from tests.support.commands import run
+from tests.support.models.checkpoints import write_checkpoint
 
 QUICK = ("--quantization", "none", "--attention-backend", "reference", "--tokens", "2")
 
@@ -46,7 +46,7 @@ def test_not_compared(
     for arguments, message in (
         (("--tokens", "-1"), "--tokens must be at least 0, got -1"),
         (("--tokens", "128"), "which with 128 more is beyond the model's 128"),
-        (("--prompt", "hello"), "has no tokenizer; leave out --prompt"),
+        (("--prompt", "hello"), "has no tokenizer; remove --prompt"),
         (("--against", "/no/such"), "there is no directory /no/such"),
     ):
         status, _, err = run(capsys, "verify", str(tmp_path), *QUICK, *arguments)

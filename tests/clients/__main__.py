@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.clients.environments import CLIENTS, HERE, ROOT, python_of, variables, version_of
 from tests.clients.random_model import write_random_model
-from tests.serve.processes import Server
+from tests.support.processes.servers import Server
 
 MODELS = ("demo", "random")
 LIMIT_S = 600.0  # of one client's cases

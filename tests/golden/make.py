@@ -1,7 +1,8 @@
 """Records the golden runs anew: python -m tests.golden.make [NAME ...]
 
 Only where a change of the plans is meant: the commit says which, and why. The runs are those of a
-tiny model with everything in them that a plan can say (tests/engine/recordings.py), without tokens.
+tiny model with everything in them that a plan can say, without tokens
+(tests/support/engine/recorded_runs.py).
 """
 
 import hashlib
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.recording.files import read_segment, segment_paths
-from tests.engine.recordings import Run
+from tests.support.engine.recorded_runs import Run
 
 HERE = Path(__file__).parent
 CONTENTS = HERE / "contents.txt"

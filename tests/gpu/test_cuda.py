@@ -10,7 +10,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES
-from tests.serve.checkpoints import ARCHITECTURES, checkpoint
+from tests.support.models.reference_checkpoints import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.ops.attention.torch_cpu import TorchBackend
-from tests.serve.checkpoints import ARCHITECTURES, checkpoint
+from tests.support.models.reference_checkpoints import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.gpu
 

@@ -36,7 +36,7 @@ def test_it_compiles_for_hopper(names: Sequence[str], step: int) -> None:
     """Each kernel, and all ways to launch it where there is time."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.aot", str(step), *names],
+        [sys.executable, "-m", "tests.support.kernels.aot", str(step), *names],
         env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]

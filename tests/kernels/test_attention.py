@@ -18,8 +18,8 @@ from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.kernels.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.native import core
-from tests.models.paged import CPU, RowPart, make_step
-from tests.ops.core_blocks import row_by_row
+from tests.support.kernels.cpp_blocks import row_by_row
+from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # Chunks of few keys, so that short contexts are cut into many parts.

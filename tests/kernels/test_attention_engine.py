@@ -9,7 +9,7 @@ from quire.models.source import resolve_model
 from quire.ops.registry import record_ops
 from quire.runner.build import build_runner
 from quire.runner.profile import worst_case_plan
-from tests.serve.checkpoints import ARCHITECTURES, checkpoint
+from tests.support.models.reference_checkpoints import ARCHITECTURES, checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(5 + 9 * i)]} for i in range(3)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)

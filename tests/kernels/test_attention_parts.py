@@ -15,7 +15,7 @@ from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.kernels.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from tests.kernels.test_attention import COARSE, FINE, Case, make_contents, write_before
-from tests.models.paged import RowPart, make_step
+from tests.support.models.paged_forward import RowPart, make_step
 
 CASES = {
     "cut": (Case(((160, 1), (33, 1), (3, 9))), False),

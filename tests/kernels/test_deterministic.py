@@ -39,8 +39,8 @@ from tests.kernels.test_attention import (
     write_before,
 )
 from tests.kernels.test_model import used  # noqa: F401 (a fixture)
-from tests.models.paged import RowPart, make_step
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.paged_forward import RowPart, make_step
+from tests.support.models.reference_checkpoints import checkpoint
 
 SMALL = Cut(align=16, fixed_chunk=32, split_tiles=2, short_chunk=16, long_chunk=32)
 # A sequence as one prompt, in chunks of all kinds, and decoded.
@@ -414,5 +414,5 @@ def test_a_request_has_the_same_bits(
 
 
 def test_a_cpu_has_no_such_mode() -> None:
-    with pytest.raises(ConfigError, match="deterministic is for GPUs"):
+    with pytest.raises(ConfigError, match="deterministic is only for GPUs"):
         LLM(str(checkpoint("llama")), device="cpu", deterministic=True)

@@ -20,9 +20,9 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.select import make_backend
 from quire.ops.kernels.launch import INTERPRETED
-from tests.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
-from tests.models.paged import RowPart, make_step, run_step
-from tests.serve.checkpoints import checkpoint as tiny
+from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import RowPart, make_step, run_step
+from tests.support.models.reference_checkpoints import checkpoint as tiny
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the steps of these tests are on the CPU")
 

@@ -12,7 +12,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.ops import gpu, native
 from quire.ops.kernels.launch import INTERPRETED
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 9 * i)]} for i in range(3)]
 SETTINGS = {

@@ -37,10 +37,10 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.linear import linear, pack_rows, pack_weight
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import FLOAT4_VALUES, Float4Rows, Float8Rows, IntegerRows, StoredRows
-from tests.combinations import in_pairs
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
-from tests.models.checkpoints import random_tokens, write_checkpoint
-from tests.models.paged import run_paged
+from tests.support.cases import pairwise
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.paged_forward import run_paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 OUTPUTS = 70
@@ -236,7 +236,7 @@ def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
 @pytest.mark.parametrize(
-    ("format", "variant"), in_pairs(["int4", "int8", "fp8"], ["llama", "qwen3_tied"])
+    ("format", "variant"), pairwise(["int4", "int8", "fp8"], ["llama", "qwen3_tied"])
 )
 def test_a_model_with_quantised_weights(
     variant: str, format: str, tmp_path: Path, device: torch.device, monkeypatch: Any
@@ -358,7 +358,7 @@ def test_what_has_no_kernel_is_refused(device: torch.device) -> None:
         pack_for_gpu(integers(96, 4, 24), device)
     rows = float8(64, 64)
     rows.values.view(torch.uint8)[3, 5] = 0x7F
-    with pytest.raises(ConfigError, match="e4m3 holds what is not a number"):
+    with pytest.raises(ConfigError, match="e4m3 contains NaN"):
         pack_for_gpu(rows, device)
     sorted_rows = pack_for_gpu(STORED["int4, zeros not whole, sorted"], device)
     with pytest.raises(ConfigError, match="desc_act"):

@@ -15,16 +15,16 @@ from quire.models.loading import load_model
 from quire.ops import gpu
 from quire.ops.gpu_weights import GPUWeight
 from quire.ops.kernels.launch import INTERPRETED
-from tests.models import quantised_writers as writers
-from tests.models.checkpoints import (
+from tests.models.test_quantised_checkpoints import FORMATS
+from tests.support.models import quantised_writers as writers
+from tests.support.models.checkpoints import (
     OSS,
     VARIANTS,
     exact_logits,
     random_tokens,
     write_checkpoint,
 )
-from tests.models.paged import CPU, run_paged
-from tests.models.test_quantised_checkpoints import FORMATS
+from tests.support.models.paged_forward import CPU, run_paged
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
 

@@ -24,12 +24,12 @@ from quire.ops.moe import moe_experts
 from quire.ops.quantise import quantised
 from quire.ops.silu_mul import silu_mul
 from quire.ops.stored_rows import Float4Rows, StoredRows
-from tests.combinations import in_pairs
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
-from tests.models.checkpoints import exact_logits, random_tokens, write_checkpoint
-from tests.models.paged import run_paged
-from tests.models.quantised_writers import write_gpt_oss
+from tests.support.cases import pairwise
+from tests.support.models.checkpoints import exact_logits, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import run_paged
+from tests.support.models.quantised_writers import write_gpt_oss
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 E, C, D, F = 6, 3, 96, 160
@@ -98,7 +98,7 @@ FORMATS = ["int4", "int8", "fp8", "mxfp4"]
 @pytest.mark.parametrize(
     ("num_tokens", "format", "dtype"),
     [
-        *in_pairs([0, 1, 23], FORMATS, [torch.float32, torch.float16]),
+        *pairwise([0, 1, 23], FORMATS, [torch.float32, torch.float16]),
         *(
             pytest.param(num, format, torch.bfloat16, marks=pytest.mark.slow)
             for num in (0, 1, 23)

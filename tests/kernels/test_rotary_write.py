@@ -14,7 +14,7 @@ from quire.ops.kernels.attention_write import layer_kv, write_kv
 from quire.ops.native import core
 from quire.ops.rms_norm import rms_norm
 from quire.ops.rotary import rotary, rotary_rows
-from tests.ops.core_blocks import row_by_row
+from tests.support.kernels.cpp_blocks import row_by_row
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 EPS = 1e-6

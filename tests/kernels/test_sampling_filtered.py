@@ -12,8 +12,8 @@ from quire.ops.kernels.launch import next_power_of_2
 from quire.ops.kernels.sampling_filtered import cutoff_of_row
 from quire.ops.sampling import Filters, keep_candidates
 from quire.ops.top_k import top_k_reference
-from tests.combinations import in_pairs
 from tests.ops.test_sampling import FILTERS, random_logits
+from tests.support.cases import pairwise
 
 GROUP = 128
 UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -102,7 +102,7 @@ SPREADS = [
 
 
 @pytest.mark.parametrize(
-    ("logits_of", "seed", "most_held"), in_pairs(SPREADS, [0, 1], [8, 2]), ids=str
+    ("logits_of", "seed", "most_held"), pairwise(SPREADS, [0, 1], [8, 2]), ids=str
 )
 def test_kept_tokens(
     logits_of: tuple[float, torch.dtype, int], seed: int, most_held: int, device: torch.device

@@ -11,7 +11,7 @@ from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import FakeDevice, make_request
+from tests.support.scheduler.fake_device import FakeDevice, make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)
 

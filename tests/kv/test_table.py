@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.support.scheduler.state_machines import FEW_OR_MANY, run_machine
 
 
 class TableMachine(RuleBasedStateMachine):

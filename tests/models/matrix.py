@@ -48,11 +48,11 @@ from quire.tools.verify.paged import Paging
 from quire.tools.verify.theirs import Reference, Theirs
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import take_dequantised
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
-from tests.models.gguf_writer import convert, model_metadata
-from tests.models.paged import CPU
 from tests.models.test_gguf_families import CONVERTIBLE, convertible
-from tests.serve.checkpoints import pool_bytes
+from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import convert, model_metadata
+from tests.support.models.paged_forward import CPU
+from tests.support.models.reference_checkpoints import pool_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "model-table.md"
 YES = "yes"
@@ -246,7 +246,7 @@ def gguf(tried: Tried) -> None:
     if variant is None:
         architecture = model_metadata(tried.spec.raw)["general.architecture"]
         assert architecture not in GGUF_ARCHITECTURES, "there is no variant of it"
-        raise Refused("GGUF files of this type are not read")
+        raise Refused("GGUF files of this type do not load")
     tried = Tried(convertible(tried.folder / "gguf", variant).directory)
     path = convert(tried.folder, tried.folder / "model.gguf")
     spec, reference = load_spec(path).served_up_to(MAX_LEN), tried.references[0]
@@ -288,20 +288,20 @@ FEATURES = {
         "gemma2",
     ),
     "chunks": Feature(
-        "chunks", "the same where sequences are cut into odd chunks, and token by token", chunks,
+        "chunks", "the same in odd chunks, and token by token", chunks,
         "cohere2",
     ),
-    "prefix": Feature("prefix hit", "its tokens behind cached blocks", prefix_hit, "olmo2"),
+    "prefix": Feature("prefix hit", "its tokens after cached blocks", prefix_hit, "olmo2"),
     "swap": Feature(
-        "swapped", "its tokens where rows give way and are swapped to host memory",
+        "swapped", "its tokens where preempted rows are swapped to host memory",
         preempted("swap"), "qwen3",
     ),
     "recompute": Feature(
-        "recomputed", "its tokens where rows give way and are computed again",
+        "recomputed", "its tokens where preempted rows are recomputed",
         preempted("recompute"), "mistral",
     ),
     "batch": Feature(
-        "batch", "logits of the same bits alone and beside others (the C++ core, float32)",
+        "batch", "logits of the same bits alone and in a batch (the C++ core, float32)",
         batch_invariance, "granite",
     ),
     **{
@@ -347,41 +347,41 @@ def result(tried: Tried, feature: Feature) -> str:
     return YES
 
 
-HEAD = """# Models
+HEAD = """# Table of models
 
-Written by `python -m tests.models.matrix`, from what its tests found; `make test-long` runs all of
-them, `make test` each feature with one architecture, and holds this page against both. Each
-architecture is a tiny checkpoint with random weights (`tests/models/checkpoints.py` has more
-variants of each, which other tests compare as well).
+Look up what is tested for each model type that quire has a class for. [Models](models.md) says
+which other models load.
+
+Each type is tested as a tiny checkpoint with random weights. `tests/support/models/checkpoints.py`
+has more variants of each. `make test` tests each feature with one type, `make test-long` all of
+them; `python -m tests.models.matrix` writes this page from the results.
 """
 LOSSES_HEAD = f"""
-## What formats cost the demo model
+## Loss by format
 
-Its loss on {LOSS_TOKENS:,} tokens of held-out text, in nats per token; [the
-results](../results/numbers.md) have the accuracy of its answers.
+The table shows the demo model's loss on {LOSS_TOKENS:,} tokens of held-out text, in nats per token.
+[Results](../results/numbers.md) has the accuracy of its answers.
 
 | weights, or keys and values | loss | more than float32 |
 |---|---|---|
 """
 TAIL = """
-Every field of each architecture's config is tried beside transformers with other values
-(`tests/models/test_every_field.py`): it has the same effect, or is refused by its name. `quire
-verify MODEL` compares a real checkpoint in the same ways. Types that are not here run by
-transformers' own classes (`--model-impl transformers`, `pip install "quire[transformers]"`);
-`quire port DIR` begins a class of our own. EAGLE-3 heads of both layouts guess beside every model
-that runs by a class of ours (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`;
-[speculation](speculation.md)).
+## Other checks
 
-**Pooling**: embeddings (the last token, the first, or the mean; sentence-transformers' files),
-classes and scores ([embeddings](embeddings.md)) of the types above.
-Qwen 3 and Llama stand beside transformers' `AutoModel` and `AutoModelForSequenceClassification`,
-within 1e-10 in float64 (`tests/serve/test_pooling.py`).
-
-**Encoders** (`bert`, `roberta`, `xlm-roberta`, `camembert`, `modernbert`) give embeddings, classes
-and scores of pairs, each within 1e-10 of transformers' in float64, whatever shares a step with
-them. By the C++ core, in float32, in bfloat16 and with weights in int8, not a bit depends on that
-(`tests/serve/test_encoders.py`; [encoders](embeddings.md#encoders)). GGUF files of them are not
-read.
+- **Configs.** A test changes every field of each type's config and compares with transformers
+  (`tests/models/test_every_field.py`). Each value has the same effect, or is refused by its name.
+- **Your checkpoint.** `quire verify MODEL` makes the same comparisons with a real checkpoint.
+- **Drafts.** EAGLE-3 heads of both layouts work with every type above
+  (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`; [speculation](speculation.md)).
+- **Pooling.** All types above give embeddings, classes and scores ([embeddings](embeddings.md)).
+  Tests compare Qwen 3 and Llama with transformers' `AutoModel` and
+  `AutoModelForSequenceClassification`, within 1e-10 in float64 (`tests/serve/test_pooling.py`).
+- **Encoders.** `bert`, `roberta`, `xlm-roberta`, `camembert` and `modernbert` give embeddings,
+  classes and scores of pairs, within 1e-10 of transformers' in float64, in any batch. With the C++
+  core they give the same bits in any batch, in float32, bfloat16 and int8
+  (`tests/serve/test_encoders.py`; [encoders](embeddings.md#encoders)). GGUF files of encoders do
+  not load.
+- **A type without a class.** `quire port DIRECTORY` begins one ([models](models.md)).
 """
 
 
@@ -405,7 +405,7 @@ def page(results: dict[str, dict[str, str]], losses: dict[str, float]) -> str:
         cells = (results[model_type][name] for name in FEATURES)
         marks = (YES if cell == YES else f"({notes.index(cell) + 1})" for cell in cells)
         rows.append([f"`{model_type}`", *marks])
-    text = HEAD + f"\nBeside transformers {transformers.__version__}.\n\n"
+    text = HEAD + f"\nCompared with transformers {transformers.__version__}.\n\n"
     text += "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n\n"
     text += "".join(f"({number}) {note}.\n" for number, note in enumerate(notes, 1))
     text += "\n" if notes else ""

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from quire.models.loading import load_model
-from tests.models.checkpoints import (
+from tests.support.models.checkpoints import (
     VARIANTS,
     Checkpoint,
     exact_logits,
     random_tokens,
     write_checkpoint,
 )
-from tests.models.paged import CPU, run_paged
-from tests.models.quick import one_of_each_type
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quick import one_of_each_type
 
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]

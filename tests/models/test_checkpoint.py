@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from quire.base.errors import ModelError
 from quire.models.checkpoint import safetensors_shapes, weight_files
-from tests.models.checkpoints import write_checkpoint
+from tests.support.models.checkpoints import write_checkpoint
 
 
 def written(path: Path, header: bytes, length: int | None = None) -> Path:

@@ -19,8 +19,8 @@ from quire.models.qwen3_next import hybrid_options
 from quire.models.registry import make_model
 from quire.models.rope import rope_frequencies
 from quire.models.source import resolve_model, shape_names
-from tests.models.checkpoints import LONGROPE, VARIANTS, random_tokens, write_checkpoint
-from tests.models.paged import CPU, run_paged
+from tests.support.models.checkpoints import LONGROPE, VARIANTS, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import CPU, run_paged
 
 TOKENS = random_tokens(40)
 WINDOW = {"sliding_window": 6, "max_window_layers": 1}

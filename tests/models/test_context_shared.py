@@ -12,8 +12,8 @@ import torch
 
 from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.native import core
-from tests.models.checkpoints import write_checkpoint
-from tests.models.ranks import logits_of
+from tests.support.models.checkpoints import write_checkpoint
+from tests.support.models.ranks import logits_of
 
 # (how many ranks, how many of them share): all but the last has two heads of keys and values.
 VARIANTS = [

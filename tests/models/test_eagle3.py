@@ -16,8 +16,8 @@ from quire.models.loading import LoadOptions, load_model
 from quire.models.model import Model
 from quire.ops.attention.select import make_backend
 from quire.runner.native_head import NativeHead
-from tests.models.checkpoints import random_tokens
-from tests.models.heads import (
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.eagle_heads import (
     AUTHORS,
     LAYER,
     SPECULATORS,
@@ -27,7 +27,7 @@ from tests.models.heads import (
     target_spec,
     write_head,
 )
-from tests.models.paged import CPU, RowPart, make_layout, make_step
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
 
 TOKENS = random_tokens(18)[0]
 MORE = 4

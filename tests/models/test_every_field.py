@@ -23,10 +23,10 @@ from quire.base.model_spec import load_spec
 from quire.models.loading import load_model
 from quire.models.registry import MODELS
 from quire.tools.verify.precision import WholePrecision
-from tests.models.checkpoints import VARIANTS
-from tests.models.config_changes import ABSENT, Change, changes, ropes
-from tests.models.paged import CPU, run_paged
-from tests.models.quick import first_of_each_type
+from tests.support.models.checkpoints import VARIANTS
+from tests.support.models.config_changes import ABSENT, Change, changes, ropes
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quick import first_of_each_type
 
 TOKENS = [5, 17, 3, 40, 22, 9, 31, 14, 2, 44, 27, 8]  # below half of the vocabulary
 CLOSE = 1e-9  # of the largest logit

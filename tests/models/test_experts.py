@@ -25,15 +25,15 @@ from quire.ops.packed import PackedWeight
 from quire.runner.preview import preview_runner
 from quire.runner.step_size import linear_parameters
 from quire.tools.limits import step_cost
-from tests.models.checkpoints import (
+from tests.support.models.checkpoints import (
     EXPERTS,
     VARIANTS,
     exact_logits,
     random_tokens,
     write_checkpoint,
 )
-from tests.models.paged import CPU, run_paged
-from tests.models.quantised_writers import write_gpt_oss
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quantised_writers import write_gpt_oss
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 META = torch.device("meta")

@@ -17,9 +17,9 @@ from quire.base.model_spec import ModelSpec, load_spec
 from quire.models import experts
 from quire.models.loading import load_model
 from quire.models.registry import make_model
-from tests.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
-from tests.models.gguf_writer import F32, convert, model_metadata, stored, write_gguf
-from tests.models.paged import CPU, run_paged
+from tests.support.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import F32, convert, model_metadata, stored, write_gguf
+from tests.support.models.paged_forward import CPU, run_paged
 
 CONVERTIBLE = [
     "llama",

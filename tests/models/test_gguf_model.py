@@ -29,8 +29,10 @@ from quire.ops.linear import linear
 from quire.ops.native import core
 from quire.ops.packed import Packed, PackedParts, PackedWeight, pack_blocks
 from quire.runner.preview import preview_runner
-from tests.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
-from tests.models.gguf_writer import (
+from tests.ops.test_linear import quantised_activations
+from tests.ops.test_linear import random as random_numbers
+from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import (
     BF16,
     F16,
     F32,
@@ -44,9 +46,7 @@ from tests.models.gguf_writer import (
     stored,
     write_gguf,
 )
-from tests.models.paged import CPU, run_paged
-from tests.ops.test_linear import quantised_activations
-from tests.ops.test_linear import random as random_numbers
+from tests.support.models.paged_forward import CPU, run_paged
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 SEQUENCES = random_tokens(23, 5, 61, 1)

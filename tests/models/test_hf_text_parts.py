@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from quire.base.errors import ModelError
 from quire.models.loading import LoadOptions, load_model
 from quire.models.registry import model_spec
-from tests.models.checkpoints import random_tokens
-from tests.models.paged import CPU, run_paged
-from tests.models.quick import slow_but
-from tests.models.transformers_checkpoints import SMALL, use_exact_attention
+from tests.support.cases import slow_but
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.transformers_checkpoints import SMALL, use_exact_attention
 
 SEQUENCES = random_tokens(17, 5)
 CHUNKS = [[7, 0, 9, 1], [0, 3, 1, 1]]

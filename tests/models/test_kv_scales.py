@@ -11,8 +11,8 @@ from quire.base.errors import ModelError
 from quire.models.checkpoint import INDEX
 from quire.models.kv_scales import NAME_ENDS, kv_scales
 from quire.models.loading import load_model
-from tests.models.checkpoints import Checkpoint, write_checkpoint
-from tests.models.paged import CPU
+from tests.support.models.checkpoints import Checkpoint, write_checkpoint
+from tests.support.models.paged_forward import CPU
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from quire.models.registry import model_spec
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
 from quire.tools.verify.weights import take_dequantised
-from tests.models.checkpoints import HYBRID, HYBRID_EXPERTS, write_checkpoint, write_own
-from tests.models.gguf_writer import Q8_0, convert
-from tests.models.paged import CPU, run_paged
+from tests.support.models.checkpoints import HYBRID, HYBRID_EXPERTS, write_checkpoint, write_own
+from tests.support.models.gguf_writer import Q8_0, convert
+from tests.support.models.paged_forward import CPU, run_paged
 
 WEIGHTS = "model.safetensors"
 TOKENS = [list(range(3, 40))]

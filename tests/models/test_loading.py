@@ -30,7 +30,7 @@ from quire.models.registry import make_model
 from quire.ops.mapped_tensors import MappedTensors
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
-from tests.models.checkpoints import (
+from tests.support.models.checkpoints import (
     GPT2,
     LLAMA,
     VARIANTS,
@@ -38,7 +38,7 @@ from tests.models.checkpoints import (
     random_tokens,
     write_checkpoint,
 )
-from tests.models.paged import CPU, run_paged
+from tests.support.models.paged_forward import CPU, run_paged
 
 TOKENS = random_tokens(9)
 

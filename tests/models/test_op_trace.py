@@ -11,9 +11,9 @@ from quire.models.loading import load_model
 from quire.ops.add import add
 from quire.ops.attention.select import make_backend
 from quire.ops.registry import OpCall, OpRecord, op, record_ops
-from tests.models.checkpoints import random_tokens, write_checkpoint
-from tests.models.paged import CPU, RowPart, make_layout, make_step
-from tests.models.quick import one_of_each_type
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
+from tests.support.models.quick import one_of_each_type
 
 
 class OutsideOps(TorchDispatchMode):

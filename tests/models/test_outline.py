@@ -13,8 +13,8 @@ from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models.outline import HEAD, LINEAR, PLAIN, ROUTER, outline
 from quire.models.registry import MODELS, make_model
 from quire.models.source import resolve_model, shape_names
-from tests.models.checkpoints import VARIANTS, write_checkpoint
-from tests.models.quick import slow_if_large
+from tests.support.models.checkpoints import VARIANTS, write_checkpoint
+from tests.support.models.quick import slow_if_large
 
 META = torch.device("meta")
 

@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import load_spec
 from quire.models.overrides import MOST_KEPT, merged, overridden
 from quire.models.source import resolve_model, resolve_source
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.models.reference_checkpoints import text_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec, parse_spec
 from quire.base.pooling import PoolingSpec
 from quire.models.pooling_layers import PoolingLayer, load_pooling_layers
-from tests.models.checkpoints import QWEN3
+from tests.support.models.checkpoints import QWEN3
 
 CPU = torch.device("cpu")
 WEIGHT = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))

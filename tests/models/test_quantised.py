@@ -18,9 +18,9 @@ from quire.ops.formats import Quantization
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
 from quire.runner.preview import preview_runner
-from tests.models.checkpoints import random_tokens, write_checkpoint
-from tests.models.paged import CPU, run_paged
-from tests.models.quick import variants_with
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quick import variants_with
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

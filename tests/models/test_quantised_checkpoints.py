@@ -30,10 +30,10 @@ from quire.models.quantised.layers import FORMS
 from quire.models.registry import make_model, model_spec
 from quire.ops.native import core
 from quire.ops.packed import PackedParts, PackedWeight
-from tests.models import quantised_writers as writers
-from tests.models.checkpoints import HYBRID, LLAMA, exact_logits, random_tokens
-from tests.models.paged import CPU, run_paged
-from tests.models.quantised_writers import Format, compressed, float8, gptq, integers_of
+from tests.support.models import quantised_writers as writers
+from tests.support.models.checkpoints import HYBRID, LLAMA, exact_logits, random_tokens
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quantised_writers import Format, compressed, float8, gptq, integers_of
 
 SEQUENCES = random_tokens(11, 3)
 WHOLE = SEQUENCES, [[11], [3]]

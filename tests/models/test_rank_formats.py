@@ -20,13 +20,13 @@ from quire.ops.formats import Quantization
 from quire.ops.linear import linear
 from quire.ops.native import core
 from quire.ops.packed import PackedParts, PackedWeight
-from tests.models import quantised_writers as writers
-from tests.models.checkpoints import HYBRID, write_own
-from tests.models.gguf_writer import Q4_0, Q8_0, convert
-from tests.models.paged import CPU
-from tests.models.quick import slow_but
-from tests.models.ranks import logits_of
 from tests.models.test_quantised_checkpoints import FORMATS
+from tests.support.cases import slow_but
+from tests.support.models import quantised_writers as writers
+from tests.support.models.checkpoints import HYBRID, write_own
+from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
+from tests.support.models.paged_forward import CPU
+from tests.support.models.ranks import logits_of
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 INNER = 128  # so that two ranks have whole groups of 32

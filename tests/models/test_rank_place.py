@@ -30,13 +30,13 @@ from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks, thread_groups
 from quire.ops.native import core
 from quire.ops.registry import record_ops
-from tests.models.checkpoints import HYBRID, LLAMA, VARIANTS, write_checkpoint, write_own
-from tests.models.gguf_writer import Q8_0, convert
-from tests.models.heads import LAYER, HeadShape, target_spec, write_head
-from tests.models.paged import CPU, RowPart, make_layout, make_step
-from tests.models.quick import first_of_each_type
-from tests.models.ranks import logits_of
 from tests.models.test_eagle3 import SHAPES, TOKENS, Target
+from tests.support.models.checkpoints import HYBRID, LLAMA, VARIANTS, write_checkpoint, write_own
+from tests.support.models.eagle_heads import LAYER, HeadShape, target_spec, write_head
+from tests.support.models.gguf_writer import Q8_0, convert
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
+from tests.support.models.quick import first_of_each_type
+from tests.support.models.ranks import logits_of
 
 # What only two can share: models with two heads, or with two or six value heads.
 FOR_TWO = (
@@ -374,7 +374,7 @@ def test_classes_of_other_packages_say_whether_they_can(monkeypatch: pytest.Monk
     spec = parse_spec(LLAMA | {"model_type": "theirs"})
     place = RankPlace(thread_groups(2)[0])
     monkeypatch.setattr(registry, "model_class", lambda _: Foreign)
-    with pytest.raises(ConfigError, match="shares_layers.*leave tensor_parallel_size=2 out"):
+    with pytest.raises(ConfigError, match="shares_layers.*remove tensor_parallel_size=2"):
         empty_model(spec, torch.float32, CPU, place)
     monkeypatch.setattr(registry, "model_class", lambda _: Sharing)
     assert registry.can_share(spec)

@@ -12,9 +12,9 @@ from quire.models.transformers_model import TransformersModel
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel
 from quire.tools.verify.precision import WholePrecision
-from tests.models.checkpoints import EAGER, random_tokens, write_checkpoint
-from tests.models.paged import CPU, RowPart, make_layout, make_step
-from tests.models.quick import one_of_each_type
+from tests.support.models.checkpoints import EAGER, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
+from tests.support.models.quick import one_of_each_type
 
 TOKENS = random_tokens(13)[0]
 TOLERANCE = {"reference": 1e-10, "torch": 1e-4, "cpu": 1e-4}

@@ -17,8 +17,8 @@ from quire.base.rope_options import RopeOptions, rope_options
 from quire.models.loading import load_model
 from quire.models.rope import head_order, rope_frequencies, rows_of_heads
 from quire.ops.rotary import rotary, rotary_rows
-from tests.models.checkpoints import exact_logits, random_tokens, write_checkpoint
-from tests.models.paged import CPU, run_paged
+from tests.support.models.checkpoints import exact_logits, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import CPU, run_paged
 
 
 def turned_by_pairs(

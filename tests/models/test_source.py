@@ -16,7 +16,7 @@ from quire.engine.start.text import build_text_side
 from quire.models.registry import model_class
 from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model, shape_names
 from quire.tools.bench.tokens import LocalTokens
-from tests.models.quick import slow_if_large
+from tests.support.models.quick import slow_if_large
 
 
 def test_directory(tmp_path: Path) -> None:

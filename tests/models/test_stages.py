@@ -18,10 +18,10 @@ from quire.models.model import Model
 from quire.models.rank_place import RankPlace
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel, native_or_same
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
-from tests.models.gguf_writer import convert
-from tests.models.paged import CPU, RowPart, make_layout, make_step
-from tests.models.quick import first_of_each_type
+from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import convert
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step
+from tests.support.models.quick import first_of_each_type
 
 FLOAT = torch.float32
 BLOCK, CUTS = 4, (0, 13, 14, 23)  # tokens of a block, and where the steps of a sequence begin

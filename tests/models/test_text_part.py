@@ -18,14 +18,14 @@ from quire.base.model_spec import load_spec
 from quire.base.text_config import TIES
 from quire.models.loading import load_model
 from quire.models.registry import model_spec
-from tests.models.checkpoints import (
+from tests.support.models.checkpoints import (
     GEMMA3,
     HYBRID,
     HYBRID_EXPERTS,
     exact_logits,
     random_tokens,
 )
-from tests.models.paged import CPU, run_paged
+from tests.support.models.paged_forward import CPU, run_paged
 
 VISION = {
     "hidden_size": 16,

@@ -23,12 +23,12 @@ from quire.models.loading import LoadOptions, load_model
 from quire.models.model import Model
 from quire.models.registry import model_spec
 from quire.ops.formats import Quantization
-from tests.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
-from tests.models.paged import CPU, run_paged
-from tests.models.quantised_writers import write as write_quantised
-from tests.models.quick import slow_but
 from tests.models.test_quantised_checkpoints import FORMATS
-from tests.models.transformers_checkpoints import (
+from tests.support.cases import slow_but
+from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.quantised_writers import write as write_quantised
+from tests.support.models.transformers_checkpoints import (
     ALL_ATTEND,
     FAMILIES,
     SMALL,
@@ -256,7 +256,7 @@ def test_without_the_package_the_error_says_how_to_get_it(
 def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="GGUF files are read for quire's classes only"):
+    with pytest.raises(ConfigError, match="GGUF files need one of quire's classes"):
         model_spec(path, "transformers")
 
 

@@ -30,10 +30,10 @@ from quire.models.registry import model_spec
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
 from quire.ops.registry import record_ops
-from tests.models.checkpoints import VARIANTS, random_tokens
-from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged
-from tests.models.quick import slow_but
-from tests.models.transformers_checkpoints import FAMILIES, TRANSLATED, write_reference
+from tests.support.cases import slow_but
+from tests.support.models.checkpoints import VARIANTS, random_tokens
+from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step, run_paged
+from tests.support.models.transformers_checkpoints import FAMILIES, TRANSLATED, write_reference
 
 SEQUENCES = random_tokens(23, 5, 31, 1)
 CHUNKS = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 11, 1, 1, 1, 4], [0, 0, 1]]
@@ -150,7 +150,7 @@ def test_torch_compiles_a_class_as_one_graph(
 
 def test_torch_compiles_no_class_of_ours(tmp_path: Path) -> None:
     write_reference(tmp_path, *CASES["llama"])
-    with pytest.raises(ConfigError, match="torch_compile is for models that run by a class of tr"):
+    with pytest.raises(ConfigError, match="torch_compile needs a model that runs by a class of tr"):
         model_spec(tmp_path, is_compiled=True)
 
 
@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "other_sines": (lambda _, x, p: (x * p[..., None]).sin(), "sines of something other"),
     "no_such_gate": (lambda _, x, __: nn.functional.silu(x), "no operation for silu"),
     "ids": (lambda low, x, _: low.embedding(nn.Identity(), low.ids + 1, 8), "other than the token"),
-    "order": (lambda _, x, __: x.flip(2), "no linear layer's are read in another order"),
+    "order": (lambda _, x, __: x.flip(2), "other than a linear layer are read in another order"),
     "two_at_once": (
         lambda low, x, _: torch.cat((x, low.layer(nn.Identity(), x, 8, linear=False)), -1),
         "read side by side",

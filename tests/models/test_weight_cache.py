@@ -37,10 +37,10 @@ from quire.models.weight_cache import entry_of, indexed
 from quire.ops.formats import variants
 from quire.ops.native import core
 from quire.ops.pages import aligned
-from tests.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
-from tests.models.gguf_writer import Q8_0, convert
-from tests.models.paged import CPU, run_paged
-from tests.ops.figures import keep_figures, own_figures
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
+from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import Q8_0, convert
+from tests.support.models.paged_forward import CPU, run_paged
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.core_checks import build, checked_variants, tool
+from tests.support.kernels.cpp_checks import build, checked_variants, tool
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64" or shutil.which("g++") is None, reason="needs g++ and x86-64"

@@ -11,8 +11,7 @@ from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.select import BACKENDS, make_backend
 from quire.ops.native import core
-from tests.models.paged import RowPart, make_step
-from tests.ops.attention_cases import (
+from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,
     Contents,
@@ -24,6 +23,7 @@ from tests.ops.attention_cases import (
     softmax_of,
     steps_of,
 )
+from tests.support.models.paged_forward import RowPart, make_step
 
 DECODE = [(17, 1), (1, 1), (40, 1), (16, 1)]
 MIXED = [(0, 9), (30, 1), (5, 7), (0, 1), (31, 1), (3, 90)]

@@ -17,8 +17,7 @@ from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.native import core
-from tests.models.paged import RowPart, make_step
-from tests.ops.attention_cases import (
+from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,
     Contents,
@@ -26,6 +25,7 @@ from tests.ops.attention_cases import (
     make_contents,
     softmax_of,
 )
+from tests.support.models.paged_forward import RowPart, make_step
 
 MIXED = [(0, 9), (30, 1), (5, 7), (0, 1), (31, 1), (3, 90)]
 DECODE = [(17, 1), (1, 1), (40, 1), (16, 1), (0, 1)]

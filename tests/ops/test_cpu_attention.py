@@ -17,9 +17,8 @@ from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.formats import chosen_variant
 from quire.ops.native import core
 from quire.ops.threads import set_num_threads
-from tests.combinations import in_pairs
-from tests.models.paged import CPU, RowPart, make_step
-from tests.ops.attention_cases import (
+from tests.support.cases import pairwise
+from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,
     Contents,
@@ -28,6 +27,7 @@ from tests.ops.attention_cases import (
     run_backend,
     softmax_of,
 )
+from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 
@@ -170,7 +170,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "dtype"), in_pairs(list(CASES), list(variants()), DTYPES), ids=str
+    ("name", "variant", "dtype"), pairwise(list(CASES), list(variants()), DTYPES), ids=str
 )
 def test_every_variant_is_softmax(name: str, variant: str, dtype: torch.dtype) -> None:
     case = CASES[name]
@@ -271,7 +271,7 @@ STORED_IDS = ["float32", "bfloat16", "int8"]
 
 @pytest.mark.parametrize(
     ("variant", "stored", "window", "extras"),
-    in_pairs(list(variants()), STORED_IDS, [None, 100], EXTRAS),
+    pairwise(list(variants()), STORED_IDS, [None, 100], EXTRAS),
 )
 def test_the_same_bits_however_the_work_is_cut(
     extras: dict[str, Any], stored: str, window: int | None, variant: str, threads: None
@@ -362,7 +362,7 @@ def test_shared_spans_are_read_once(threads: None) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "stored", "bad", "extras"),
-    in_pairs(list(variants()), STORED_IDS, [torch.nan, torch.inf], EXTRAS),
+    pairwise(list(variants()), STORED_IDS, [torch.nan, torch.inf], EXTRAS),
 )
 def test_what_is_not_finite_reaches_those_who_see_it(
     extras: dict[str, Any], bad: float, stored: str, variant: str

@@ -81,7 +81,7 @@ def test_too_many_inputs_for_one_scale() -> None:
     [
         ("float64", "cuda", "not float64"),
         ("float64", "cpu", "not float64"),
-        ("bfloat16", "cuda", "needs triton on a GPU"),
+        ("bfloat16", "cuda", "on a GPU needs triton"),
     ],
 )
 def test_where_quantised_weights_cannot_be_used(

@@ -24,7 +24,7 @@ from quire.ops.kernel_timing import FORMAT_S, ROUNDS, fastest, measure_kernels
 from quire.ops.linear import linear, packing
 from quire.ops.native import core
 from quire.ops.packed import pack
-from tests.ops.figures import keep_figures, own_figures
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 NAMES = ("portable", "avx2", "avx512", "avx512_bf16")
 HERE = formats.variants()

@@ -17,8 +17,8 @@ from quire.ops.packed import PackedWeight, pack
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import IntegerRows
 from quire.ops.threads import set_num_threads
-from tests.combinations import in_pairs
-from tests.ops.figures import keep_figures, own_figures
+from tests.support.cases import pairwise
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -102,7 +102,7 @@ def test_sums_have_the_same_bits_wherever_they_wait(shape: tuple[int, int], vari
 
 @pytest.mark.parametrize(
     ("shape", "quantization", "variant", "dtype"),
-    in_pairs(SHAPES, QUANTIZATIONS, VARIANTS, FLOATS),
+    pairwise(SHAPES, QUANTIZATIONS, VARIANTS, FLOATS),
     ids=str,
 )
 def test_quantised(
@@ -170,7 +170,7 @@ def test_scales_of_four_groups_of_int4_are_multiples_of_one() -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "variant", "dtype"),
-    in_pairs([None, *QUANTIZATIONS], VARIANTS, FLOATS),
+    pairwise([None, *QUANTIZATIONS], VARIANTS, FLOATS),
     ids=str,
 )
 def test_a_row_has_the_same_bits_in_any_batch(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.core_checks import build, checked_variants, tool
+from tests.support.kernels.cpp_checks import build, checked_variants, tool
 
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"

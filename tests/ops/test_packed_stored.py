@@ -230,10 +230,10 @@ def test_what_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="scales or zero points that are not finite"):
         pack_rows(replace(ROWS["int4"], scales=bad), torch.float32, cpu)
     values = torch.full((2, 32), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    with pytest.raises(ConfigError, match="FP8 weight holds values that are no numbers"):
+    with pytest.raises(ConfigError, match="FP8 weight contains NaN"):
         pack_stored(Float8Rows(values, torch.ones(2, 1), 32))
     exponents = torch.tensor([[255]], dtype=torch.uint8)
-    with pytest.raises(ConfigError, match="MXFP4 weight holds scales that are no numbers"):
+    with pytest.raises(ConfigError, match="MXFP4 weight has NaN scales"):
         pack_stored(Float4Rows(torch.zeros(1, 16, dtype=torch.uint8), exponents))
     with pytest.raises(ConfigError, match="groups of 36 inputs cannot be multiplied"):
         pack_stored(integers((4, 72), 4, 36))

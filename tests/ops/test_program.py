@@ -84,7 +84,7 @@ UNTRACEABLE = {
         lambda i, p: all_reduce(embedding(i, torch.ones(2, 4)), ALONE),
         "share memory",
     ),
-    "computed ids": (lambda i, p: embedding(i + p, torch.ones(9, 4)), "no input"),
+    "computed ids": (lambda i, p: embedding(i + p, torch.ones(9, 4)), "not an input"),
 }
 
 

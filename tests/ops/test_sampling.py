@@ -11,7 +11,7 @@ from quire.ops import logprobs, native, sampling, top_k
 from quire.ops.log_sum_exp import log_sum_exp, log_sum_exp_reference
 from quire.ops.penalties import Penalties, apply_penalties
 from quire.ops.sampling import Filters, Streams, choose, choose_reference
-from tests.ops import sampling_oracle as oracle
+from tests.support.kernels import sampling_oracle as oracle
 
 PATHS = [pytest.param(choose_reference, id="torch")]
 if native.core() is not None:

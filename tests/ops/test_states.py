@@ -18,7 +18,7 @@ from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.threads import set_num_threads
-from tests.combinations import in_pairs
+from tests.support.cases import pairwise
 
 CPU = torch.device("cpu")
 P = 4  # tokens of a block
@@ -275,7 +275,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "variant", "dtype"), in_pairs(SHAPES, list(variants()), FLOATS), ids=str
+    ("shape", "variant", "dtype"), pairwise(SHAPES, list(variants()), FLOATS), ids=str
 )
 def test_the_core_within_its_rounding(
     shape: tuple[DeltaHeads, int], variant: str, dtype: torch.dtype

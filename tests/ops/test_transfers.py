@@ -9,7 +9,7 @@ from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.streams import Streams
 from quire.ops.last_writes import last_writes
-from tests.ops.late_streams import LateStreams, ThreadStreams
+from tests.support.kernels.late_streams import LateStreams, ThreadStreams
 
 NUM_BLOCKS, NUM_HOST = 6, 9
 SHAPES = (

@@ -22,8 +22,8 @@ from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
-from tests.models.heads import write_demo_head
-from tests.serve.checkpoints import shallow
+from tests.support.models.eagle_heads import write_demo_head
+from tests.support.models.reference_checkpoints import shallow
 
 Pair = tuple[str, str]
 PROMPT = "Once upon a time there was a little fox. One day the fox"

@@ -23,9 +23,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
 from quire.render.renderer import RenderedPrompt
-from tests.engine.connectors.shared_store import shared_store
-from tests.engine.stand_in import stores_of
-from tests.serve.checkpoints import pool_bytes, text_checkpoint
+from tests.support.engine.attachments import stores_of
+from tests.support.engine.shared_store import shared_store
+from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
 
 PREFILL, DECODE, PREEMPTION, CHUNKED, STREAMING, CACHING, HANDED_OVER, GUESSING = ROWS = (
     "prefill", "decode", "preemption", "chunked prefills", "streaming prefills", "prefix caching",

@@ -5,8 +5,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import RequestError
 from quire.render.breakers import breaker_ids
-from tests.render.tiny import tokenizer
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")
 

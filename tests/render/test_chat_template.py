@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from quire.base.errors import ConfigError, RequestError
 from quire.render.chat_template import ChatOptions, ChatTemplate, load_template
 from quire.render.renderer import Renderer
-from tests.render.templates import GEMMA, LLAMA3, MISTRAL, QWEN
-from tests.render.tiny import directory, write_directory
+from tests.support.render.chat_templates import GEMMA, LLAMA3, MISTRAL, QWEN
+from tests.support.render.tiny_tokenizers import directory, write_directory
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Wie heißt <b>du</b>? 你好"}

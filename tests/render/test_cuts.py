@@ -13,8 +13,8 @@ from quire.render import cuts, tokenizer
 from quire.render.cuts import read_cuts
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import TokenizerFiles
-from tests.render import tiny
-from tests.render.golden import vocabularies
+from tests.support.render import golden_vocabularies as vocabularies
+from tests.support.render import tiny_tokenizers as tiny
 
 PIECES = [
     "fox", "The", "a", "b", " ", "  ", "\n", "\n\n", "\t", ".", ",", "you're", "12", "3.5", "-",

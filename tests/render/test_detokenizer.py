@@ -11,7 +11,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.token_stream import PieceStream, WindowStream, open_stream
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import FAMILIES, tokenizer
+from tests.support.render.tiny_tokenizers import FAMILIES, tokenizer
 
 BROKEN = "\ufffd"
 SOME = [

@@ -16,8 +16,8 @@ from quire.render.gguf_tokenizer import gguf_generation
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
-from tests.models.gguf_writer import byte_level_metadata, write_gguf
-from tests.render.tiny import CORPUS, directory
+from tests.support.models.gguf_writer import byte_level_metadata, write_gguf
+from tests.support.render.tiny_tokenizers import CORPUS, directory
 
 MESSAGES = [{"role": "user", "content": "Hello, what's 12 + 345?"}]
 ALPHABETS = (

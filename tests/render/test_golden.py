@@ -18,7 +18,7 @@ from quire.render.renderer import Renderer
 from quire.render.token_stream import open_stream
 from quire.render.tokenizer import Tokenizer
 from tests.render.golden import make
-from tests.render.golden.cases import (
+from tests.support.render.golden_cases import (
     FORMATS,
     ROOT,
     Case,

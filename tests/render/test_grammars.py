@@ -20,7 +20,7 @@ from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.grammars import CHECKS, Grammars
 from quire.render.job_pool import JobPool
 from quire.render.structured import grammar_of
-from tests.render.matching import takes
+from tests.support.render.grammar_matching import takes
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_who_waits_too_long_for_a_process_is_sent_away() -> None:
     async def go() -> None:
         endless = asyncio.create_task(pool.run_async(job))
         await asyncio.sleep(0)
-        with pytest.raises(EngineBusy, match="too many grammars wait"):
+        with pytest.raises(EngineBusy, match="too many grammars are waiting"):
             await pool.run_async(b'"start: /a/"')
         with pytest.raises(EngineBusy):
             await asyncio.to_thread(pool.run, b'"start: /a/"')

@@ -7,7 +7,7 @@ import pytest
 
 from quire.render.infill import FAMILIES, Infill
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import tokenizer, write_directory
+from tests.support.render.tiny_tokenizers import tokenizer, write_directory
 
 CODE, REST = "def f(x):\n    return", "\n\nprint(f(2))"
 SENTENCES = ("byte_level", "llama", "gemma", "metaspace")

@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.structured import grammar_of
-from tests.render.matching import byte_tokenizer
+from tests.support.render.grammar_matching import byte_tokenizer
 
 CASES = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text("utf-8"))[1:]
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quire.render.lark import WHITESPACE, Lark, is_gbnf, regex
-from tests.render.matching import ADDED, takes, with_tokens
+from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 
 def test_literals_are_split_at_added_tokens() -> None:

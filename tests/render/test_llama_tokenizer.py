@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from quire.render.tokenizer import Tokenizer
-from tests.render import tiny
+from tests.support.render import tiny_tokenizers as tiny
 
 TEXTS = [
     "", "Hello", " Hello", "  Hello", "Hello ", "<s> Hello", "<s>Hello", "<s>  Hello", "</s>",

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
 from quire.render.json_schema import prepared
-from tests.render.matching import byte_tokenizer, takes
+from tests.support.render.grammar_matching import byte_tokenizer, takes
 
 WHOLE = [0, 1, 3, -3, -1, 10, 100, -10, 1000]
 EDGES = [0.0, 0.1, 0.01, 0.001, 0.25, 0.5, 1.0]

@@ -11,7 +11,7 @@ from quire.base.errors import RequestError
 from quire.models.source import resolve_model
 from quire.render.open_text import OpenText
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import byte_level, tokenizer
+from tests.support.render.tiny_tokenizers import byte_level, tokenizer
 
 # Those whose vocabulary has tokens across words (the tiny llama's and gemma's) are left out.
 NAMES = ("demo", "byte_level", "metaspace", "wordpiece")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.base.sampling_params import SamplingParams
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.stop_strings import StopStrings
-from tests.render.tiny import tokenizer
+from tests.support.render.tiny_tokenizers import tokenizer
 
 small = st.text(alphabet="ab🙂", max_size=30)
 stops = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=4), min_size=1, max_size=3)

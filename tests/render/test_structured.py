@@ -9,7 +9,7 @@ from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.lark import Lark
 from quire.render.structured import MAX_CHARS, content_rule, grammar_of
-from tests.render.matching import ADDED, takes, with_tokens
+from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 PERSON = {
     "type": "object",
@@ -127,9 +127,9 @@ def test_sizes_and_depths_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("form", "says"),
     [
-        ({"json": "{"}, "no JSON"),
+        ({"json": "{"}, "not JSON"),
         ({"json": "[1]"}, "must be an object, got list"),
-        ({"json": {"enum": {1, 2}}}, "no JSON"),
+        ({"json": {"enum": {1, 2}}}, "not JSON"),
         ({"regex": "a\0"}, "NUL"),
         ({"regex": "a\\"}, "half an escape"),
         ({"regex": "\ud800"}, "surrogate"),

@@ -19,7 +19,7 @@ from quire.render.chat_template import ChatOptions
 from quire.render.job_process import JobProcess
 from quire.render.template_job import InThisProcess, TemplateJob, unpack
 from quire.render.template_pool import TEMPLATES, TemplatePool
-from tests.serve.processes import children_of
+from tests.support.processes.servers import children_of
 
 USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"

@@ -10,8 +10,8 @@ import tokenizers as tk
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from quire.render.text_bound import text_bound
-from tests.render import tiny
-from tests.render.golden import vocabularies
+from tests.support.render import golden_vocabularies as vocabularies
+from tests.support.render import tiny_tokenizers as tiny
 
 PIECES = [
     "a", " ", "   ", "\n", "fox ", "The quick ", "K", "\u1100\u1161\u11a8", "e\u0301", "1234",

@@ -12,7 +12,13 @@ from quire.base.errors import ModelError, RequestError
 from quire.render.bad_words import bad_words_token_ids
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
-from tests.render.tiny import FAMILIES, byte_level, directory, tokenizer, write_directory
+from tests.support.render.tiny_tokenizers import (
+    FAMILIES,
+    byte_level,
+    directory,
+    tokenizer,
+    write_directory,
+)
 
 TEXTS = ["", "Hello world", " two  spaces ", "你好 🙂\n\ttab", "<s>x</s><|im_end|> a <tool_call>b"]
 

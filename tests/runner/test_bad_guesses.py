@@ -10,7 +10,7 @@ from quire import LLM, SamplingParams
 from quire.base.events import Planned
 from quire.base.messages import Draft
 from quire.scheduler.core.sequence import Sequence
-from tests.engine.stand_in import StandIn, draft_with, drafter_of
+from tests.support.engine.attachments import StandIn, draft_with, drafter_of
 
 PROMPTS = ["Once upon a time", "The cat and the cat and the cat", "1, 2, 3, 1, 2, 3", "a"] * 2
 COMMON: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}

@@ -20,8 +20,13 @@ from quire.runner.memory_plan import spare_blocks, workspace_of
 from quire.runner.preview import preview_runner
 from quire.tools.devices import Device
 from quire.tools.fit import fit
-from tests.engine.stand_in import drafter_of
-from tests.serve.checkpoints import ARCHITECTURES, checkpoint, pool_bytes, write_checkpoint
+from tests.support.engine.attachments import drafter_of
+from tests.support.models.reference_checkpoints import (
+    ARCHITECTURES,
+    checkpoint,
+    pool_bytes,
+    write_checkpoint,
+)
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 PARAMS = [
@@ -251,13 +256,13 @@ def test_a_drafter_that_fails_ends_no_request(
             monkeypatch.setattr(drafting, "_draft", fail)
             assert answers(llm) == plain
     assert counts.tried == 0
-    assert "a draft model failed, and guesses no more for" in caplog.text
+    assert "a draft model failed and stops drafting for" in caplog.text
 
 
 def test_it_guesses_up_to_the_length_that_it_was_made_for(tmp_path: Path) -> None:
     """Behind it there are no positions that it knows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.serve.checkpoints.CONFIGS", dict(_short_gpt2()))
+        patch.setattr("tests.support.models.reference_checkpoints.CONFIGS", dict(_short_gpt2()))
         short = write_checkpoint(tmp_path / "short", "gpt2", 97)
     model = checkpoint("gpt2")
     counts = compared(model, short, max_model_len=96)
@@ -265,7 +270,7 @@ def test_it_guesses_up_to_the_length_that_it_was_made_for(tmp_path: Path) -> Non
 
 
 def _short_gpt2() -> Iterator[tuple[str, Any]]:
-    from tests.serve.checkpoints import CONFIGS
+    from tests.support.models.reference_checkpoints import CONFIGS
 
     config, model, fields = CONFIGS["gpt2"]
     yield "gpt2", (config, model, fields | {"n_positions": 24})

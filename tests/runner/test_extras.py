@@ -20,7 +20,7 @@ from quire.ops import native
 from quire.runner import logits_processors
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
 from quire.tools.replay import replay_all
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(13 * i + j) % 97 for j in range(4 + 6 * i)]} for i in range(5)]
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused(params: dict[str, Any], field: str) -> None:
 
 def test_names_that_are_not_allowed_are_refused(llm: LLM) -> None:
     for asked in ("unheard-of", {"name": "unheard-of", "kwargs": {"a": 1}}):
-        with pytest.raises(RequestError, match="no logits processor 'unheard-of' here"):
+        with pytest.raises(RequestError, match="no logits processor 'unheard-of'"):
             llm.generate([PROMPTS[0]], SamplingParams(logits_processors=[asked]), use_tqdm=False)
 
 
@@ -218,7 +218,7 @@ def test_a_function_goes_to_no_other_process_and_not_into_a_record(
 ) -> None:
     params = ROWS[3]
     limits = RequestLimits(97, 60, 20, 4, takes_functions=False)
-    with pytest.raises(RequestError, match="cannot go to an engine in another process"):
+    with pytest.raises(RequestError, match="cannot be sent to an engine in another process"):
         limits.check(Request("r", [1, 2], params, 0))
     folder = tmp_path / "run"
     settings = {"dtype": "float32", "block_size": 4, "disable_log_stats": True}

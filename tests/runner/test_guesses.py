@@ -14,7 +14,7 @@ from quire.ops.device_guesses import NO_TOKEN
 from quire.ops.native import core
 from quire.runner.guesses import accept, places_of
 from quire.scheduler.core.sequence import Sequence
-from tests.engine.stand_in import StandIn, draft_with
+from tests.support.engine.attachments import StandIn, draft_with
 
 PROMPTS = ["Once upon a time", "The little fox said: 1, 2, 3, 1, 2, 3,", "a", "def add(x, y):"]
 PARAMS = [

@@ -22,7 +22,7 @@ from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
 from quire.runner.memory_plan import block_bytes_of, plan_cpu_memory, workspace_bytes
 from quire.runner.profile import plan_gpu_memory, worst_case_plan
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -320,7 +320,7 @@ def test_what_others_have_taken_is_gone(monkeypatch: pytest.MonkeyPatch, caplog:
     found = gpu.plan(15 * GIB, 2 * GIB, 0, gpu_memory_utilization=0.9)
     wanted = 40 * GIB - 17 * GIB - memory_plan.GPU_RESERVE_BYTES
     assert wanted - (4 << 20) < found.pool_bytes <= wanted
-    assert "more than other processes leave" in caplog.text
+    assert "more than the free GPU memory" in caplog.text
 
 
 def test_a_step_that_does_not_fit_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:

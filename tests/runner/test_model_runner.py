@@ -20,8 +20,8 @@ from quire.models.source import resolve_model
 from quire.ops import native
 from quire.runner.build import BuiltRunner, build_runner
 from quire.scheduler.scheduler import Scheduler
-from tests.runner.masked import allowed, with_masks
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.row_masks import allowed, with_masks
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "device": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 16,

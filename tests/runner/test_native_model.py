@@ -28,9 +28,16 @@ from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
-from tests.combinations import in_pairs
-from tests.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
-from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged, run_step
+from tests.support.cases import pairwise
+from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
+from tests.support.models.paged_forward import (
+    CPU,
+    RowPart,
+    make_layout,
+    make_step,
+    run_paged,
+    run_step,
+)
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -266,7 +273,7 @@ def test_it_rounds_less_than_the_operations(
 
 @pytest.mark.parametrize(
     ("formats", "variant", "dtype"),
-    in_pairs(
+    pairwise(
         list(FORMATS),
         ["qwen3_tied", "mistral_window", "gpt2", "gemma2", "qwen3_next"],
         [torch.float32, torch.bfloat16, torch.float16],

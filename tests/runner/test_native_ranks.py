@@ -22,9 +22,9 @@ from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.relu import relu
 from quire.runner.native_model import NativeModel, native_or_same, trace
-from tests.models.checkpoints import write_checkpoint
-from tests.models.paged import CPU, RowPart, make_step
-from tests.models.ranks import logits_of
+from tests.support.models.checkpoints import write_checkpoint
+from tests.support.models.paged_forward import CPU, RowPart, make_step
+from tests.support.models.ranks import logits_of
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -120,7 +120,7 @@ def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:
         is_traced.wait()
         if rank == 1:
             return groups[1].abort()
-        with pytest.raises(RankLost, match="given up"):
+        with pytest.raises(RankLost, match="has failed"):
             run_some(run, backend, ids)
 
     with ThreadPoolExecutor(RANKS) as pool:

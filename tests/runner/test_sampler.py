@@ -22,8 +22,8 @@ from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler, logprob_tensors
 from quire.runner.step_ops import StepShape
 from quire.runner.vocabulary import vocabulary_of
-from tests.ops import sampling_oracle as oracle
 from tests.ops.test_mask import words_of
+from tests.support.kernels import sampling_oracle as oracle
 
 VOCAB = 97
 MAX_ROWS = 8

@@ -29,7 +29,7 @@ def test_a_stage_that_is_gone() -> None:
     one, other = socket.socketpair()
     other_link = SocketLink(other)
     one.close()
-    with pytest.raises(RankLost, match="before is gone"):
+    with pytest.raises(RankLost, match="previous stage has ended"):
         other_link.receive()
     with pytest.raises(RankLost, match="next stage is gone"):
         other_link.send(torch.zeros(2, 8))

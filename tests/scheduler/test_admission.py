@@ -16,8 +16,8 @@ from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_reques
 from quire.tools.simulate.run import simulate
 from quire.tools.simulate.step_times import Roofline
 from quire.tools.workloads import Lengths, Workload
-from tests.scheduler.device import make_request
-from tests.scheduler.listening import listen
+from tests.support.scheduler.events import listen
+from tests.support.scheduler.fake_device import make_request
 
 BLOCK = 4
 SHORT = Workload("short", Lengths(9, 0.8, 1, 30), Lengths(20, 0.9, 1, 60))
@@ -139,6 +139,17 @@ def test_a_group_needs_no_watermark_beside_itself() -> None:
         num_steps += 1
         num_partly += 1 <= scheduler.num_running < 4 and num_steps > 18
     assert num_partly > 0, "all came back at once"
+
+
+def test_blocks_are_kept_free_for_all_that_run_but_a_sequence_s_own_group() -> None:
+    scheduler = scheduler_of(100)
+    scheduler.memory.headroom.blocks_per_row = 2.0
+    add(scheduler, "other", 4)
+    scheduler.add(make_request("three", list(range(20, 29)), n=3, max_tokens=20), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and scheduler.num_running == 4
+    headroom, leader = scheduler.memory.headroom, scheduler.lifecycle.sequences["three"]
+    assert scheduler.admission.reserve(leader) == headroom.blocks(1) == 1 + 2
 
 
 def test_priority_comes_first_and_arrival_second() -> None:

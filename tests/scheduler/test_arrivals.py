@@ -5,11 +5,12 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Append
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.core.sequence import State
-from tests.scheduler.device import make_request
 from tests.scheduler.test_policies import add, scheduler_of, step
 from tests.scheduler.test_table_4_1 import counters, open_prompt
+from tests.support.scheduler.fake_device import make_request
 
 
 def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
@@ -23,17 +24,30 @@ def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
 
 
 def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
+    """It takes nothing of the step's budget of 16 tokens."""
     scheduler = scheduler_of(Fifo)
     open_prompt(scheduler, "open", [5])
     add(scheduler, "cached", 9)
     step(scheduler)
     prompt = scheduler.lifecycle.sequences["cached"].request.prompt_token_ids
     open_prompt(scheduler, "hit", prompt)  # all but the last token is in the index
-    add(scheduler, "behind", 4)
-    assert step(scheduler) == {"cached": 1, "behind": 4}
+    add(scheduler, "behind", 15)
+    assert step(scheduler) == {"cached": 1, "behind": 15}
     scheduler.control(Append("hit", [], is_last=True), 0.0)
     scheduler.control(Append("open", [6], is_last=True), 0.0)
     assert step(scheduler) == {"cached": 1, "behind": 1, "open": 2, "hit": 1}
+
+
+def test_an_open_prompt_that_was_swapped_out_idle_takes_nothing_of_a_step() -> None:
+    scheduler = scheduler_of(Fifo, preemption_mode="swap")
+    open_prompt(scheduler, "open", list(range(9)))
+    step(scheduler)
+    sequence = scheduler.lifecycle.sequences["open"]
+    scheduler.preemption.preempt(sequence, "other", PlanBuilder(9), 0.0)
+    assert sequence.state is State.SWAPPED and not sequence.has_something_to_compute
+    add(scheduler, "other", 20)
+    assert step(scheduler) == {"other": 16}
+    assert sequence.state is State.PARKED
 
 
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"blocks": 16}])

@@ -4,8 +4,8 @@ import numpy as np
 
 from quire.kv.digest import extend_digests
 from quire.scheduler.core.names import Prefix, digest_blocks
-from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
+from tests.support.scheduler.fake_device import make_request
 
 
 def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:

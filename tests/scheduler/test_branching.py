@@ -6,8 +6,8 @@ import pytest
 from quire.base.messages import Abort
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.scheduler.beams import BeamSearch
-from tests.scheduler.device import make_request
 from tests.scheduler.test_admission import others, scheduler_of
+from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -81,6 +81,6 @@ def test_a_search_without_any_candidate_ends_with_an_error(num_steps: int) -> No
     assert plan is not None
     [(_, finish)] = update(plan, {}).outputs.finished
     assert finish.reason == "error" and finish.error is not None
-    assert "leave a beam search no token" in finish.error.message
+    assert "leave its beam search without a token" in finish.error.message
     scheduler.check_invariants()
     assert not scheduler.has_work and scheduler.num_free_rows == 6

@@ -2,6 +2,7 @@
 
 import pytest
 
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
@@ -17,6 +18,15 @@ def test_decoding_rows_come_before_prompts(policy: MakePolicy) -> None:
     add(scheduler, "later", 2)
     for _ in range(3):
         assert step(scheduler)["first"] == 1
+
+
+def test_a_row_that_decodes_comes_before_a_prompt_of_a_higher_class() -> None:
+    scheduler = scheduler_of(Fifo, budget=8)
+    add(scheduler, "low", 4, priority=1)
+    assert step(scheduler) == {"low": 4}
+    add(scheduler, "high", 40)
+    for _ in range(3):
+        assert step(scheduler) == {"low": 1, "high": 7}
 
 
 def test_a_step_computes_at_most_the_threshold_of_a_prompt() -> None:
@@ -47,6 +57,19 @@ def test_a_heavy_tenants_long_prompt_under_way_is_deferred() -> None:
     step(scheduler)
     add(scheduler, "light", 12, tenant="light")
     assert step(scheduler) == {"light": 12, "heavy": 4}
+
+
+def test_a_deferred_prompt_gets_the_slots_that_it_has_if_there_is_no_free_block() -> None:
+    scheduler = scheduler_of(Fifo, budget=18)
+    add(scheduler, "long", 40)
+    step(scheduler)
+    pool, prompt = scheduler.memory.kv.pools[0], scheduler.lifecycle.sequences["long"]
+    while pool.num_free:
+        pool.allocate()
+    for num_granted in (2, 0):
+        builder = PlanBuilder(9)
+        assert scheduler.admission._continue_deferred(prompt, builder, 8) == num_granted
+        assert len(builder.rows) == (num_granted > 0)
 
 
 def test_a_prompt_under_way_goes_before_a_new_one_of_the_same_rank() -> None:

@@ -14,8 +14,8 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import BLOCK, add, answer, scheduler_of, step
+from tests.support.scheduler.events import listen
 
 
 def guess(scheduler: Scheduler, name: str, num: int, known: int | None = None) -> None:

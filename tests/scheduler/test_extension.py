@@ -25,7 +25,7 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import make_request
+from tests.support.scheduler.fake_device import make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)
 SIZE, NUM_BLOCKS = 4, 12

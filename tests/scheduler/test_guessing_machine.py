@@ -6,9 +6,9 @@ from hypothesis.stateful import initialize, rule
 
 from quire.base.messages import Draft, Drafted
 from quire.scheduler.core.queue import Fifo
-from tests.scheduler.device import make_request
-from tests.scheduler.programs import FEW, run_machine
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
+from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.state_machines import FEW, run_machine
 
 
 class GuessingMachine(SchedulerMachine):

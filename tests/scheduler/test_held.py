@@ -7,14 +7,12 @@ import msgspec
 import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
-from quire.base.errors import EngineBusy
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
-from quire.scheduler.reuse import held as held_file
 from quire.scheduler.reuse.held import Held
 from quire.scheduler.views import HeldView
-from tests.scheduler.device import Curse, expected_tokens, make_request
 from tests.scheduler.test_pins import FULL, MAX_LEN, WINDOW, Bench, copies
+from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
 
 STATES = CacheGroup(STATE, (2,), state_size=8)
 PROMPT = list(range(10))  # with 6 output tokens: 15 computed, the fourth block is not full
@@ -90,7 +88,7 @@ def test_n_branches_take_a_block_each() -> None:
     bench.let_go()
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 8, 14, 15, 16])
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 8, 14, 15, 16])
 def test_any_token_may_be_forked_at(at: int) -> None:
     bench = HeldBench(caching=False)
     held = bench.keep()
@@ -280,6 +278,28 @@ def test_a_window_is_that_of_its_end() -> None:
     bench.let_go()
 
 
+def test_a_branch_that_cannot_be_used_counts_for_nothing_in_what_a_fork_lacks() -> None:
+    """Its window is that of its end, and the fork begins before it."""
+    bench = HeldBench(groups=(WINDOW,), caching=False, max_num_seqs=1)
+    held = bench.keep(prompt=list(range(20)))
+    for at, num_lacking in ((25, 1), (12, 12)):
+        request = bench.fork(held, at)
+        sequence = bench.sequence(request.request_id)
+        assert bench.scheduler.progress.remaining(sequence) == num_lacking
+        bench.finish()
+    bench.let_go()
+
+
+def test_of_several_sequences_any_may_be_asked_for() -> None:
+    bench = HeldBench()
+    bench.keep(n=2)
+    find = bench.scheduler.retained.find_source
+    assert [find(Fork("a", index, 5)) for index in (0, 1)] == [
+        bench.held_of("a", index) for index in (0, 1)
+    ]
+    assert find(Fork("a", -1, 5)) is bench.held_of("a") and find(Fork("a", 2, 5)) is None
+
+
 def test_a_state_is_forked_at_its_end_or_where_one_was_left() -> None:
     bench = HeldBench(groups=(FULL, STATES))
     held = bench.keep(prompt=list(range(30)), max_tokens=8)
@@ -359,15 +379,13 @@ def test_what_is_held_of_one_that_is_ended_early(reason: str) -> None:
     bench.let_go()
 
 
-@pytest.mark.parametrize("most", [0, 1])
-def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    monkeypatch.setattr(held_file, "MOST_HELD", most)
+def test_a_fork_begins_with_the_names_of_what_it_continues() -> None:
     bench = HeldBench()
-    bench.add("a", PROMPT)
-    bench.step()
-    bench.core.control(Hold("a", 9.0))
+    held = bench.keep()
+    request = bench.fork(held, 13, added=(7,))
+    assert bench.sequence(request.request_id).digests == held.digests and len(held.digests) == 3
     bench.finish()
-    assert len(bench.scheduler.held(0.0)) == most
+    bench.assert_right(request)
     bench.let_go()
 
 
@@ -452,32 +470,10 @@ def test_what_rewinding_leaves_is_one_token_at_least_and_names_of_full_blocks() 
     bench = HeldBench()
     held = bench.keep()
     assert (held.num_computed, len(held.digests)) == (15, 3)
-    for left, names in ((9, 2), (8, 2), (7, 1), (1, 0)):
+    for left, names in ((12, 3), (9, 2), (8, 2), (7, 1), (1, 0)):
         bench.core.control(Rewind("a", 0, left))
         assert (len(held.tokens), len(held.digests)) == (left, names)
-    bench.let_go()
-
-
-def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of 100 tokens that may be held 16 are, and each request may leave 16 for each sample."""
-    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 100)
-    bench = HeldBench()
-    bench.keep(tenant="one")
-    holds = bench.scheduler.retained
-
-    def check(n: int, share: float = 1.0, tenant: str = "one") -> None:
-        request = make_request("b", PROMPT, max_tokens=6, n=n, tenant=tenant)
-        holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share))
-
-    check(5)
-    with pytest.raises(EngineBusy, match="16 tokens are held or will be, and 96 more"):
-        check(6)
-    check(2, share=0.5)
-    with pytest.raises(EngineBusy, match="16 tokens of your key .* 48 more .* 50 of 100"):
-        check(3, share=0.5)
-    check(3, share=0.5, tenant="two")
+        assert held.num_prompt_tokens == min(left, len(PROMPT))
     bench.let_go()
 
 

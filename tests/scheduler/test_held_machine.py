@@ -15,8 +15,6 @@ from hypothesis.stateful import rule
 
 from quire.base.errors import RequestError
 from quire.base.messages import Fork, HeldRequest, Hold, Request, Rewind
-from tests.scheduler.device import make_request
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_guessing_machine import GuessingMachine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
@@ -25,6 +23,8 @@ from tests.scheduler.test_scheduler_machine import (
     SchedulerMachine,
     StoresMachine,
 )
+from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.state_machines import FEW_OR_MANY, run_machine
 
 MOST_PROMPT = 34
 

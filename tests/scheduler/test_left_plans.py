@@ -19,7 +19,8 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import (
+from tests.support.engine.updates import read
+from tests.support.scheduler.fake_device import (
     Curse,
     CursedStep,
     FakeDevice,
@@ -27,7 +28,6 @@ from tests.scheduler.device import (
     expected_tokens,
     make_request,
 )
-from tests.updates import read
 
 FULL = (CacheGroup("full", (0,), 1, 8),)
 MAX_LEN = 100

@@ -8,8 +8,8 @@ import pytest
 from quire.base.events import Preempted, Queued
 from quire.scheduler.core.lifecycle import TRANSITIONS
 from quire.scheduler.core.sequence import Sequence, State
-from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
+from tests.support.scheduler.fake_device import make_request
 
 
 def test_what_is_told_of_one_that_comes_in() -> None:

@@ -11,7 +11,7 @@ from quire.base.live import CACHED, HELD, NOBODY, PINNED, REASONS, USED
 from quire.base.messages import Append
 from quire.kv.manager import SequenceBlocks
 from tests.scheduler.test_pins import FULL, WINDOW, Bench
-from tests.scheduler.watched import blocks_of, random_run, told_blocks
+from tests.support.scheduler.watched_scheduler import blocks_of, random_run, told_blocks
 
 STATES = CacheGroup(STATE, (2,), state_size=8)
 

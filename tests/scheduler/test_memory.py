@@ -12,9 +12,9 @@ from quire.kv.table import Appended
 from quire.scheduler.core.memory import Memory, Needs
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import make_request
-from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import answer
+from tests.support.scheduler.events import listen
+from tests.support.scheduler.fake_device import make_request
 
 FULL, WINDOW = CacheGroup("full", (0,), 1, 8), CacheGroup("window", (1,), 1, 8, window=6)
 ALSO_FULL = CacheGroup("full", (1,), 1, 8)
@@ -137,3 +137,24 @@ def test_a_state_is_left_eight_tokens_before_the_end_of_a_prompt(num_prompt: int
     assert isinstance(table, StateTable)
     assert table.prompt_end == (num_prompt - 9) // SIZE - 1
     assert set(table.kept) == ({table.prompt_end} if num_prompt >= 9 + SIZE else set())
+
+
+@pytest.mark.parametrize("num_first", [12, 13])
+def test_no_state_is_left_where_prompts_part_if_one_was_left_before_and_is_gone(
+    num_first: int,
+) -> None:
+    """A prompt of 13 tokens leaves a state behind its first block, one of 12 leaves none. The next
+    prompt begins with three of its blocks, whose states are gone."""
+    kv = KVManager((FULL, CacheGroup("state", (1,), state_size=8)), (100, 16), SIZE)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(Memory(kv, 64), config, 120)
+    scheduler.add(make_request("first", list(range(num_first)), max_tokens=9), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None
+    scheduler.update(answer(plan), 0.0)
+    kv.pools[1].reset_index()
+    scheduler.add(make_request("next", [*range(12), *range(50, 80)], max_tokens=1), 0.0)
+    assert scheduler.schedule(0.0).plan is not None
+    table = scheduler.lifecycle.sequences["next"].blocks.tables[1]
+    assert isinstance(table, StateTable)
+    assert set(table.kept) - {table.prompt_end} == ({2} if num_first == 12 else set())

@@ -14,7 +14,7 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import make_request
+from tests.support.scheduler.fake_device import make_request
 
 BLOCK = 4
 FULL = CacheGroup("full", (0,), 1, 8)
@@ -76,13 +76,14 @@ def test_the_token_where_it_differs(at: int) -> None:
     assert report.near_is_own
 
 
-def test_the_nearest_of_several_prompts() -> None:
-    """They share two blocks with it, and differ in the third."""
-    scheduler = scheduler_of()
-    for name, same in (("a", 9), ("b", 11), ("c", 10)):
-        ask(scheduler, name, TEXT[:same] + [1002, 1003, 1004, 1005])
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_the_nearest_of_several_prompts(num_blocks: int) -> None:
+    """They share so many blocks with it, and differ in the next one."""
+    scheduler, start = scheduler_of(), num_blocks * BLOCK
+    for name, same in (("a", 1), ("b", 3), ("c", 2)):
+        ask(scheduler, name, TEXT[: start + same] + [1002, 1003, 1004, 1005])
     report = ask(scheduler, "d", TEXT[:20])
-    assert (report.miss, report.at_token, report.near_id) == ("diverged", 11, "b")
+    assert (report.miss, report.at_token, report.near_id) == ("diverged", start + 3, "b")
 
 
 def test_what_goes_on_where_the_nearest_ends_is_new() -> None:

@@ -14,10 +14,10 @@ from quire.kv.manager import KVManager
 from quire.scheduler.reuse import offers as offers_file
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.reuse.stores import WAIT_S
-from tests.scheduler.device import CursedStep
-from tests.scheduler.fake_stores import BLOCK
 from tests.scheduler.test_pins import FULL
 from tests.scheduler.test_stores import OTHER, PROMPT, Lab, all_names, stores_of, wanted
+from tests.support.scheduler.fake_device import CursedStep
+from tests.support.scheduler.fake_stores import BLOCK
 
 NUM = len(PROMPT) // BLOCK
 KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)
@@ -215,6 +215,21 @@ def test_as_many_names_are_known_as_may_be_and_the_oldest_go_first(
     assert [offers._is_known(*name) for name in names] == [True, True, False]
     offers.take_kept(names[2:], is_lasting=True)
     assert [offers._is_known(*name) for name in names] == [False, True, True]
+
+
+def test_as_many_names_wait_as_may_be_and_the_oldest_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offers_file, "MOST_WAITING", 2)
+    offers = Offers(KVManager((FULL,), (4,), 4), SimpleNamespace(), True, SimpleNamespace(room=4))  # type: ignore[arg-type]
+    request = SimpleNamespace(kv_transfer=None)
+    sequence = SimpleNamespace(request=request, digests=[b"a", b"b", b"c"], num_offered=0)
+    for count in (2, 3):
+        offers.named([sequence], [0], [count], [])  # type: ignore[list-item]
+        assert offers.num_waiting == 2
+    for name, num_left in ((b"a", 2), (b"b", 1), (b"c", 0)):
+        offers.forget([(0, name)])
+        assert offers.num_waiting == num_left
 
 
 def test_after_a_reset_nothing_of_before_is_offered_or_known() -> None:

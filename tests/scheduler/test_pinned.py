@@ -7,8 +7,8 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Append, ResetPrefixCache, Unpin
 from quire.scheduler.reuse.pins import MOST_PINS
-from tests.scheduler.device import GARBAGE, make_request
 from tests.scheduler.test_pins import BLOCK, ENDING, PREFIX, Bench, num_unpinned
+from tests.support.scheduler.fake_device import GARBAGE, make_request
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -116,6 +116,29 @@ def test_an_open_prompt_that_lost_its_row_while_it_waited_is_counted_once() -> N
     bench.finish()
     assert pin.num_hits == 1
     bench.assert_right(other)
+
+
+def test_a_prefix_that_is_pinned_later_counts_in_what_a_waiting_request_lacks() -> None:
+    """A shorter one was found before, and is found again when the longer one is gone."""
+    bench = Bench(caching=False, max_num_seqs=1)
+    bench.pin("short", PREFIX[:6])
+    bench.begin_pin("pin", PREFIX)
+    bench.add("more", PREFIX + ENDING)
+    remaining, waiting = bench.scheduler.progress.remaining, bench.sequence("more")
+    assert remaining(waiting) == len(PREFIX + ENDING) - 6
+    bench.step()
+    assert bench.pins["pin"].blocks is not None and remaining(waiting) == len(ENDING)
+    bench.core.control(Unpin("pin"))
+    assert remaining(waiting) == len(PREFIX + ENDING) - 6
+    bench.finish()
+
+
+def test_the_scheduler_itself_refuses_to_pin_what_is_no_whole_prompt() -> None:
+    """The engine checks this before; a recording has what came through the doors."""
+    bench = Bench()
+    request = msgspec.structs.replace(make_request("pin", PREFIX, n=2), pin_s=0.0)
+    assert "one whole prompt" in str(bench.scheduler.add(request, 0.0).refusal)
+    assert not bench.pins
 
 
 def test_a_pinned_prefix_counts_in_what_a_waiting_request_lacks() -> None:

@@ -1,5 +1,4 @@
-"""Pinned prefixes, block number for block number: who shares, who copies, what stays unwritten;
-room, time, salts and failures. The device checks that each token sees what its request is about."""
+"""Pinned prefixes: shared, copied and unwritten blocks by number; room, time, salts, failures."""
 
 from typing import Any
 
@@ -23,8 +22,14 @@ from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.reuse.pinned import Pin
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import Curse, FakeDevice, FakeExecutor, expected_tokens, make_request
-from tests.updates import read
+from tests.support.engine.updates import read
+from tests.support.scheduler.fake_device import (
+    Curse,
+    FakeDevice,
+    FakeExecutor,
+    expected_tokens,
+    make_request,
+)
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)

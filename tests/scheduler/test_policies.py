@@ -14,7 +14,7 @@ from quire.scheduler.policy import policies
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import make_request
+from tests.support.scheduler.fake_device import make_request
 
 BLOCK, MAX_LEN = 4, 512
 

@@ -15,9 +15,9 @@ from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import expected_tokens
 from tests.scheduler.test_pins import MAX_LEN, PREFIX, Bench
 from tests.scheduler.test_policies import add, step
+from tests.support.scheduler.fake_device import expected_tokens
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 from quire.kv.manager import KVBlocks
 from quire.scheduler.reuse.held import Branch
-from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of
+from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from quire.scheduler.core.names import rename
-from tests.scheduler.device import make_request
 from tests.scheduler.test_step_results import scheduler_of, step
+from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -10,6 +10,8 @@ Covers `base/plan.py`, `scheduler/core/arrivals.py`, `scheduler/core/lifecycle.p
 `scheduler/core/scheduler_core.py` and `scheduler/core/step_results.py`.
 """
 
+from collections import defaultdict
+
 import msgspec
 import numpy as np
 import pytest
@@ -34,10 +36,12 @@ from quire.kv.sizing import LEAST_STATES
 from quire.kv.table import NULL
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import Fifo
+from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import (
+from tests.support.engine.updates import read
+from tests.support.scheduler.fake_device import (
     VOCAB,
     Curse,
     FakeDevice,
@@ -48,9 +52,8 @@ from tests.scheduler.device import (
     make_request,
     next_token,
 )
-from tests.scheduler.fake_stores import BLOCK, FakeStores
-from tests.scheduler.programs import FEW_OR_MANY, run_machine
-from tests.updates import read
+from tests.support.scheduler.fake_stores import BLOCK, FakeStores
+from tests.support.scheduler.state_machines import FEW_OR_MANY, run_machine
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
@@ -61,6 +64,14 @@ TRANSFERS = (
     None, None, KVTransfer(keeps=True), KVTransfer(waits=True), KVTransfer(keeps=True, waits=True),
     KVTransfer(waits=True, num_blocks=2, digest=bytes(32)),
 )  # fmt: skip
+
+
+def names_of(sequence: Sequence, root: bytes) -> list[bytes]:
+    """The names of the full blocks of a sequence's known tokens, counted from this root."""
+    digests: list[bytes] = []
+    known = sequence.known_tokens
+    extend_digests(digests, root, known, BLOCK, len(known) // BLOCK)
+    return digests
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -136,6 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.opened: list[str] = []
         self.in_pieces: set[str] = set()
         self.pins: list[str] = []
+        self.roots: dict[str, set[bytes]] = defaultdict(set)  # of a salt
         self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
         self.num_resets = 0
@@ -400,15 +412,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_index()
 
     def _check_index(self) -> None:
-        """What the index says of a running sequence's blocks is what its known tokens are."""
+        """What the index says of a running sequence's blocks is what its known tokens are.
+
+        A block that came from a pinned prefix or a parent is named after another root: that of a
+        sequence with the same salt, whose first tokens are the same.
+        """
+        for sequence in self.scheduler.lifecycle.sequences.values():
+            self.roots[sequence.request.cache_salt].add(sequence.root)
         for sequence in self.scheduler.rows.sequences():
-            known = sequence.known_tokens
-            digests: list[bytes] = []
-            extend_digests(digests, sequence.root, known, BLOCK, len(known) // BLOCK)
+            own = names_of(sequence, sequence.root)
             for table, pool in zip(sequence.blocks.tables, self.kv.pools, strict=True):
                 for i, block_id in enumerate(table.blocks):
-                    if i >= table.num_dropped and block_id != NULL and pool.is_indexed(block_id):
-                        assert pool.lookup(digests[i]) == block_id
+                    if i < table.num_dropped or block_id == NULL or not pool.is_indexed(block_id):
+                        continue
+                    if pool.lookup(own[i]) != block_id:
+                        roots = self.roots[sequence.request.cache_salt]
+                        names = [names_of(sequence, root)[i] for root in roots]
+                        assert block_id in map(pool.lookup, names)
 
     def teardown(self) -> None:
         if "scheduler" not in vars(self):

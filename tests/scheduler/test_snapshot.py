@@ -33,8 +33,6 @@ from quire.scheduler.snapshot import (
     encode,
     restore,
 )
-from tests.scheduler.device import make_request
-from tests.scheduler.programs import FEW, run_machine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
     HybridStoresMachine,
@@ -42,6 +40,8 @@ from tests.scheduler.test_scheduler_machine import (
     MixedStoresMachine,
     SchedulerMachine,
 )
+from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.state_machines import FEW, run_machine
 
 
 def written(value: object, **options: Any) -> Any:

@@ -18,8 +18,8 @@ from quire.scheduler.core.sequence import NUM_STOP_IDS, Sequence, State
 from quire.scheduler.core.step_results import _hand_out_pooled, _tell_tries
 from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import make_request
-from tests.scheduler.listening import listen
+from tests.support.scheduler.events import listen
+from tests.support.scheduler.fake_device import make_request
 
 MANY = tuple(range(20, 20 + NUM_STOP_IDS + 4))
 

@@ -19,7 +19,9 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.reuse.stores import KEEP_OLD, Stores
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import (
+from tests.scheduler.test_scheduler_machine import FULL, MAX_LEN
+from tests.support.engine.updates import error_of, read
+from tests.support.scheduler.fake_device import (
     GARBAGE,
     CursedStep,
     FakeDevice,
@@ -27,9 +29,7 @@ from tests.scheduler.device import (
     expected_tokens,
     make_request,
 )
-from tests.scheduler.fake_stores import BLOCK, FakeStores
-from tests.scheduler.test_scheduler_machine import FULL, MAX_LEN
-from tests.updates import error_of, read
+from tests.support.scheduler.fake_stores import BLOCK, FakeStores
 
 PROMPT = list(range(1, 21))  # five blocks
 OTHER = list(range(21, 41))

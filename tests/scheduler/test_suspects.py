@@ -7,14 +7,14 @@ import pytest
 from quire.base.cache_group import CacheGroup
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from tests.scheduler.device import (
+from tests.scheduler.test_left_plans import FULL, MAX_LEN, Driver
+from tests.support.scheduler.fake_device import (
     Curse,
     CursedStep,
     FakeDevice,
     expected_tokens,
     make_request,
 )
-from tests.scheduler.test_left_plans import FULL, MAX_LEN, Driver
 
 HYBRID = (*FULL, CacheGroup("state", (1,), state_size=8))
 PROMPTS = {"a": 9, "b": 14, "c": 3}

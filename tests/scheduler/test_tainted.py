@@ -1,5 +1,6 @@
 """Whom a failed row takes along, over host memory and over forks: on plans made by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,11 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.core.failures import find_tainted
 from quire.scheduler.core.plans import InFlightStep, SharedBlocks
+from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.two_level import TwoLevel
+from tests.scheduler.test_policies import answer, scheduler_of
 from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
+from tests.support.scheduler.fake_device import make_request
 
 FAILS = {0: Finish("error", error=Failure(STEP_FAILED, "it failed"))}
 
@@ -76,6 +80,18 @@ def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
     assert not find_tainted(flights, {}, 1).dependants
 
 
+def test_only_the_swaps_of_the_step_that_lost_them_are_lost() -> None:
+    flights = [
+        flight(1, [0], [], (swap(5, 2),)),
+        flight(2, [1], [], (swap(6, 3),)),
+        flight(3, [2, 4], [(2, [[7]], [[]]), (4, [[8]], [[]])], (load(2, 7), load(3, 8))),
+    ]
+    broken = find_tainted(flights, {}, 1, has_lost_swaps=True)
+    assert set(broken.dependants) == {(2, 0)} and broken.host == [{2}]
+    broken = find_tainted(flights, {}, 1, has_lost_swaps=True, num_void=2)
+    assert broken.dependants.keys() >= {(2, 0), (4, 0)} and broken.host == [{2, 3}]
+
+
 def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() -> None:
     """Rows 1 and 2 of a group come back, with tokens for one of them; so does 3, from elsewhere."""
     shared = [(1, [[7]], [[]]), (2, [[8]], [[]]), (3, [[9]], [[]])]
@@ -133,3 +149,17 @@ def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None
     assert found.dependants == {(1, 0): owner(1), (2, 0): owner(2)}
     assert found.blocks == [{5, 6, 8}]
     assert (3, 0) not in found and (1, 0) in found
+
+
+def test_of_a_request_that_fails_all_rows_of_later_plans_are_void() -> None:
+    """Row 1 fails, and row 0 is of the same request; row 2 goes on."""
+    scheduler = scheduler_of(Fifo, pipeline_depth=2)
+    scheduler.add(make_request("pair", [1, 2, 3], n=2, max_tokens=9), 0.0)
+    scheduler.add(make_request("other", [4, 5, 6], max_tokens=9), 0.0)
+    plans = [scheduler.schedule(0.0).plan for _ in range(2)]
+    for errors, left_out in (({}, set()), ({1: "garbage"}, {0, 1})):
+        plan = plans.pop(0)
+        assert plan is not None
+        result = replace(answer(plan), row_errors=errors)
+        assert scheduler.update(result, 0.0).left_out == (frozenset(left_out),)
+        plans.append(scheduler.schedule(0.0).plan)

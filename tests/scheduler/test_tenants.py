@@ -7,8 +7,8 @@ from quire.base.messages import Abort
 from quire.scheduler.core.queue import Fifo, MakePolicy, Tenants
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.device import make_request
 from tests.scheduler.test_policies import add, scheduler_of, step
+from tests.support.scheduler.fake_device import make_request
 
 
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])

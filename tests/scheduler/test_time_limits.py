@@ -3,7 +3,7 @@
 from quire.base.messages import MeasuredRates
 from quire.scheduler.core.queue import Fifo
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
-from tests.updates import error_of
+from tests.support.engine.updates import error_of
 
 
 def test_late_requests_end_with_an_error_and_free_their_blocks() -> None:

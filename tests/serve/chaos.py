@@ -25,8 +25,8 @@ from typing import Any
 
 from quire.serve.launch import remove_abandoned_sockets
 from quire.tools.http_client import HttpClient, HttpError
-from tests.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases
-from tests.serve.processes import Server, children_of, is_running, kill, wait_until
+from tests.support.processes.servers import Server, children_of, is_running, kill, wait_until
+from tests.support.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases
 
 # A supervisor gives up a core that dies four times in two minutes: there are others in between.
 VICTIMS = ("core", "api", "supervisor", "core while it loads", "api", "supervisor", "hung core",
@@ -232,7 +232,7 @@ class Chaos:
         server = self.server
 
         def num_notices() -> int:
-            return sum("is started anew" in line for line in server.lines)
+            return sum("restarting it" in line for line in server.lines)
 
         before = num_notices()
         kill(pid, number)

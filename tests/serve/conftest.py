@@ -1,10 +1,10 @@
-"""Cores that tests start are forks of a process that has imported torch (tests/forks.py)."""
+"""Start the cores of tests as forks (tests/support/processes/forks.py)."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.forks import forked_children
+from tests.support.processes.forks import forked_children
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,7 +8,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.outputs import CompletionOutput, Logprob
 from quire.engine.executors.threaded import ThreadedExecutor
-from tests.serve.checkpoints import pool_bytes, text_checkpoint
+from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
 
 SHARED = "The quick brown fox jumps"
 PROMPTS = [SHARED, SHARED + " over", "Hello", SHARED + " over the lazy dog", "0 1 2 3 4 5", "a"]

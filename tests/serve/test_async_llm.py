@@ -36,8 +36,8 @@ from quire.base.errors import (
     OutOfMemory,
     RequestError,
 )
-from tests.serve.checkpoints import MAX_POSITION, checkpoint, text_checkpoint
-from tests.serve.processes import children_of, is_running, kill, wait_until
+from tests.support.models.reference_checkpoints import MAX_POSITION, checkpoint, text_checkpoint
+from tests.support.processes.servers import children_of, is_running, kill, wait_until
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float64",

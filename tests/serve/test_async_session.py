@@ -13,7 +13,7 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from quire.base.errors import RequestError
 from quire.serve.async_session import AsyncSession
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 256,
@@ -154,7 +154,7 @@ def test_errors(llm: AsyncLLM) -> None:
             await story.append([1] * 300)
             with pytest.raises(RequestError, match="max_model_len"):
                 await last(story.generate(params()))
-            with pytest.raises(RequestError, match="fork it"):
+            with pytest.raises(RequestError, match="fork()"):
                 await last(story.generate(SamplingParams(n=2)))
 
     run(llm, program)

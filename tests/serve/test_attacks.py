@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.processes import WAIT_S, Server, Stream, children_of, is_running, kill, wait_until
+from tests.support.processes.servers import (
+    WAIT_S,
+    Server,
+    Stream,
+    children_of,
+    is_running,
+    kill,
+    wait_until,
+)
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 BIG = "word " * 400_000

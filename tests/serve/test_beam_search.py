@@ -4,7 +4,7 @@ import pytest
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.base.errors import RequestError
-from tests.serve.checkpoints import checkpoint, reference_beams, text_checkpoint
+from tests.support.models.reference_checkpoints import checkpoint, reference_beams, text_checkpoint
 
 PROMPTS = [[7, 3, 9, 1, 12, 44], [5, 80, 23], [61, 2, 2, 90, 33, 8, 15]]
 

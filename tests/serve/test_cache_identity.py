@@ -17,9 +17,9 @@ from quire.base.model_spec import ModelSpec, parse_spec
 from quire.models.outline import outline
 from quire.models.registry import make_model
 from quire.ops.native import core
-from tests.models.checkpoints import VARIANTS
-from tests.serve.checkpoints import checkpoint
 from tests.serve.test_host_tier import PARAMS, PROMPTS
+from tests.support.models.checkpoints import VARIANTS
+from tests.support.models.reference_checkpoints import checkpoint
 
 Path_ = tuple[str, ...]
 ROPES = {

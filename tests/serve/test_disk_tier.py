@@ -14,9 +14,9 @@ from quire.base.errors import ConfigError
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.native import core
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_host_tier import PARAMS, PROMPTS
 from tests.serve.test_same_bits import Found, found, open_llm
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

@@ -25,9 +25,8 @@ from quire.runner.preview import preview_runner
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.replay import replay_all
-from tests.models.checkpoints import random_tokens
-from tests.render.tiny import fresh_directory
-from tests.serve.encoder_checkpoints import (
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.encoder_checkpoints import (
     FAMILIES,
     MAX_LEN,
     encoder_checkpoint,
@@ -36,7 +35,8 @@ from tests.serve.encoder_checkpoints import (
     logits_of,
     states_of,
 )
-from tests.serve.pooling_checkpoints import with_modules
+from tests.support.models.pooling_checkpoints import with_modules
+from tests.support.render.tiny_tokenizers import fresh_directory
 
 IDS = [[2 + each for each in ids] for ids in random_tokens(23, 1, MAX_LEN, 2, 61, 40, 7)]
 RAW = PoolingParams(use_activation=False)
@@ -193,7 +193,7 @@ def test_a_cross_encoder_of_sentence_transformers_6_has_its_activation_in_a_file
 def test_the_length_that_sentence_transformers_cuts_to_is_the_longest() -> None:
     folder = changed(encoder_checkpoint("bert"))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12}))
-    wrong = pytest.raises(RequestError, match="at most max_model_len = 12 are possible")
+    wrong = pytest.raises(RequestError, match="the range is 1 to max_model_len = 12")
     with open_llm(folder) as llm, wrong:
         pooled(llm, IDS[:1])
     with open_llm(folder, max_model_len=MAX_LEN) as llm:
@@ -279,7 +279,7 @@ def test_configs_that_are_refused(family: str, changes: dict[str, Any], words: s
         ({"runner": "generate"}, "runner is generate, but the tokens of this model see each"),
         ({"attention_backend": "triton"}, "attention_backend triton is for models that keep"),
         ({"kv_disk_dir": "/nowhere"}, "finds none in a store"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> None:
@@ -298,7 +298,7 @@ def test_classes_of_tokens_are_not_served() -> None:
 def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
     with open_llm(encoder_checkpoint("roberta"), max_model_len="auto") as llm:
         assert llm.engine.client.max_model_len == MAX_LEN
-        with pytest.raises(RequestError, match="this engine pools"):
+        with pytest.raises(RequestError, match="this engine returns embeddings"):
             llm.generate("a", use_tqdm=False)
         with pytest.raises(RequestError, match="has 97 tokens; at least 1 and at most max_mod"):
             pooled(llm, [[5] * (MAX_LEN + 1)])

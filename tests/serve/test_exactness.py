@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from tests.serve.checkpoints import (
+from tests.support.models.reference_checkpoints import (
     ARCHITECTURES,
     CONFIGS,
     FAMILIES,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.forks import ForkedPopen
+from tests.support.processes.forks import ForkedPopen
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "front_end.py"
 QUESTIONS = ["What is 17 + 25?", "Who are you?"]

@@ -9,8 +9,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.models.source import resolve_model
-from tests.models.gguf_writer import BF16, F32, Q8_0, byte_level_metadata, convert
-from tests.serve.checkpoints import checkpoint, reference_tokens, text_checkpoint
+from tests.support.models.gguf_writer import BF16, F32, Q8_0, byte_level_metadata, convert
+from tests.support.models.reference_checkpoints import checkpoint, reference_tokens, text_checkpoint
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 9], [79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 8]]
 QUESTIONS = ["What is 17 + 25?", "Who are you?"]

@@ -11,12 +11,12 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.ops.native import core
 from quire.runner.memory_plan import kept_inputs_bytes
-from tests.engine.stand_in import draft_with
-from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.runner.test_guesses import Oracle
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_exactness import assert_idle
 from tests.serve.test_hybrid import FEW_BLOCKS, P, ask, folder, open_llm
+from tests.support.engine.attachments import draft_with
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 

@@ -16,8 +16,13 @@ from quire.base.events import Stepped
 from quire.base.messages import Draft
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.scheduler.core.sequence import Sequence
-from tests.engine.stand_in import StandIn, draft_with
-from tests.serve.checkpoints import checkpoint, reference_logits, reference_model, write_checkpoint
+from tests.support.engine.attachments import StandIn, draft_with
+from tests.support.models.reference_checkpoints import (
+    checkpoint,
+    reference_logits,
+    reference_model,
+    write_checkpoint,
+)
 
 VOCAB = 5
 PROMPT = [1, 3, 2]

@@ -22,13 +22,13 @@ from quire.ops.native import core
 from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView
-from tests.engine.connectors.shared_store import shared_store
-from tests.engine.connectors.store_servers import redis_server, s3_server
-from tests.engine.stand_in import stores_of
-from tests.models.checkpoints import random_tokens
 from tests.serve import test_hybrid
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_same_bits import found, open_llm
+from tests.support.engine.attachments import stores_of
+from tests.support.engine.shared_store import shared_store
+from tests.support.engine.store_servers import redis_server, s3_server
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -416,7 +416,7 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
         ({"kv_transfer_config": {"kv_connector": "Unknown"}}, "is not supported: quire moves"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "--kv-host-gb"),
         ({"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}}, "shared_storage_path"),
-        ({"kv_transfer_config": "{"}, "kv_transfer_config is not JSON"),
+        ({"kv_transfer_config": "{"}, "kv_transfer_config must be JSON"),
         ({"kv_eager": True}, "kv_eager needs a store"),
         ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "gives none"),
         ({"kv_store": "shm:../x"}, "takes a name of letters"),

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from quire.engine.connectors.peer_wire import SECRET
-from tests.engine.connectors.shared_store import shared_store
-from tests.serve.processes import WAIT_S, Server
+from tests.support.engine.shared_store import shared_store
+from tests.support.processes.servers import WAIT_S, Server
 
 FIRST_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 STORY = "Once upon a time there was a little fox who lived in a deep forest with its mother. "

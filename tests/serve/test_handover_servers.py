@@ -14,9 +14,7 @@ from quire.engine.connectors import make as connectors
 from quire.engine.connectors.direct import Piece
 from quire.engine.connectors.store import HEADER_BYTES, seal, unseal
 from quire.scheduler.reuse.stores import WAIT_S
-from tests.engine.connectors.store_servers import StoreServer, redis_server, s3_server
 from tests.engine.connectors.test_direct import MemoryTransfer
-from tests.engine.stand_in import stores_of
 from tests.serve.test_handover import (
     BLOCK,
     FIRST_LEG,
@@ -35,6 +33,8 @@ from tests.serve.test_handover import (
     wanted,
 )
 from tests.serve.test_same_bits import found, open_llm
+from tests.support.engine.attachments import stores_of
+from tests.support.engine.store_servers import StoreServer, redis_server, s3_server
 
 __all__ = ["redis_server", "s3_server", "secret", "wanted"]  # fixtures
 CALLS_S = 18.0  # for calls that end without an answer, and a tiny model on a busy machine

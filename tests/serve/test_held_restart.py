@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.processes import WAIT_S, Server, kill, wait_until
 from tests.serve.test_server import started
+from tests.support.processes.servers import WAIT_S, Server, kill, wait_until
 
 
 def ask(server: Server, method: str, path: str, key: str = "one", **body: Any) -> tuple[int, Any]:

@@ -11,9 +11,9 @@ import pytest
 from quire import SamplingParams
 from quire.base.errors import ConfigError
 from quire.ops.native import core
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_same_bits import Found, found, open_llm
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 PROMPTS = [{"prompt_token_ids": tokens} for tokens in random_tokens(*[40] * 4, seed=3)]
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True, logprobs=2)

@@ -18,9 +18,16 @@ from quire.base.messages import Ready, Request
 from quire.base.sampling_params import RequestOutputKind
 from quire.engine.client.remote import LATE_S, RemoteClient
 from quire.engine.wire.wire import client_codec
-from tests.serve.processes import Server, Stream, children_of, is_running, kill, wait_until
 from tests.serve.test_attacks import num_open_files, post, send
 from tests.serve.test_server import client_of, started
+from tests.support.processes.servers import (
+    Server,
+    Stream,
+    children_of,
+    is_running,
+    kill,
+    wait_until,
+)
 
 
 def lines_with(server: Server, text: str) -> list[str]:
@@ -152,7 +159,7 @@ def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
             lines.append(line)
             if "ready: http" in line:
                 break
-        assert any("is started anew" in line for line in lines)
+        assert any("restarting it" in line for line in lines)
         assert "ready: http" in lines[-1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -218,7 +225,7 @@ def test_a_core_without_descriptors_goes_on_with_the_clients_that_it_has() -> No
         extra = [socket.socket(socket.AF_UNIX) for _ in range(4)]
         for sock in extra:
             sock.connect(home)
-        server.wait_for_line("the engine cannot take a connection")
+        server.wait_for_line("the engine cannot accept a connection")
         assert any(post_ok(server) for _ in range(3))
         assert is_running(core)
         for sock in extra:

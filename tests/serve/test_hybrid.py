@@ -14,10 +14,10 @@ from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.core.memory import PROMPT_TAIL
 from quire.tools.verify.precision import WholePrecision
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import checkpoint, pool_bytes, reference_tokens
 from tests.serve.test_exactness import CASES, NUM_TOKENS, assert_idle, greedy, prompts, tokens
 from tests.serve.test_same_bits import found
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes, reference_tokens
 
 ARCHITECTURE = "qwen3_5_text"
 P = 4  # tokens of a block

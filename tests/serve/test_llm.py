@@ -13,8 +13,8 @@ from quire.base.errors import ConfigError, ModelNotFound, RequestError
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executors.executor import Executor
-from tests.render.templates import QWEN
-from tests.serve.checkpoints import checkpoint, reference_tokens, text_checkpoint
+from tests.support.models.reference_checkpoints import checkpoint, reference_tokens, text_checkpoint
+from tests.support.render.chat_templates import QWEN
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = [
@@ -225,7 +225,7 @@ def test_close_twice_and_use_after_it() -> None:
         llm.get_default_sampling_params,
         llm.reset_prefix_cache,
     ):
-        with pytest.raises(ConfigError, match="closed; make a new one"):
+        with pytest.raises(ConfigError, match="closed; create a new one"):
             use()
 
 

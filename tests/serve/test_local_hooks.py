@@ -17,8 +17,8 @@ from quire.base.hooks import EndRequest, HookContext, HookPiece, HookRequest
 from quire.base.outputs import RequestOutput
 from quire.serve.hooks import Hooks
 from quire.serve.local_hooks import LocalHooks
-from tests.forks import run_forked
 from tests.serve.test_llm import assert_idle
+from tests.support.processes.forks import run_forked
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "word_filter.py"
 SMALL: dict[str, Any] = {"disable_log_stats": True, "max_model_len": 256}

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.serve.processes import Server, Stream, wait_until
+from tests.support.processes.servers import Server, Stream, wait_until
 
 WAITING = "quire:num_requests_waiting"
 RUNNING = "quire:num_requests_running"

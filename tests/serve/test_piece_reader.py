@@ -8,8 +8,8 @@ import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import EngineDead, RequestError
-from tests.serve.checkpoints import MAX_POSITION, checkpoint, text_checkpoint
 from tests.serve.test_async_llm import FOX, SETTINGS, idle, last, params, run
+from tests.support.models.reference_checkpoints import MAX_POSITION, checkpoint, text_checkpoint
 
 TEXT = "The quick brown fox\njumps  over, 17 + 25 lazy dogs"
 IDS = [5 + i % 60 for i in range(50)]
@@ -157,10 +157,10 @@ TOO_LONG = [1] * MAX_POSITION
 WRONG: list[tuple[list[Any], str]] = [
     ([], "the prompt is empty"),
     (["", [], {"prompt_token_ids": []}], "the prompt is empty"),
-    ([5], "a piece of a prompt must be a text, .* got int"),
-    ([FOX, None], "a piece of a prompt must be a text, .* got NoneType"),
-    ([FOX, {"text": "Hi"}], "a piece of a prompt must be a text, .* got dict"),
-    ([FOX, [{"role": "user", "content": "Hi"}]], "a piece of a prompt must be a text, .* got list"),
+    ([5], "a part of an open prompt must be a text, .* got int"),
+    ([FOX, None], "a part of an open prompt must be a text, .* got NoneType"),
+    ([FOX, {"text": "Hi"}], "a part of an open prompt must be a text, .* got dict"),
+    ([FOX, [{"role": "user", "content": "Hi"}]], "open prompt must be a text, .* got list"),
     ([FOX, [True]], "integers from 0 on, got True"),
     ([FOX, {"prompt_token_ids": "17"}], "list of integers"),
     (["\ud800 "], "Unicode"),
@@ -168,7 +168,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([FOX, [10**6]], "prompt token id 1000000 is not in the vocabulary"),
     ([TOO_LONG], "the prompt has 128 tokens; .* max_model_len"),
     ([[1], TOO_LONG], "max_model_len"),
-    ([FOX, {"prompt": "Hi", "cache_salt": "late"}], "cache_salt must come with the first piece"),
+    ([FOX, {"prompt": "Hi", "cache_salt": "late"}], "cache_salt must come with the first part"),
 ]
 
 
@@ -201,9 +201,9 @@ def test_errors_of_one_do_not_touch_the_others(llm: AsyncLLM, waits: bool) -> No
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"n": 2}, "a prompt in pieces has one continuation"),
-        ({"n": 2, "use_beam_search": True}, "a prompt in pieces has one continuation"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs cannot be had of a prompt that comes in pieces"),
+        ({"n": 2}, "a prompt sent in pieces has one output"),
+        ({"n": 2, "use_beam_search": True}, "a prompt sent in pieces has one output"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not possible for a prompt sent in pieces"),
     ],
 )
 def test_what_cannot_come_in_pieces_is_refused_before_reading(

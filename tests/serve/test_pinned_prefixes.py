@@ -18,10 +18,10 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.ops.native import core
-from tests.forks import run_forked
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import checkpoint, pool_bytes
-from tests.serve.processes import Server, wait_until
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
+from tests.support.processes.forks import run_forked
+from tests.support.processes.servers import Server, wait_until
 
 [PREFIX] = random_tokens(22, seed=4)  # five blocks of 4, and 2 tokens
 RESTS = random_tokens(1, 7, 19, seed=5)
@@ -183,7 +183,7 @@ def test_what_cannot_be_pinned_is_told() -> None:
 def test_a_time_that_is_over_at_once_is_told() -> None:
     with (
         open_llm("llama") as llm,
-        pytest.raises(RequestError, match="its ttl_s is over already"),
+        pytest.raises(RequestError, match="its ttl_s has passed already"),
     ):
         llm.pin_prefix(PREFIX, 1e-9)
 
@@ -293,7 +293,7 @@ def test_a_file_of_json(tmp_path: Path, is_list: bool, name: str) -> None:
         ("a.json", b'{"prompt": "a", "messages": []}', "prefix 0: give either prompt"),
         ("a.json", b'{"messages": []}', "prefix 0: messages is empty"),
         ("a.json", b'{"messages": [{"role": "user"}]}', r"messages\[0\] needs a content"),
-        ("a.json", b'{"prompt": "a", "tools": [{}]}', "tools and chat_template_kwargs are for"),
+        ("a.json", b'{"prompt": "a", "tools": [{}]}', "tools and chat_template_kwargs apply to"),
         ("a.json", b'{"prompt": [99999]}', "token id 99999 is not in the vocabulary"),
         ("a.json", b'{"prompt": "a", "ttl_s": -1}', "ttl_s must be a number of seconds"),
         ("a.json", json.dumps({"prompt": [5] * 2000}).encode(), "125 of 170 KV blocks, and half"),

@@ -29,14 +29,14 @@ from quire.runner.preview import preview_runner
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.replay import replay_all
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import MAX_POSITION
-from tests.serve.pooling_checkpoints import (
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.pooling_checkpoints import (
     class_logits,
     hidden_states,
     pooling_checkpoint,
     with_modules,
 )
+from tests.support.models.reference_checkpoints import MAX_POSITION
 
 IDS = random_tokens(23, 5, MAX_POSITION, 1, 61)
 RAW = PoolingParams(use_activation=False)
@@ -219,7 +219,7 @@ def test_a_core_in_another_process_sends_the_same_bits() -> None:
             for ids in IDS[:3]:
                 outputs = [each async for each in llm.encode({"prompt_token_ids": ids}, RAW)]
                 found += [each.outputs.data for each in outputs]
-            with pytest.raises(RequestError, match="this engine pools"):
+            with pytest.raises(RequestError, match="this engine returns embeddings"):
                 await anext(llm.generate("a"))
         return found
 
@@ -240,11 +240,11 @@ def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
 
 def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
     with open_llm(pooling_checkpoint("generate")) as llm:
-        with pytest.raises(RequestError, match="generates text: it gives no embeddings"):
+        with pytest.raises(RequestError, match="generates text, and returns no embeddings"):
             llm.embed("a", use_tqdm=False)
         assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     with open_llm(pooling_checkpoint("embed")) as llm:
-        with pytest.raises(RequestError, match="this engine pools"):
+        with pytest.raises(RequestError, match="this engine returns embeddings"):
             llm.generate("a", use_tqdm=False)
         with pytest.raises(RequestError, match="pooling_task must be embed or classify"):
             llm.encode("a", use_tqdm=False, pooling_task="token_embed")
@@ -253,8 +253,8 @@ def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config is for models that"),
-        ({"tensor_parallel_size": 2}, "in its engine's own process"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
+        ({"tensor_parallel_size": 2}, "in its engine's process"),
         ({"kv_disk_dir": "/nowhere"}, "dir:/nowhere: a model that pools all tokens"),
     ],
 )

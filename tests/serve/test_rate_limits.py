@@ -171,7 +171,7 @@ def test_settings() -> None:
     assert ServerConfig(requests_per_minute=(5,)).rate_limits == [(5, 0)]
     two = ServerConfig(api_key=("a", "b"), requests_per_minute=(5,), tokens_per_minute=(0, 9))
     assert two.rate_limits == [(5, 0), (5, 9)]
-    with pytest.raises(ConfigError, match="tokens_per_minute has 3 numbers for 2 keys"):
+    with pytest.raises(ConfigError, match="tokens_per_minute has 3 numbers for 2 API keys"):
         ServerConfig(api_key=("a", "b"), tokens_per_minute=(1, 2, 3))
     with pytest.raises(ConfigError, match="requests_per_minute must be 0"):
         ServerConfig(requests_per_minute=(-1,))

@@ -11,7 +11,7 @@ from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError, RequestError
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import serving
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 # Opens reasoning in the prompt, unless told otherwise, as models do that always think.
 TEMPLATE = (
@@ -59,7 +59,7 @@ def test_a_prompt_that_opens_reasoning_needs_no_conversation(llm: LLM) -> None:
 
 
 def test_a_budget_needs_reasoning(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no reasoning that is known of") as caught:
+    with pytest.raises(RequestError, match="no reasoning format is known") as caught:
         llm.generate("Hi", SamplingParams(thinking_token_budget=5), use_tqdm=False)
     assert caught.value.field == "thinking_token_budget"
 

@@ -9,7 +9,7 @@ from typing import Any
 from quire.engine.recording.files import read_recording
 from quire.engine.recording.frames import State
 from quire.tools.replay import replay_all
-from tests.serve.processes import WAIT_S, Server, kill, wait_until
+from tests.support.processes.servers import WAIT_S, Server, kill, wait_until
 
 RESTART = ("--restart-engine", "--shutdown-timeout", "5")
 

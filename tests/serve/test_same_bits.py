@@ -7,8 +7,8 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.ops.native import core
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_exactness import prompts
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

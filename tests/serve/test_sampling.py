@@ -11,8 +11,7 @@ import torch
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import RequestError
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import tokenizer, write_directory
-from tests.serve.checkpoints import (
+from tests.support.models.reference_checkpoints import (
     checkpoint,
     pool_bytes,
     reference_logits,
@@ -20,6 +19,7 @@ from tests.serve.checkpoints import (
     text_checkpoint,
     write_checkpoint,
 )
+from tests.support.render.tiny_tokenizers import tokenizer, write_directory
 
 TOK: Tokenizer = tokenizer("byte_level")
 VOCAB = 97

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quire.cli.main import main
-from tests.serve.processes import WAIT_S, Server, children_of, wait_until
 from tests.serve.test_server import started
+from tests.support.processes.servers import WAIT_S, Server, children_of, wait_until
 
 MARKER = "MARK3R-s3cret"
 KEYS = [f"{MARKER}-one", f"{MARKER}-urgent", f"{MARKER}-admin"]

@@ -16,8 +16,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.serve.api.responses.ids import process_of
-from tests.forks import run_forked
-from tests.serve.processes import Server, Stream, is_running, kill, wait_until
+from tests.support.processes.forks import run_forked
+from tests.support.processes.servers import Server, Stream, is_running, kill, wait_until
 
 CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
 

@@ -8,7 +8,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, RequestError
 from quire.base.outputs import RequestOutput
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20, "disable_log_stats": True}
 
@@ -96,10 +96,10 @@ def test_errors(llm: LLM) -> None:
         with pytest.raises(RequestError, match="no tokens yet"):
             story.generate()
         story.append("Once")
-        with pytest.raises(RequestError, match="fork it"):
+        with pytest.raises(RequestError, match="fork()"):
             story.generate(SamplingParams(n=2))
         for call in (lambda: story.fork(100), lambda: story.rewind(100), lambda: story.fork(-1)):
-            with pytest.raises(RequestError, match="the tokens there are"):
+            with pytest.raises(RequestError, match="the number of its tokens"):
                 call()
         story.rewind(len(story.token_ids))
         assert story.token_ids == []

@@ -18,7 +18,14 @@ import pytest
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import ConfigError, EngineDead, OutOfMemory, RequestError
 from quire.engine.recording.files import segment_paths
-from tests.serve.processes import Server, Stream, children_of, is_running, kill, wait_until
+from tests.support.processes.servers import (
+    Server,
+    Stream,
+    children_of,
+    is_running,
+    kill,
+    wait_until,
+)
 
 # In 32 bits: without the C++ core sums follow the number of threads, which are fewer than of one.
 SETTINGS: dict[str, Any] = {"dtype": "float32", "disable_log_stats": True}

@@ -16,12 +16,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.batches.inputs import request
-from tests.serve.checkpoints import text_checkpoint
-from tests.serve.pooling_checkpoints import with_modules
-from tests.serve.processes import WAIT_S, Server, is_running, kill, wait_until
 from tests.serve.test_attacks import post
 from tests.serve.test_server import started
+from tests.support.models.pooling_checkpoints import with_modules
+from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.processes.servers import WAIT_S, Server, is_running, kill, wait_until
+from tests.support.serve.batch_files import request
 
 SHARE = 0.1  # of a core
 NUM_REQUESTS, NUM_EMBEDDINGS, NUM_AT_ONCE = 60, 6, 8
@@ -96,7 +96,7 @@ def answers(server: Server, num: int, num_embeddings: int = 0) -> list[Any]:
 
 def assert_nothing_was_killed(server: Server) -> None:
     assert all(map(is_running, server.children))
-    bad = ("makes no progress", "ended by itself", "failed", "is stuck")
+    bad = ("makes no progress", "ended unexpectedly", "failed", "is stuck")
     lines = [line.replace(" 0 failed of ", "") for line in server.lines]  # of a batch
     assert not [line for line in lines if any(text in line for text in bad)]
 

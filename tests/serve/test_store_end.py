@@ -24,9 +24,9 @@ from quire.engine.observability.heartbeat import FIELDS
 from quire.serve.children import Child
 from quire.serve.core_child import CoreChild
 from quire.serve.cores import ALONE
-from quire.serve.several.served import ServedModel
+from quire.serve.several.served import FirstRequest, ServedModel
 from tests.base.test_plugins import Site
-from tests.serve.processes import WAIT_S, Server
+from tests.support.processes.servers import WAIT_S, Server
 
 SOURCE = '''
 import time
@@ -95,7 +95,7 @@ def test_a_server_keeps_what_is_cached_however_short_its_drain(folder: Path) -> 
         server.process.kill()
         server.process.wait()
     assert num_kept(folder) == NUM_BLOCKS
-    assert not any("does not end" in line for line in server.lines)
+    assert not any("does not stop" in line for line in server.lines)
 
 
 def test_a_core_of_a_program_keeps_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,9 @@ def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
     settings = config_from_flat(model="demo", kv_disk_dir="/nowhere")
     with socket.socket() as tcp, contextlib.closing(launch.CoreSocket()) as unix:
         cores = [supervisor.ServedCore(ServedModel(settings), ALONE, unix)]
-        watcher = supervisor.Supervisor(ServerConfig(), "info", tcp, cores)
+        watcher = supervisor.Supervisor(
+            ServerConfig(), "info", tcp, cores, FirstRequest("/v1/models", {})
+        )
         unix.heartbeat.write_bytes(FIELDS.pack(time.monotonic() + 0.7, 1))
         api, core = (
             subprocess.Popen(

@@ -9,7 +9,7 @@ import openai
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
-from tests.serve.processes import Server, wait_until
+from tests.support.processes.servers import Server, wait_until
 
 STORY = "Once upon a time, there was a little fox. It lived in the woods, and one day it"
 START = {"type": "start", "temperature": 0, "max_tokens": 40}

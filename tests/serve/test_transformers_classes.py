@@ -10,8 +10,6 @@ import torch
 import transformers as tf
 
 from quire.models.registry import model_spec
-from tests.render.tiny import fresh_directory
-from tests.serve.checkpoints import LLAMA_LIKE, NO_TOKENS, reference_tokens
 from tests.serve.test_exactness import (
     NUM_TOKENS,
     assert_idle,
@@ -21,6 +19,8 @@ from tests.serve.test_exactness import (
     prompts,
     tokens,
 )
+from tests.support.models.reference_checkpoints import LLAMA_LIKE, NO_TOKENS, reference_tokens
+from tests.support.render.tiny_tokenizers import fresh_directory
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True},

@@ -5,7 +5,7 @@ import signal
 from http.client import HTTPConnection
 from pathlib import Path
 
-from tests.serve.processes import Server, kill
+from tests.support.processes.servers import Server, kill
 
 BODY = json.dumps({"prompt": "Once", "max_tokens": 4, "ignore_eos": True})
 KEY = {"Authorization": "Bearer top-secret"}
@@ -31,7 +31,7 @@ def test_two_processes_have_one_limit_and_one_ledger(tmp_path: Path) -> None:
         told = [ask(server)[0] for _ in range(12)]
         assert told == [200] * 4 + [429] * 8
         kill(server.api[0], signal.SIGKILL)
-        server.wait_for_line("it is started anew")
+        server.wait_for_line("restarting it")
         assert ask(server)[0] == 429  # what was taken is known to those that are left, and the next
         metrics = ask(server, "GET", "/metrics")[1]
         counted = [line for line in metrics.splitlines() if line.startswith("quire:key_")]

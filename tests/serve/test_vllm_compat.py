@@ -49,5 +49,5 @@ def test_settings_of_ours_stay() -> None:
     settings: dict[str, Any] = {"enable_lora": False, "seed": 7, "uvicorn_log_level": "info"}
     drop_vllm_settings(settings)
     assert settings == {"seed": 7}
-    with pytest.raises(ConfigError, match="enable_lora=True is not supported: adapters"):
+    with pytest.raises(ConfigError, match="enable_lora=True is not supported: quire loads no"):
         drop_vllm_settings({"seed": 7, "enable_lora": True})

@@ -9,8 +9,9 @@ def test_the_page_has_the_cases_as_they_are() -> None:
 
 
 def test_every_case_says_what_it_is_in_a_line() -> None:
-    cases = [case for _, found in topics_of_cases() for case in found]
-    names = [(topic, case.what) for topic, found in topics_of_cases() for case in found]
+    topics = list(topics_of_cases())
+    cases = [case for topic in topics for case in topic.cases]
+    names = [(topic.title, case.what) for topic in topics for case in topic.cases]
     assert len(cases) >= 150 and len(set(names)) == len(names)
     for case in cases:
         assert "|" not in case.what + case.difference and len(case.what) < 120, case

@@ -48,7 +48,7 @@ BUDGETS = {
     "engine/ranks/ray": 500,
     "engine/recording": 900,
     "engine/start": 800,
-    "engine/wire": 850,
+    "engine/wire": 950,
     "kv": 1750,
     "models": 6600,
     "models/gguf": 750,

@@ -15,12 +15,14 @@ OTHERS = {
     "benchmarks",
     "clients",
     "csrc",
+    "docs",
     "golden",
     "gpu",
     "kernels",
     "mutation",
     "pairs",
     "structure",
+    "support",
 }
 ALSO = {"ops": [TESTS / "kernels"]}
 LARGE = 100  # lines; smaller modules are tested with those that use them

@@ -9,9 +9,9 @@ from quire.base.messages import Abort
 from quire.engine.observability.timeline import Timeline, as_data, in_words
 from quire.engine.recording.files import read_recording
 from quire.tools.explain import timelines_of
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run
-from tests.updates import reason_of
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run
+from tests.support.engine.updates import reason_of
 
 
 def line_of(directory: Path, request_id: str) -> Timeline:

@@ -28,11 +28,11 @@ from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import Alternative, Fit, fit
-from tests.models.checkpoints import VARIANTS, write_checkpoint
-from tests.models.gguf_writer import Q4_0, Q8_0, convert
-from tests.models.paged import CPU
-from tests.models.quantised_writers import gptq, write
-from tests.models.quick import variants_with
+from tests.support.models.checkpoints import VARIANTS, write_checkpoint
+from tests.support.models.gguf_writer import Q4_0, Q8_0, convert
+from tests.support.models.paged_forward import CPU
+from tests.support.models.quantised_writers import gptq, write
+from tests.support.models.quick import variants_with
 
 GIB = 1 << 30
 SOME_BYTES = 6 * MIB  # free memory of which tiny models leave a pool, too small for all rows
@@ -423,7 +423,7 @@ def test_settings_that_would_help() -> None:
         assert fitted(source, 12 * GIB, **{name.replace("-", "_"): plain})
     with pytest.raises(OutOfMemory, match="fit with --quantization int8"):
         fitted(source, 1200 * MIB, max_model_len=600)
-    with pytest.raises(OutOfMemory, match="take a smaller model or a larger device"):
+    with pytest.raises(OutOfMemory, match="use a smaller model or a larger device"):
         fitted(source, 100 * MIB)
 
 
@@ -514,7 +514,7 @@ def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     found = fitted(resolve_model(str(tmp_path)), SOME_BYTES)
     assert found.memory == fitted(resolve_model(str(folders["llama"])), SOME_BYTES).memory
     (warning,) = found.warnings
-    assert warning == "only the config was looked at: there are no weight files beside it"
+    assert warning == "only the config was checked: there are no weight files next to it"
     assert fitted(resolve_model(str(tmp_path)), SOME_BYTES, load_format="dummy").warnings == ()
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "bloom"}))
     with pytest.raises(ModelError, match="'bloom' are not supported"):

@@ -14,7 +14,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.tools.http_client import EventParser, HttpClient, HttpError, Response
-from tests.tools.http_server import (
+from tests.support.http_server import (
     LAST_CHUNK,
     Answer,
     Seen,

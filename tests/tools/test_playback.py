@@ -20,9 +20,9 @@ from quire.tools import playback
 from quire.tools.explain import timelines_of
 from quire.tools.playback import write_playback
 from quire.tools.replay import Outcome, replay_all
-from tests.engine.recordings import Run, begin_segment
-from tests.models.quick import slow_but
 from tests.serve.api.test_live import Viewer
+from tests.support.cases import slow_but
+from tests.support.engine.recorded_runs import Run, begin_segment
 
 SAME = ("groups", "running", "num_running", "waiting", "num_waiting", "pinned", "host")
 

@@ -18,10 +18,10 @@ from quire.models import registry
 from quire.models.loading import load_model
 from quire.tools.port.nearest import Checkpoint, Nearest, find_nearest, read_checkpoint
 from quire.tools.port.skeleton import TINY, class_name, module_name, write_skeleton
-from tests.cli.commands import run
-from tests.models.checkpoints import random_tokens, write_checkpoint
-from tests.models.paged import CPU, run_paged
-from tests.models.quick import slow_but
+from tests.support.cases import slow_but
+from tests.support.commands import run
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.paged_forward import CPU, run_paged
 
 TOKENS = random_tokens(20)
 

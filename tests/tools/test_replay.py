@@ -19,8 +19,8 @@ from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.tools import replay_model
 from quire.tools.replay import replay_all
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run, begin_segment
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run, begin_segment
 
 CHANGED_AT = 6  # step
 
@@ -103,7 +103,7 @@ def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
     """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
     monkeypatch.setattr(BlockNaming, "is_indexed", lambda self, sequence: False)
     found = difference_of(recording)
-    assert (found.step_id, found.what) in ((0, "what is looked up"), (1, "plan.computed_bound"))
+    assert (found.step_id, found.what) in ((0, "the look-up"), (1, "plan.computed_bound"))
 
 
 def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypatch) -> None:
@@ -119,7 +119,7 @@ def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypat
         return update(self, result, now)
 
     monkeypatch.setattr(Scheduler, "update", broken)
-    with pytest.raises(Exception, match="cannot go on"):
+    with pytest.raises(Exception, match="cannot continue"):
         run.step(10)
     run.core.close()
     assert replay_all(read_recording(tmp_path)).difference is None
@@ -139,7 +139,7 @@ def test_a_call_that_raised_is_recorded_with_the_names_that_it_had_given(
     monkeypatch.setattr(Planner, "_close", broken)
     run = Run(tmp_path)
     run.ask("r", prompt(1, 9), 20)
-    with pytest.raises(Exception, match="cannot go on"):
+    with pytest.raises(Exception, match="cannot continue"):
         run.step()
     run.core.close()
     [segment] = read_recording(tmp_path)
@@ -185,7 +185,7 @@ def test_the_model_gives_the_same_tokens(tmp_path: Path, depth: int) -> None:
 
 
 def test_another_model_is_found(tmp_path: Path) -> None:
-    from tests.serve.checkpoints import write_checkpoint
+    from tests.support.models.reference_checkpoints import write_checkpoint
 
     recorded(tmp_path / "run")
     other = write_checkpoint(tmp_path / "other", "llama", 97, seed=3)

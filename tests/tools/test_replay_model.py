@@ -12,7 +12,7 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions
 from quire.tools.replay_model import replay_with_model
-from tests.engine.recordings import begin_segment
+from tests.support.engine.recorded_runs import begin_segment
 
 PROMPTS = ["Once upon a time", "The fox said", "The sea"]
 NAME = {"enum": ["fox", "cow"]}

@@ -10,7 +10,7 @@ from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
 from quire.tools.trace import ROWS, STEPS, WAITING, write_trace
-from tests.engine.recordings import Run, begin_segment
+from tests.support.engine.recorded_runs import Run, begin_segment
 
 NEEDED = {
     "M": {"name", "pid", "args"},

@@ -29,11 +29,12 @@ from quire.tools.verify.report import DIFFERS, WITHIN, Report, Run, as_data, lin
 from quire.tools.verify.verify import AS_STORED, Asked
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
-from tests.models.checkpoints import write_checkpoint
-from tests.models.gguf_writer import Q8_0, convert
-from tests.models.quantised_writers import awq, float4, gptq
-from tests.models.quantised_writers import write as write_quantised
-from tests.models.quick import one_of_each_type, slow_but
+from tests.support.cases import slow_but
+from tests.support.models.checkpoints import write_checkpoint
+from tests.support.models.gguf_writer import Q8_0, convert
+from tests.support.models.quantised_writers import awq, float4, gptq
+from tests.support.models.quantised_writers import write as write_quantised
+from tests.support.models.quick import one_of_each_type
 from tests.tools.test_port import foreign
 
 Tensors = dict[str, torch.Tensor]

@@ -59,7 +59,7 @@ export async function follow(message: Message, body: object, signal: AbortSignal
       if (chunk.usage) message.usage = inWords(chunk.usage, since, first);
     }
   } catch (error) {
-    message.note = isAbort(error) || signal.aborted ? "stopped" : `broken off: ${messageOf(error)}`;
+    message.note = isAbort(error) || signal.aborted ? "stopped" : `interrupted: ${messageOf(error)}`;
   }
 }
 
@@ -76,8 +76,8 @@ function taken(calls: Call[], pieces: CallPiece[]): Call[] {
 
 function inWords(usage: Usage, since: number, first: number): string {
   const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-  const parts = [`${usage.prompt_tokens} tokens read${cached ? `, ${cached} of them from the cache` : ""}`, `${usage.completion_tokens} written`];
-  if (first) parts.push(`first after ${Math.round(first - since)} ms`);
+  const parts = [`${usage.prompt_tokens} prompt tokens${cached ? ` (${cached} cached)` : ""}`, `${usage.completion_tokens} output tokens`];
+  if (first) parts.push(`first token after ${Math.round(first - since)} ms`);
   const seconds = (performance.now() - first) / 1000;
   if (first && seconds > LEAST_S && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tok/s`);
   return parts.join(" · ");

@@ -169,7 +169,7 @@ export class BlockMap {
     if (!group || block < 0) return "";
     const owner = group.owners[block] ?? -1;
     const sharers = group.sharers[block] ?? 0;
-    const what = ["free", "cached: nobody holds it, the prefix cache knows it", "in use", "pinned", "held by a request that has ended"][group.states[block] ?? 0];
+    const what = ["free", "cached by the prefix cache, not in use", "in use", "pinned", "held by a retained request"][group.states[block] ?? 0];
     const whose = owner < 0 ? "" : `, of request #${owner}`;
     return `Block ${block}: ${what}${whose}${sharers > 1 ? `, shared by ${sharers}` : ""}`;
   }
@@ -201,7 +201,7 @@ export class BlockMap {
     this.canvas.dataset["used"] = String(counts[2]);
     this.canvas.dataset["held"] = String(counts[HELD]);
     this.canvas.dataset["shared"] = String(shared);
-    const label = `${this.name}: ${counts[2]} in use, ${shared} shared, ${counts[1]} cached, ${counts[3]} pinned, ${counts[4]} held, ${counts[0]} free. Arrow keys move, Enter tells of the owner.`;
+    const label = `${this.name}: ${counts[2]} in use, ${shared} shared, ${counts[1]} cached, ${counts[3]} pinned, ${counts[4]} held, ${counts[0]} free. Use the arrow keys to move and Enter to show the owner.`;
     this.canvas.setAttribute("aria-label", label);
   }
 }

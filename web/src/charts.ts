@@ -53,7 +53,7 @@ class Chart {
   protected tell(text: string): void {
     if (this.latest.textContent === text && text) return;
     this.latest.textContent = text;
-    this.canvas.setAttribute("aria-label", `${this.title}: ${text || "nothing yet"}`);
+    this.canvas.setAttribute("aria-label", `${this.title}: ${text || "no data yet"}`);
   }
 
   /** Wipe out what was shown before. */

@@ -14,7 +14,7 @@ export class ChatView {
   private readonly list = make("nav", { class: "conversations", "aria-label": "Conversations" });
   private readonly thread = make("div", { class: "thread", role: "log", "aria-live": "off", "aria-label": "Conversation", tabindex: 0 });
   private readonly heard = make("p", { class: "unseen", role: "status" }); // the last answer, for who hears the page
-  private readonly input = make("textarea", { rows: 2, placeholder: "Ask something", "aria-label": "Your message", dir: "auto" });
+  private readonly input = make("textarea", { rows: 2, placeholder: "Type a message", "aria-label": "Your message", dir: "auto" });
   private readonly toAll = make("input", { type: "checkbox", onchange: () => this.tell() });
   private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
   private readonly send = make("button", { class: "main" }, "Send");
@@ -75,7 +75,7 @@ export class ChatView {
 
   private keep(): void {
     if (this.now.messages.length) this.all = [this.now, ...this.all.filter((one) => one.id !== this.now.id)];
-    if (!save(this.all)) say("This browser has no room left: the oldest conversations are not kept.");
+    if (!save(this.all)) say("The storage of this browser is full: the oldest conversations are not saved.");
     this.drawList();
   }
 
@@ -94,7 +94,7 @@ export class ChatView {
       if (one.id === this.now.id) open.setAttribute("aria-current", "true");
       return make("li", {}, open, button("×", () => this.remove(one), { class: "plain", "aria-label": `Delete ${title}` }));
     });
-    this.list.replaceChildren(items.length ? make("ul", {}, ...items) : make("p", { class: "quiet" }, "Nothing was said yet."));
+    this.list.replaceChildren(items.length ? make("ul", {}, ...items) : make("p", { class: "quiet" }, "No conversations yet."));
   }
 
   // ---- the thread -----------------------------------------------------------------------------------
@@ -121,16 +121,16 @@ export class ChatView {
 
   private hint(): HTMLElement {
     const starters = STARTERS.map((text) => button(text, () => { this.input.value = text; this.submit(); }));
-    return make("div", { class: "hint" }, make("h2", {}, "What shall it write?"), make("div", { class: "starters" }, ...starters), make("p", { class: "quiet" }, "What is said here stays in this browser and goes to this server alone."));
+    return make("div", { class: "hint" }, make("h2", {}, "Start a conversation"), make("div", { class: "starters" }, ...starters), make("p", { class: "quiet" }, "Conversations are stored in this browser and sent only to this server."));
   }
 
   private column(path: Message[], i: number): HTMLElement {
     const name = `Branch ${i + 1}`;
-    const choose = button(name, () => this.choose(i), { class: "plain", "aria-pressed": String(i === this.active), title: "Write to this one" });
+    const choose = button(name, () => this.choose(i), { class: "plain", "aria-pressed": String(i === this.active), title: "Send to this branch" });
     const close = button("×", () => this.close(i), { class: "plain", "aria-label": `Close ${name.toLowerCase()}` });
     const head = make("header", {}, choose, close);
     const messages = path.map((message) => this.shown(message, i));
-    if (!messages.length) messages.push(make("p", { class: "quiet" }, "It goes on from here."));
+    if (!messages.length) messages.push(make("p", { class: "quiet" }, "This branch continues from here."));
     return make("section", { class: `column${i === this.active ? " active" : ""}`, "aria-label": name }, head, ...messages);
   }
 
@@ -227,7 +227,7 @@ export class ChatView {
       event.preventDefault();
       const content = box.value.trim();
       if (content) void this.answer(branch, add(this.now, message.parent, { role: "user", content }).id);
-    } }, box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Send anew")));
+    } }, box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Resend")));
     this.views.get(message.id)?.element.replaceWith(form);
     box.focus();
   }
@@ -244,7 +244,7 @@ export class ChatView {
     const busy = targets.find((branch) => this.isBusy(branch));
     if (!content) return;
     if (busy !== undefined) {
-      this.wait.textContent = busy === this.active ? "An answer is still being written. Wait for its end, or press Stop (Esc); then send." : `An answer is still being written in branch ${busy + 1}. Wait for its end, or stop it there; then send.`;
+      this.wait.textContent = busy === this.active ? "An answer is still being generated. Wait until it ends, or press Stop (Esc)." : `An answer is still being generated in branch ${busy + 1}. Wait until it ends, or stop it there.`;
       return;
     }
     if (this.settings.problem) {

@@ -48,7 +48,7 @@ class JsonBox {
     try {
       return this.check(JSON.parse(text));
     } catch (error) {
-      return error instanceof SyntaxError ? `no JSON: ${error.message}` : String(error);
+      return error instanceof SyntaxError ? `invalid JSON: ${error.message}` : String(error);
     }
   }
 }
@@ -58,18 +58,18 @@ export class ChatSettings {
   private readonly system = make("textarea", { rows: 3, placeholder: "none", dir: "auto", onchange: () => this.keep() });
   readonly parameters = new Parameters("quire.chat.parameters");
   private readonly choice = make("select", {}, ...["auto", "required", "none"].map((name) => make("option", {}, name)));
-  private readonly tools = new JsonBox("Tools, a JSON list", TOOLS_EXAMPLE, (value) => (Array.isArray(value) ? "" : "a list of tools is wanted"), () => this.keep());
-  private readonly schema = new JsonBox("JSON schema of the answer", SCHEMA_EXAMPLE, (value) => (typeof value === "object" && value !== null && !Array.isArray(value) ? "" : "an object is wanted"), () => this.keep());
+  private readonly tools = new JsonBox("Tools (JSON list)", TOOLS_EXAMPLE, (value) => (Array.isArray(value) ? "" : "it must be a list of tools"), () => this.keep());
+  private readonly schema = new JsonBox("JSON schema", SCHEMA_EXAMPLE, (value) => (typeof value === "object" && value !== null && !Array.isArray(value) ? "" : "it must be an object"), () => this.keep());
   private of: Conversation | null = null;
 
   constructor(private readonly kept: () => void, close: () => void) {
     const part = (title: string, isOpen: boolean, ...children: HTMLElement[]): HTMLElement => make("details", { open: isOpen }, make("summary", {}, title), ...children);
     this.element = make("aside", { class: "settings", "aria-label": "Settings", id: "chat-settings" },
       make("header", {}, make("h2", {}, "Settings"), button("×", close, { class: "plain", "aria-label": "Close settings" })),
-      part("System prompt", true, field("Said before everything", this.system)),
+      part("System prompt", true, field("Sent before the first message", this.system)),
       part("Parameters", true, this.parameters.element),
-      part("Tools", false, this.tools.element, field("May the model call them?", this.choice), make("p", { class: "quiet" }, "Calls are shown in the chat. Type in what a tool gives back, and the model goes on.")),
-      part("Form of the answer", false, this.schema.element, make("p", { class: "quiet" }, "The answer is JSON that fits, whatever the model would have written.")));
+      part("Tools", false, this.tools.element, field("Tool choice", this.choice), make("p", { class: "quiet" }, "Tool calls appear in the chat. Enter the result of a tool, and the model continues.")),
+      part("Structured output", false, this.schema.element, make("p", { class: "quiet" }, "The answer is always JSON that matches this schema.")));
   }
 
   /** Show the settings of a conversation. */
@@ -82,8 +82,8 @@ export class ChatSettings {
 
   /** Say what keeps a request from being sent; nothing if it can. */
   get problem(): string {
-    const problems = [["tools", this.tools.tell()], ["the form of the answer", this.schema.tell()]];
-    return problems.filter(([, problem]) => problem).map(([what, problem]) => `Look at ${what} in the settings: ${problem}.`).join(" ");
+    const problems = [["tools", this.tools.tell()], ["the JSON schema", this.schema.tell()]];
+    return problems.filter(([, problem]) => problem).map(([what, problem]) => `Correct ${what} in the settings: ${problem}.`).join(" ");
   }
 
   /** Return what a request asks for beside its messages. */

@@ -15,7 +15,7 @@ import { StoryDialog } from "./story";
 const METRICS_MS = 2000;
 const RATE_S = 2; // over which throughput is counted
 const KINDS: Record<string, string> = { full: "full attention", window: "sliding window", state: "states" };
-const TILES = ["Running", "Waiting", "Blocks used", "Written", "Prompts read", "Host memory"] as const;
+const TILES = ["Running", "Waiting", "Blocks used", "Output", "Prompts", "Host memory"] as const;
 const COUNTED: [string, string][] = [
   ["hit", "hits"], ["copy", "copies"], ["swap_out", "swapped out"], ["load", "loaded"], ["eviction", "evicted"], ["preemption", "preemptions"],
 ];
@@ -28,13 +28,13 @@ export class EngineView {
   private readonly mapsBox = make("div", { class: "maps" });
   private maps: BlockMap[] = [];
   private readonly counts = new Map<string, { num: number; shown: HTMLElement }>();
-  private readonly running = new ListCard("Running", ["Request", "Progress", "Prompt", "Written", "Cached", "Blocks"]);
-  private readonly waiting = new ListCard("Queue", ["Request", "Tokens", "Since", "Waits because", "Preempted"], 2);
+  private readonly running = new ListCard("Running", ["Request", "Progress", "Prompt", "Output", "Cached", "Blocks"]);
+  private readonly waiting = new ListCard("Queue", ["Request", "Tokens", "Waiting", "Reason", "Preempted"], 2);
   private readonly pinned = new ListCard("Pinned", ["Prefix", "Tokens", "Blocks", "Hits"]);
-  private readonly held = new ListCard("Held", ["Request", "Tokens", "Blocks", "For"]);
+  private readonly held = new ListCard("Retained", ["Request", "Tokens", "Blocks", "Expires in"]);
   private readonly throughput = new Lines(
     "Throughput",
-    [{ name: "written", colour: "--decode" }, { name: "prompts read", colour: "--prefill" }],
+    [{ name: "output", colour: "--decode" }, { name: "prompts", colour: "--prefill" }],
     (value) => `${short(value)} tok/s`,
   );
   private readonly firsts = new Lines("Time to first token", [{ name: "mean", colour: "--prefill" }], duration);
@@ -110,8 +110,8 @@ export class EngineView {
   // ---- a recording --------------------------------------------------------------------------------
 
   private showBar(): void {
-    const open = button("Open a recording…", () => this.file.click(), { title: "A file that `quire playback` made; it is read in this browser" });
-    this.bar.replaceChildren(this.player ? this.player.element : make("div", { class: "row" }, make("span", { class: "quiet" }, "Live, while this is shown"), this.file, open));
+    const open = button("Open a recording…", () => this.file.click(), { title: "A file made by `quire playback`; it is read in this browser" });
+    this.bar.replaceChildren(this.player ? this.player.element : make("div", { class: "row" }, make("span", { class: "quiet" }, "Live while this view is open"), this.file, open));
   }
 
   private async openFile(): Promise<void> {
@@ -167,13 +167,13 @@ export class EngineView {
   }
 
   private away(why: string): void {
-    this.tellNotice(`${why.charAt(0).toUpperCase()}${why.slice(1).replace(/\.$/, "")}. What is shown is the last that is known; it goes on by itself when the engine is back.`);
+    this.tellNotice(`${why.charAt(0).toUpperCase()}${why.slice(1).replace(/\.$/, "")}. The last known state is shown; updates resume when the engine is back.`);
     this.root.classList.add("stale");
   }
 
   private refused(why: string): void {
     clearInterval(this.timer);
-    this.tellNotice(`${why} Another key can be given above; a recording can be opened without one.`);
+    this.tellNotice(`${why} You can enter another key above, or open a recording without a key.`);
     this.root.classList.add("stale");
   }
 
@@ -205,8 +205,8 @@ export class EngineView {
   private tellLists(state: Snapshot): void {
     this.pinned.element.hidden = !state.pinned.length;
     this.held.element.hidden = !state.num_held;
-    this.running.show(state.running.map((row) => runningRow(row, this.links)), state.num_running, "nobody runs");
-    this.waiting.show(state.waiting.map((row) => waitingRow(row, state, this.links)), state.num_waiting, "nobody waits");
+    this.running.show(state.running.map((row) => runningRow(row, this.links)), state.num_running, "No requests running");
+    this.waiting.show(state.waiting.map((row) => waitingRow(row, state, this.links)), state.num_waiting, "No requests waiting");
     this.pinned.show(state.pinned.map(pinnedRow), state.pinned.length);
     this.held.show(state.held.map((row) => heldRow(row, state.at_s, this.links)), state.num_held);
   }
@@ -254,10 +254,10 @@ export class EngineView {
     this.tile("Running", `${state.num_running} of ${state.num_rows}`);
     this.tile("Waiting", String(state.num_waiting));
     this.tile("Blocks used", `${(100 * used).toFixed(1)} %`);
-    this.tile("Written", `${short(written)} tok/s`);
-    this.tile("Prompts read", `${short(read)} tok/s`);
+    this.tile("Output", `${short(written)} tok/s`);
+    this.tile("Prompts", `${short(read)} tok/s`);
     this.tile("Host memory", num_blocks ? `${(num_swapped + num_cached).toLocaleString("en")} of ${num_blocks.toLocaleString("en")}` : "none");
-    if (num_blocks) this.tiles.get("Host memory")?.setAttribute("title", `blocks: ${num_swapped} of sequences that gave way, ${num_cached} that the prefix cache keeps there`);
+    if (num_blocks) this.tiles.get("Host memory")?.setAttribute("title", `blocks: ${num_swapped} of preempted sequences, ${num_cached} cached prefixes`);
   }
 
   private tile(name: (typeof TILES)[number], text: string): void {
@@ -282,6 +282,6 @@ export class EngineView {
 }
 
 function legend(): HTMLElement {
-  const keys: [string, string][] = [["free", "free"], ["cached", "cached"], ["used", "in use, a colour a request"], ["shared", "shared, by how many"], ["pinned", "pinned"], ["held", "held after its end"]];
+  const keys: [string, string][] = [["free", "free"], ["cached", "cached"], ["used", "in use, one colour per request"], ["shared", "shared, with the number of owners"], ["pinned", "pinned"], ["held", "retained"]];
   return make("p", { class: "legend" }, ...keys.map(([name, text]) => make("span", { class: "key" }, make("i", { class: `mark ${name}` }, name === "shared" ? "3" : ""), text)));
 }

@@ -30,7 +30,7 @@ export async function readFrames(file: File): Promise<FramesFile> {
     else if (event?.type === "snapshot") frames.push({ at_s: event.at_s, event: { ...ABSENT, ...event } });
     else if (event?.type === "difference" && frames.length) frames.push({ at_s: event.at_s, event });
   }
-  if (!frames.length) throw new Error(`${file.name} holds no frames; \`quire playback RECORDING --output FILE\` makes such a file of a recording.`);
+  if (!frames.length) throw new Error(`${file.name} has no frames. Make a file from a recording with \`quire playback RECORDING --output FILE\`.`);
   return new FramesFile(file.name, frames, stories);
 }
 

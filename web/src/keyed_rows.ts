@@ -55,5 +55,5 @@ function fill(cell: HTMLTableCellElement | undefined, value: string | number, is
   if (!bar) cell.append((bar = make("progress", { max: 1 })));
   bar.value = value;
   bar.classList.toggle("prompt", isPrompt);
-  bar.setAttribute("aria-label", isPrompt ? "of the prompt" : "of the most that may be written");
+  bar.setAttribute("aria-label", isPrompt ? "of the prompt" : "of max_tokens");
 }

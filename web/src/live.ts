@@ -173,7 +173,7 @@ export class Live {
     while (!control.signal.aborted) {
       try {
         await this.follow(control.signal);
-        this.watcher.away("the server is ending");
+        this.watcher.away("the server is shutting down");
       } catch (error) {
         if (control.signal.aborted || isAbort(error)) return;
         if (error instanceof ServerError && [401, 403, 404].includes(error.status)) {

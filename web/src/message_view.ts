@@ -17,7 +17,7 @@ export interface Actions {
   title?: string; // of a result: the name of what was called
 }
 
-const NAMES = { user: "You", assistant: "The model", tool: "Result" };
+const NAMES = { user: "You", assistant: "Assistant", tool: "Result" };
 
 export class MessageView implements Shown {
   readonly element: HTMLElement;
@@ -78,19 +78,19 @@ export class MessageView implements Shown {
     };
     if (actions.version && actions.version.num > 1) {
       const { at, num, show } = actions.version;
-      const before = button("‹", () => show(at - 1), { class: "small", disabled: at === 0, "aria-label": "The version before this" });
-      const next = button("›", () => show(at + 1), { class: "small", disabled: at === num - 1, "aria-label": "The next version" });
+      const before = button("‹", () => show(at - 1), { class: "small", disabled: at === 0, "aria-label": "Previous version" });
+      const next = button("›", () => show(at + 1), { class: "small", disabled: at === num - 1, "aria-label": "Next version" });
       made.push(make("span", { class: "versions" }, before, make("span", { class: "number" }, `${at + 1} / ${num}`), next));
     }
-    one("Edit", actions.edit, "Put it otherwise; what was there stays as a version");
-    one("Regenerate", actions.regenerate, "Answer once more; what was there stays as a version");
-    one("Fork", actions.fork, this.message.role === "user" ? "Answer it once more, side by side" : "Go on from here in another way, side by side");
+    one("Edit", actions.edit, "Edit this message; the old version is kept");
+    one("Regenerate", actions.regenerate, "Generate another answer; the old version is kept");
+    one("Fork", actions.fork, this.message.role === "user" ? "Answer again in a second branch, side by side" : "Continue from here in a second branch, side by side");
     one("Copy", () => void navigator.clipboard?.writeText(this.message.content), "Copy the text");
     return made;
   }
 
   private results(calls: Call[], answer: (results: Map<string, string>) => void): HTMLElement {
-    const boxes = calls.map((call) => [call, make("textarea", { rows: 2, dir: "auto", placeholder: "what the tool gives back" })] as const);
+    const boxes = calls.map((call) => [call, make("textarea", { rows: 2, dir: "auto", placeholder: "result of the tool" })] as const);
     const send = (): void => answer(new Map(boxes.map(([call, box]) => [call.id, box.value])));
     const fields = boxes.map(([call, box]) => field(`Result of ${call.name}`, box));
     return make("form", { class: "results", onsubmit: (event) => { event.preventDefault(); send(); } }, ...fields, make("div", { class: "row" }, make("span", {}), make("button", { class: "main" }, calls.length > 1 ? "Send results" : "Send result")));

@@ -9,7 +9,7 @@ import { TokensView } from "./tokens";
 
 const NAMES = ["chat", "tokens", "engine"] as const;
 const HEALTH_MS = 3000;
-const WORDS: Record<Health, string> = { ready: "engine ready", "engine away": "engine away", "server away": "server away" };
+const WORDS: Record<Health, string> = { ready: "engine ready", "engine away": "engine not ready", "server away": "server unreachable" };
 
 byId("key").before(themeSwitch());
 const model = byId<HTMLSelectElement>("model");
@@ -106,8 +106,8 @@ async function checkHealth(): Promise<void> {
 const keyInput = make("input", { type: "password", autocomplete: "off", name: "key" });
 const keyForm = make("form", { method: "dialog", onsubmit: () => { key.set(keyInput.value.trim()); void loadModels(); engine.show(false); look(); } },
   field("API key of this server", keyInput),
-  make("p", { class: "quiet" }, "It is kept until this tab is closed. A key of --admin-api-key sees all requests, another one its own."),
-  make("div", { class: "row" }, button("Cancel", () => keyDialog.close()), make("button", { class: "main" }, "Use it")));
+  make("p", { class: "quiet" }, "The key is kept until you close this tab. A key from --admin-api-key shows all requests; other keys show only their own."),
+  make("div", { class: "row" }, button("Cancel", () => keyDialog.close()), make("button", { class: "main" }, "Use key")));
 const keyDialog = make("dialog", { "aria-label": "API key" }, keyForm);
 document.body.append(keyDialog);
 

@@ -13,11 +13,11 @@ interface Spec {
 }
 
 const SPECS: Spec[] = [
-  { name: "temperature", label: "Temperature", hint: "0 takes the most probable token", min: 0, max: 2, step: 0.1 },
-  { name: "top_p", label: "Top p", hint: "the most probable tokens that make up this share", min: 0, max: 1, step: 0.05 },
-  { name: "top_k", label: "Top k", hint: "so many of the most probable tokens; 0 is all", min: 0, step: 1 },
-  { name: "max_tokens", label: "Most tokens", hint: "that are written", min: 1, step: 1 },
-  { name: "repetition_penalty", label: "Repetition penalty", hint: "above 1: less of what was there", min: 0.1, max: 2, step: 0.05 },
+  { name: "temperature", label: "Temperature", hint: "0 always selects the most probable token", min: 0, max: 2, step: 0.1 },
+  { name: "top_p", label: "Top p", hint: "sample from the most probable tokens with this total probability", min: 0, max: 1, step: 0.05 },
+  { name: "top_k", label: "Top k", hint: "sample from this many most probable tokens; 0 for all", min: 0, step: 1 },
+  { name: "max_tokens", label: "Max tokens", hint: "maximum length of the answer", min: 1, step: 1 },
+  { name: "repetition_penalty", label: "Repetition penalty", hint: "above 1 makes repetition less likely", min: 0.1, max: 2, step: 0.05 },
   { name: "seed", label: "Seed", hint: "the same seed gives the same answer", step: 1 },
 ];
 

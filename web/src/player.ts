@@ -17,7 +17,7 @@ export interface Stage {
 
 export class Player {
   readonly element: HTMLElement;
-  private readonly slider = make("input", { type: "range", min: 0, step: 1, "aria-label": "Moment of the recording", oninput: () => this.seek(this.slider.valueAsNumber) });
+  private readonly slider = make("input", { type: "range", min: 0, step: 1, "aria-label": "Position in the recording", oninput: () => this.seek(this.slider.valueAsNumber) });
   private readonly time = make("output", { class: "number" });
   private readonly play = button("Play", () => this.toggle(), { class: "main play" });
   private readonly speed = make("select", { "aria-label": "Speed" }, ...SPEEDS.map((speed) => make("option", { value: speed, selected: speed === 1 }, `${speed} ×`)));
@@ -31,7 +31,7 @@ export class Player {
     const step = (by: number) => () => this.seek(this.at + by);
     this.element = make("div", { class: "card player", role: "group", "aria-label": "Playback" },
       make("div", { class: "row" }, make("span", {}, "Playing ", make("bdi", { class: "code" }, file.name)), button("Back to live", () => this.close())),
-      make("div", { class: "controls" }, this.play, button("‹", step(-1), { "aria-label": "One frame back" }), button("›", step(1), { "aria-label": "One frame on" }), this.slider, this.time, this.speed));
+      make("div", { class: "controls" }, this.play, button("‹", step(-1), { "aria-label": "Previous frame" }), button("›", step(1), { "aria-label": "Next frame" }), this.slider, this.time, this.speed));
     this.element.addEventListener("keydown", (event) => {
       if (event.key !== " " || event.target !== this.slider) return;
       event.preventDefault();

@@ -36,7 +36,7 @@ async function reasonOf(answer: Response): Promise<string> {
   } catch {
     // a proxy's own page
   }
-  return `the server answers ${answer.status} ${answer.statusText}`;
+  return `the server returned ${answer.status} ${answer.statusText}`;
 }
 
 export async function askJson<T>(path: string, body?: unknown, signal?: AbortSignal): Promise<T> {
@@ -54,7 +54,7 @@ export async function* events<T>(path: string, body?: unknown, signal?: AbortSig
   try {
     for (;;) {
       const { done, value } = await reader.read();
-      if (done) throw new ServerError(0, "the connection has broken off");
+      if (done) throw new ServerError(0, "the connection was lost");
       heard?.();
       const parts = (rest + value).split("\n\n");
       rest = parts.pop() ?? "";

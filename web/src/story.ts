@@ -18,12 +18,12 @@ export class StoryDialog {
   }
 
   async show(id: string): Promise<void> {
-    const body = make("div", {}, make("p", { class: "quiet" }, "asking …"));
+    const body = make("div", {}, make("p", { class: "quiet" }, "loading …"));
     const close = button("Close", () => this.element.close());
     this.element.replaceChildren(make("h2", {}, "Request ", make("bdi", { class: "code" }, id)), body, make("div", { class: "row" }, make("span", {}), close));
     if (!this.element.open) this.element.showModal();
     try {
-      body.replaceChildren(this.recorded ? inWords(this.recorded[id] ?? this.recorded[`${id}-0`] ?? ["The recording does not tell."]) : shown(await askJson<Story>(`v1/requests/${encodeURIComponent(id)}`)));
+      body.replaceChildren(this.recorded ? inWords(this.recorded[id] ?? this.recorded[`${id}-0`] ?? ["The recording has no details of this request."]) : shown(await askJson<Story>(`v1/requests/${encodeURIComponent(id)}`)));
     } catch (error) {
       body.replaceChildren(make("p", { class: "bad" }, messageOf(error)));
     }
@@ -38,6 +38,6 @@ function inWords(lines: string[]): HTMLElement {
 function shown(story: Story): HTMLElement {
   if (story.data) return make("div", {}, ...story.data.map(shown));
   const known = { ...story, in_words: undefined };
-  const all = make("details", {}, make("summary", {}, "All that is known"), make("pre", { tabindex: 0 }, JSON.stringify(known, null, 1)));
+  const all = make("details", {}, make("summary", {}, "All details"), make("pre", { tabindex: 0 }, JSON.stringify(known, null, 1)));
   return make("div", {}, inWords(story.in_words), all);
 }

@@ -45,7 +45,7 @@ export function themeSwitch(): HTMLButtonElement {
   const show = (): void => {
     made.replaceChildren(`${SIGNS[now]} `, make("span", {}, now));
     made.setAttribute("aria-label", `Colours: ${now}`);
-    made.title = "Colours: as the system has them, light, or dark";
+    made.title = "Colours: system, light or dark";
     apply();
   };
   show();

@@ -72,9 +72,9 @@ export class TokenRun {
     try {
       if (this.from) await this.fork(this.from);
       else await this.follow("v1/completions", { prompt: this.prompt });
-      this.end ||= "broken off";
+      this.end ||= "interrupted";
     } catch (error) {
-      this.end = "broken off";
+      this.end = "interrupted";
       if (!isAbort(error) && !this.control.signal.aborted) throw error;
       this.end = "stopped";
     }

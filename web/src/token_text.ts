@@ -52,7 +52,7 @@ export class TokenCard {
     const perplexity = this.numKnown ? ` · perplexity ${Math.exp(-this.sum / this.numKnown).toFixed(2)}` : "";
     const cut = this.num > MOST_TOKENS ? ` · the first ${MOST_TOKENS.toLocaleString("en")} are shown` : "";
     this.about.textContent = `${this.num} tokens${cut}${perplexity}${this.run.end ? ` · ${this.run.end}` : ""}${this.run.isShared ? " · shares blocks" : ""}`;
-    this.about.title = this.run.isShared ? "The server kept the other branch: up to the fork both have the same KV blocks, as the Engine view shows" : "";
+    this.about.title = this.run.isShared ? "The server retained the other branch. Both branches share the KV blocks before the fork; see the Engine view." : "";
   }
 
   /** Let a token stand out; -1 none. */

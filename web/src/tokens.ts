@@ -11,9 +11,9 @@ const MOST_RUNS = 4; // side by side
 export class TokensView {
   private readonly prompt = make("textarea", { rows: 3, dir: "auto" });
   private readonly columns = make("div", { class: "token-columns" });
-  private readonly others = make("aside", { class: "card others", "aria-label": "What else it might have been", "aria-live": "polite" });
+  private readonly others = make("aside", { class: "card others", "aria-label": "Alternatives", "aria-live": "polite" });
   readonly parameters = new Parameters("quire.tokens.parameters", { max_tokens: 64 });
-  private readonly write = make("button", { class: "main" }, "Write");
+  private readonly write = make("button", { class: "main" }, "Generate");
   private readonly stop = button("Stop", () => this.halt(), { hidden: true });
   private cards: TokenCard[] = [];
   private looked: { card: TokenCard; at: number } | null = null;
@@ -22,7 +22,7 @@ export class TokensView {
   constructor(private readonly model: () => string | undefined) {
     this.prompt.value = "Once upon a time";
     const settings = make("details", {}, make("summary", {}, "Parameters"), this.parameters.element);
-    const row = make("div", { class: "row" }, make("span", { class: "quiet" }, "The text is given as it is, without a chat template."), this.stop, this.write);
+    const row = make("div", { class: "row" }, make("span", { class: "quiet" }, "The prompt is sent unchanged, without a chat template."), this.stop, this.write);
     const form = make("form", { class: "card prompt", onsubmit: (event) => { event.preventDefault(); this.begin(); } }, field("Prompt", this.prompt), settings, row);
     byId("tokens").append(form, make("div", { class: "token-view" }, this.columns, this.others));
     byId("tokens").addEventListener("keydown", (event) => event.key === "Escape" && this.escape());
@@ -32,11 +32,11 @@ export class TokensView {
   private clear(): void {
     this.looked = null;
     this.others.replaceChildren(
-      make("h2", {}, "Each token, and what else it might have been"),
-      make("p", { class: "quiet" }, "The more colour a token has, the less probable it was. Point at one, or move to it with the arrow keys. Choosing an alternative forks there: the other text is written beside."),
+      make("h2", {}, "Tokens and their alternatives"),
+      make("p", { class: "quiet" }, "Stronger colour means lower probability. Point at a token, or move to it with the arrow keys. Choose an alternative to fork there: a second text appears next to the first."),
       make("div", { class: "scale", "aria-hidden": "true" }, make("span", {}, "certain"), make("i", {}), make("span", {}, "improbable")),
     );
-    if (!this.cards.length) this.columns.replaceChildren(make("p", { class: "card quiet empty" }, "Nothing is written yet."));
+    if (!this.cards.length) this.columns.replaceChildren(make("p", { class: "card quiet empty" }, "No tokens yet."));
   }
 
   private begin(): void {
@@ -103,7 +103,7 @@ export class TokensView {
     const rows = [...own, ...token.others].map((other) => {
       const probability = Math.exp(other.logprob);
       const isIt = other.text === token.text;
-      const choose = button(quoted(other.text), () => this.fork(card, at, other), { class: isIt ? "link chosen" : "link", dir: "auto", title: isIt ? "Fork here, and write on anew behind it" : "Fork here with this one" });
+      const choose = button(quoted(other.text), () => this.fork(card, at, other), { class: isIt ? "link chosen" : "link", dir: "auto", title: isIt ? "Fork here and continue after this token" : "Fork here with this token" });
       const bar = make("i", { class: "bar" });
       bar.style.setProperty("--p", probability.toFixed(4));
       return make("li", {}, choose, bar, make("span", { class: "number" }, percent(probability)));
@@ -111,7 +111,7 @@ export class TokensView {
     this.others.replaceChildren(
       make("h2", {}, `Token ${at + 1}: `, make("bdi", { class: "code" }, quoted(token.text))),
       make("ul", {}, ...rows),
-      make("p", { class: "quiet" }, this.cards.length < MOST_RUNS ? "Choose one to fork here with it." : `${MOST_RUNS} branches stand side by side; close one to fork again.`),
+      make("p", { class: "quiet" }, this.cards.length < MOST_RUNS ? "Choose a token to fork here." : `${MOST_RUNS} branches are open; close one to fork again.`),
     );
   }
 

@@ -1,4 +1,4 @@
-"""T 4.4.4: prompts in chunks beside those that decode: gaps between tokens, and first tokens."""
+"""T 4.4.4: prompts in chunks alongside decoding rows: gaps between tokens, and first tokens."""
 
 import numpy as np
 
@@ -40,15 +40,16 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     gaps, waits = ([each[index] for each in found] for index in (0, 1))
     whole, small = gaps[-1], gaps[budgets.index(512)]
     findings = [
-        Finding("99th percentile of gaps, chunks of 512 over whole", small / whole, 0.0, 0.2),
-        Finding("mean wait, chunks of 512 over whole", waits[budgets.index(512)] / waits[-1],
-                0.8, 3.0),
+        Finding("99th percentile of gaps, chunks of 512 over whole prompts", small / whole,
+                0.0, 0.2),
+        Finding("mean wait, chunks of 512 over whole prompts",
+                waits[budgets.index(512)] / waits[-1], 0.8, 3.0),
     ]  # fmt: skip
     text = (
-        f"Prompts of {LENGTH:,} tokens, {RATE:g} a second, {NUM_OUTPUT} tokens of answer each;"
-        f" Llama-3.1-8B on an H200. With {budgets[-1]:,} tokens per step no prompt is cut, and who"
-        " decodes waits for whole prompts. The thesis gives no numbers; it says that chunks bound"
-        " the latency of steps."
+        f"Prompts of {LENGTH:,} tokens arrive at {RATE:g} a second and get answers of"
+        f" {NUM_OUTPUT} tokens; Llama-3.1-8B on an H200. With {budgets[-1]:,} tokens per step no"
+        " prompt is split, and decoding rows wait for whole prompts. The thesis gives no"
+        " numbers; it says that chunks bound the latency of steps."
     )
     return [
         Figure(

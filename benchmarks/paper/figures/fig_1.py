@@ -30,19 +30,18 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     most = {name: max(each.tokens_per_s for each in mine) for name, mine in by_name.items()}
     ratio = most[QUIRE] / most[ORCA_MAX]
     text = (
-        "All are on one curve: a step reads the weights once for all requests in it, so that tokens"
-        " per second follow the batch. Memory ends the curves of the others early. On the left of"
-        " the paper's figure are 26 of 40 GB of weights and 12 GB of keys and values (table 1)."
+        "All systems lie on one curve. A step reads the weights once for all its requests, so"
+        " tokens per second follow the batch. Memory ends the curves of the other systems early."
     )
     return [
         Figure(
             "fig_1",
-            "Throughput by the batch that memory allows: OPT-13B, ShareGPT-like",
+            "Throughput by batch size: OPT-13B, ShareGPT-like",
             "P fig. 1, T fig. 3.1",
             "requests in a step, mean",
             "output tokens per second",
             curves,
-            [Finding("most tokens/s, quire over Orca (Max)", ratio, 2.0, 5.0)],
+            [Finding("peak tokens/s, quire over Orca (Max)", ratio, 2.0, 5.0)],
             text,
         )
     ]

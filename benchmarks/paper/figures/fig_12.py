@@ -47,23 +47,21 @@ def _panel(letter: str, setting: Setting, workload: Workload, sweeps: list[Sweep
         if not is_share:
             published, low, high = "", 0.9 if other == ORCA_ORACLE else 1.5, 80.0
         ratio = _ratio(by_name, other, LIMIT_S)
-        findings.append(
-            Finding(f"rate that quire sustains, over {other}'s", ratio, low, high, published)
-        )
+        findings.append(Finding(f"sustained rate, quire over {other}", ratio, low, high, published))
     others = "; ".join(
         f"{_ratio(by_name, ORCA_ORACLE, limit):.2f} and {_ratio(by_name, ORCA_MAX, limit):.2f} at"
         f" {limit:g} s"
         for limit in OTHER_LIMITS_S
     )
     text = (
-        f"A rate is sustained up to {LIMIT_S:g} s per token. At other limits the ratios to Orca"
-        f" (Oracle) and Orca (Max) are {others}. quire sustains"
-        f" {by_name[QUIRE].sustained():.2f} requests/s here."
+        f"A rate counts as sustained up to {LIMIT_S:g} s per token. At other limits the ratios to"
+        f" Orca (Oracle) and Orca (Max) are {others}. quire sustains"
+        f" {by_name[QUIRE].sustained():.2f} requests/s."
     )
     if letter == "f":
         text += (
-            " As in the paper, memory is ample for short sequences here, and arithmetic and reading"
-            " are the limit for all that batch by iterations."
+            " As in the paper, memory is ample for short sequences here. Arithmetic and reading"
+            " limit every system that batches by iterations."
         )
     highest = 1.15 * max(each.sustained(OTHER_LIMITS_S[1]) for each in sweeps)
     curves = [each.curve for each in sweeps]

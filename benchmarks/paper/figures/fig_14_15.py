@@ -66,19 +66,20 @@ def _gains(by_method: dict[Method, dict[str, Sweep]]) -> Figure:
     findings = [
         Finding("rate over Orca (Oracle), one sample", one, 1.1, 2.2, "1.3"),
         Finding("rate over Orca (Oracle), beam search of width 6", six, 1.8, 5.0, "2.3"),
-        Finding("gain of beams over that of one sample", six / one, 1.0, 4.0, "1.8"),
+        Finding("gain of beams over the gain of one sample", six / one, 1.0, 4.0, "1.8"),
     ]
     text = (
-        "The more of a request's sequences share, the more paging gains. How much beams share"
-        " depends on the model's certainty, of which candidates are drawn here as in"
-        " `benchmarks/memory/sharing.py`. What Orca pays for copying a beam's context when another"
-        " one takes its place is left out: 5 to 9 % of the beams are replaced in a step here. One"
-        " sample gains more here than in the paper, where batches of a hundred short requests took"
-        " longer than the formula says, so that beams gain less over it."
+        "Paging gains more if the sequences of a request share more. How much beams share depends"
+        " on the model's certainty; candidates are drawn as in `benchmarks/memory/sharing.py`. The"
+        " simulation does not include Orca's cost of copying the context of a replaced beam. In a"
+        " step, 5 to 9 % of the beams are replaced. One sample gains more than in the paper, whose"
+        " batches"
+        " of a hundred short requests took longer than the formula says. So beams gain less over"
+        " it."
     )
     return Figure(
         "fig_14",
-        "What sharing gains: OPT-13B, Alpaca-like",
+        "Gain from sharing: OPT-13B, Alpaca-like",
         "P fig. 14, 6.3",
         "",
         "sustained rate of quire over that of",
@@ -127,10 +128,10 @@ def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
                 saved = 100 * served.saved
                 findings.append(Finding(what, saved, 100 * low, 100 * high, published, " %"))
     text = (
-        "Saved blocks over those that there would be if each sequence had its own. The paper gives"
-        " the range from 2 to 6 sequences. Samples share their prompt alone, so theirs follows from"
-        " the lengths, of which the paper gives only the means (`benchmarks/memory/sharing.py` has"
-        " the formula); what beams share depends on the model."
+        "Saved blocks, as a share of the blocks without sharing. The paper gives the range from 2"
+        " to 6 sequences. Samples share only their prompt, so their savings follow from the"
+        " lengths, of which the paper gives only the means (`benchmarks/memory/sharing.py` has the"
+        " formula). The blocks that beams share depend on the model."
     )
     return Figure(
         "fig_15",

@@ -32,13 +32,11 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         hits = 100 * sweeps[QUIRE].points[-1].hits
         highest = 1.15 * max(each.sustained(1.0) for each in sweeps.values())
         text = (
-            f"The prefix ({what}, {prefix} tokens) is found by its digest, as any prefix is:"
-            f" {hits:.0f} % of the prompts' tokens are hits. Lengths of the sentences are ours"
-            " (`benchmarks/paper/settings.py`): the paper names the data set, not its lengths."
+            f"The prefix index finds the prefix ({what}, {prefix} tokens) like any other:"
+            f" {hits:.0f} % of the prompt tokens are cached. The paper names the data set but not"
+            " its lengths; the lengths of sentences are assumed (`benchmarks/paper/settings.py`)."
         )
-        finding = Finding(
-            "rate that quire sustains, over Orca (Oracle)'s", ratio, low, high, published
-        )
+        finding = Finding("sustained rate, quire over Orca (Oracle)", ratio, low, high, published)
         made.append(
             Figure(
                 f"fig_16{letter}",

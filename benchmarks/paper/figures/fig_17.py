@@ -50,20 +50,18 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     )
     at_cut = 100 * float((lengths == MOST).mean())
     findings = [
-        Finding(
-            f"rate that quire sustains, over {other}'s", rates[QUIRE] / rates[other], 1.4, 3.5, "2"
-        )
+        Finding(f"sustained rate, quire over {other}", rates[QUIRE] / rates[other], 1.4, 3.5, "2")
         for other in SYSTEMS[1:]
     ]
     spread = max(rates[each] for each in SYSTEMS[1:]) / min(rates[each] for each in SYSTEMS[1:])
-    findings.append(Finding("the best Orca over the worst", spread, 1.0, 1.5, "near 1"))
+    findings.append(Finding("fastest Orca over the slowest", spread, 1.0, 1.5, "near 1"))
     text = (
-        f"{at_cut:.0f} % of the prompts have {MOST} tokens. With an answer of any length the buddy"
-        " allocator gives each of them 2,048 slots, so it matters little what Orca knows of"
-        " answers. The ratio is below the paper's: quire's larger batches read more keys and values"
-        " in each step, by slower kernels, and prompts, a sixth of the time, are as long for all."
-        " As in the paper, nothing is kept between turns; what keeping gains is in"
-        " [numbers](numbers.md)."
+        f"{at_cut:.0f} % of the prompts have {MOST} tokens. The buddy allocator gives each of them"
+        " 2,048 slots for an answer of any length, so it matters little what Orca knows of the"
+        " answers. The ratio is below the paper's for two reasons. quire's larger batches read"
+        " more keys and values in each step, by slower kernels. And prompts, a sixth of the time,"
+        " are as long for all systems. As in the paper, nothing is cached between turns."
+        " [Chat turns](kv-cache.md#chat-turns) shows what caching gains."
     )
     highest = 1.15 * max(each.sustained(1.0) for each in found)
     return [

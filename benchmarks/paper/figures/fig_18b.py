@@ -34,16 +34,17 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     ]
     alpaca, share = by_name[ALPACA.name], by_name[SHAREGPT.name]
     findings = [
-        Finding("latency with blocks of 256 over that with 16, Alpaca-like",
+        Finding("latency, blocks of 256 over 16, Alpaca-like",
                 alpaca[256].latency_s / alpaca[16].latency_s, 2.0, 500, "much worse"),
-        Finding("latency with blocks of 128 over that with 16, ShareGPT-like",
+        Finding("latency, blocks of 128 over 16, ShareGPT-like",
                 share[128].latency_s / share[16].latency_s, 0.8, 3.0, "as good"),
     ]  # fmt: skip
     text = (
-        "What large blocks cost is in the simulation: empty slots of the last block. What small"
-        " ones cost is not, since the formula knows nothing of how kernels read blocks of a few"
-        " tokens; so the curves do not rise to the left as the paper's do. quire's CPU kernels were"
-        " measured for that ([numbers](numbers.md), fig. 18 a)."
+        "The simulation includes the cost of large blocks: empty slots in the last block. It does"
+        " not include the cost of small blocks, since the formula does not know how kernels read"
+        " them. So"
+        " the curves do not rise to the left as the paper's do."
+        " [CPU kernels](cpu-kernels.md#ways-of-attention) compares blocks of 16 with one block."
     )
     return [
         Figure(

@@ -37,22 +37,24 @@ def _overhead() -> Figure:
     again, swap, batched = seconds.values()
     at = {size: index for index, size in enumerate(SIZES)}
     findings = [
-        Finding("swap over recomputation, blocks of 1, the paper's way", swap[0] / again[0], 3, 100,
+        Finding("swap over recomputation, blocks of 1, many transfers", swap[0] / again[0], 3, 100,
                 "far above 1"),
-        Finding("swap over recomputation, blocks of 256, the paper's way",
+        Finding("swap over recomputation, blocks of 256, many transfers",
                 swap[at[256]] / again[at[256]], 0.05, 1.0, "below 1"),
-        Finding("swap over recomputation, blocks of 1, ours", batched[0] / again[0], 0.1, 1.5),
+        Finding("swap over recomputation, blocks of 1, one transfer", batched[0] / again[0],
+                0.1, 1.5),
     ]  # fmt: skip
     text = (
-        f"A sequence of {VICTIM.num_tokens} tokens, out and in again. Recomputation does not depend"
-        " on blocks; many small transfers do. quire gathers a plan's blocks and sends them at once,"
-        " so that its swaps do not depend on them either, and the choice between the two is made by"
-        " measured rates (`scheduler/core/preemption.py`). By formula: `benchmarks/memory/swap.py`"
-        " measures the copies of this machine."
+        f"A sequence of {VICTIM.num_tokens} tokens is swapped out and in again, or recomputed, by"
+        " formula. Recomputation does not depend on the block size; many small transfers do. quire"
+        " gathers all blocks of a plan and sends them in one transfer, so its swaps do not depend"
+        " on the block size either. Measured rates decide between the two"
+        " (`scheduler/core/preemption.py`). `benchmarks/memory/swap.py` measures the copies of this"
+        " machine."
     )
     return Figure(
         "fig_19a",
-        "Overhead of giving way: OPT-13B",
+        "Swapping and recomputation: OPT-13B",
         "P fig. 19 a, 7.3",
         "tokens per block",
         "ms",
@@ -90,7 +92,7 @@ def _end_to_end(effort: Effort, runs: Runs) -> Figure:
         curves.append(Curve(label, [float(s) for s in sizes], [each.latency_s for each in mine]))
     again, swap, _ = by_way.values()
     findings = [
-        Finding(f"latency by swapping over recomputing, blocks of {size}, the paper's way",
+        Finding(f"latency by swapping over recomputing, blocks of {size}, many transfers",
                 swap[size].latency_s / again[size].latency_s, 0.7, 1.5, "near 1")
         for size in sizes if 16 <= size <= 64
     ]  # fmt: skip
@@ -100,7 +102,7 @@ def _end_to_end(effort: Effort, runs: Runs) -> Figure:
     )
     return Figure(
         "fig_19b",
-        "Latency with either way of giving way: OPT-13B, ShareGPT-like",
+        "Latency with swapping or recomputation: OPT-13B, ShareGPT-like",
         "P fig. 19 b, 7.3",
         "tokens per block",
         "normalized latency (s per token)",

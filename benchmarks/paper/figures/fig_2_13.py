@@ -18,9 +18,9 @@ SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
 RATES = {SHAREGPT.name: 2.0, ALPACA.name: 30.0}  # the paper's
 KINDS = {
     "live": "keys and values",
-    "later": "reserved, and used later",
-    "never": "reserved in vain",
-    "other": "lost between, or free",
+    "later": "reserved and used later",
+    "never": "reserved and never used",
+    "other": "fragmented or free",
 }
 ORDER = (ORCA_MAX, ORCA_POW2, ORCA_ORACLE, QUIRE)
 PUBLISHED_LIVE = {
@@ -61,23 +61,20 @@ def _memory(found: dict[str, Served]) -> Figure:
     vain = 100 * found[ORCA_MAX].memory["never"]
     later = 100 * found[ORCA_MAX].memory["later"]
     findings += [
-        Finding("reserved in vain, Orca (Max)", vain, 45, 70, "57.3 %", " %"),
+        Finding("reserved and never used, Orca (Max)", vain, 45, 70, "57.3 %", " %"),
         Finding("reserved and used later, Orca (Max)", later, 8, 20, "13.3 %", " %"),
     ]
     ours = found[QUIRE].memory
     waste = 100 * ours["never"] / (ours["live"] + ours["never"])
-    findings.append(
-        Finding("of quire's blocks, slots that are empty", waste, 0.5, 4, "3.7 %", " %")
-    )
+    findings.append(Finding("empty slots in quire's blocks", waste, 0.5, 4, "3.7 %", " %"))
     text = (
-        f"At {FULL_RATE:g} requests/s, which none of them sustains; averages over the time in which"
-        " somebody waited. Of quire's memory what is not in blocks"
-        " is the reserve that admission leaves to those that run (the watermark), and what the next"
-        " prompt in line did not fit into; the paper counts blocks in use alone."
+        f"At {FULL_RATE:g} requests/s, which no system sustains; averages over the time with"
+        " waiting requests. quire's other memory is the headroom of admission, and blocks that the"
+        " next prompt did not fit into. The paper counts allocated blocks alone."
     )
     return Figure(
         "fig_2",
-        "What memory is used for: OPT-13B, ShareGPT-like",
+        "Use of memory: OPT-13B, ShareGPT-like",
         "P fig. 2, T fig. 3.2",
         "",
         "% of the memory for keys and values",
@@ -106,10 +103,11 @@ def _batched(workload: Workload, letter: str, found: dict[str, Served]) -> Figur
             Finding("requests in a step, Orca (Max)", mean[ORCA_MAX], 5.5, 8, "7.0"),
         ]
     text = f"Means over time at {RATES[workload.name]:g} requests/s, as in the paper. " + (
-        "Near what quire sustains, and more than any of the others does."
+        "This rate is near the limit of quire, and above the limit of every other system."
         if is_share
-        else "quire is not at its limit here: its batch is what comes in while an answer takes"
-        " its time. The paper's steps with so many requests took longer than the formula's."
+        else "quire is not at its limit here: its batch holds the requests that arrive while an"
+        " answer is generated. The paper's steps with so many requests took longer than the"
+        " formula's."
     )
     return Figure(
         f"fig_13{letter}",

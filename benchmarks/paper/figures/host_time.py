@@ -27,26 +27,25 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     served = cases.index(("server", min(each["step_ms"] for each in rows)))
     findings = [
         Finding(
-            "device waits, one plan in flight, quire serve", by_depth[1][served], 1, 60, "", " %"
+            "device idle, one plan in flight, quire serve", by_depth[1][served], 1, 60, "", " %"
         ),
         Finding(
-            "device waits, two plans in flight, quire serve", by_depth[2][served], 0, 2, "", " %"
+            "device idle, two plans in flight, quire serve", by_depth[2][served], 0, 2, "", " %"
         ),
     ]
     text = (
-        f"Measured, with {num_rows} rows that decode and a device that is a timer: the core, its"
-        " scheduler and its messages are real (`benchmarks/scheduler/async_scheduling.py`). The"
-        " thesis says that scheduling one step ahead hides the host's work behind the device's; its"
-        " fig. 4.6, of execution modes on H100s, needs a GPU and is missing here (`make gpu-check`"
-        " measures it)."
+        f"Measured with {num_rows} decoding rows. The device is a timer; the core, its scheduler"
+        " and its messages are real (`benchmarks/scheduler/async_scheduling.py`). The thesis says"
+        " that scheduling one step ahead hides the host's work behind the device's. Its fig. 4.6"
+        " compares execution modes on H100s; `make gpu-check` measures these."
     )
     return [
         Figure(
             "host_time",
-            "A device that waits for its host",
+            "Idle time of the device",
             "T 4.6.1, fig. 4.3",
             "",
-            "% of the time that the device waits",
+            "% of the time that the device is idle",
             [Curve(f"{depth} in flight", places, mine) for depth, mine in by_depth.items()],
             findings,
             text,

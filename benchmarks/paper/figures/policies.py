@@ -1,4 +1,4 @@
-"""T 4.5: who waits how long for the first token under FIFO, SRTF and two-level scheduling; and what
+"""T 4.5: waits for the first token under FIFO, SRTF and two-level scheduling; and what
 several tenants get."""
 
 import numpy as np
@@ -53,11 +53,11 @@ def _policies(found: list[tuple[list[float], list[float]]], num: int) -> Figure:
     ]
     load = load_of(long_and_short(num, SHARE, RATE, seed=0))
     text = (
-        f"{num:,} prompts of {SHORT} tokens and, {SHARE:.0%} of them, of {LONG:,}; Llama-3.1-8B on"
-        f" an H200, load {load:.2f}. The thesis describes the policies and gives no measurements:"
-        " what it claims is that SRTF has the least mean wait and starves long prompts, and that"
-        " two levels keep the first and bound the second. `benchmarks/scheduler/policies.py` has"
-        " more loads, turns of conversations and hits."
+        f"{num:,} prompts: {SHARE:.0%} have {LONG:,} tokens, the others {SHORT}. Llama-3.1-8B on an"
+        f" H200, load {load:.2f}. The thesis describes the policies and gives no measurements. It"
+        " claims that SRTF has the shortest mean wait and starves long prompts, and that two levels"
+        " keep the former and bound the latter. `benchmarks/scheduler/policies.py` simulates more"
+        " loads, conversations and hits."
     )
     return Figure(
         "policies",
@@ -84,18 +84,17 @@ def _tenants(effort: Effort, runs: Runs) -> Figure:
     means = [float(np.mean(each)) for each in found]
     one, fair, alone = means
     findings = [
-        Finding("mean wait beside a flood, alone", alone, 0.0, 0.2, "", " s"),
-        Finding("mean wait beside a flood, fair", fair, 0.0, 1.0, "", " s"),
-        Finding("mean wait beside a flood, one queue over fair", one / fair, 2.0, 10_000.0),
+        Finding("mean wait during a flood, alone", alone, 0.0, 0.2, "", " s"),
+        Finding("mean wait during a flood, fair", fair, 0.0, 1.0, "", " s"),
+        Finding("mean wait during a flood, one queue over fair", one / fair, 2.0, 10_000.0),
     ]
     text = (
-        f"One tenant sends {num_heavy:,} prompts at once, another one a second. Beyond the papers:"
-        " with a counter for each tenant the second one waits for a step or two, and not for the"
-        " flood."
+        f"One tenant sends {num_heavy:,} prompts at once, another tenant one per second. With a"
+        " counter for each tenant, the second tenant waits for a step or two and not for the flood."
     )
     return Figure(
         "tenants",
-        "One tenant beside another one's flood",
+        "One tenant during a flood by another",
         "beyond the papers; T 4.5.1 names the problem",
         "",
         "seconds to the first token, mean",

@@ -24,16 +24,16 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         )
     same = all(each["same_tokens"] for each in measured)
     text = (
-        "Measured on two cores of a CPU, with a pool as small against the longest sequence as the"
-        " paper's: one engine, in which a policy of the paper's reserves memory before a request is"
-        " admitted (`benchmarks/paper/reserving.py`), and quire as it is."
-        f" {'All four gave the same tokens.' if same else 'Tokens differ!'} How much a larger batch"
-        " is worth depends on the machine: here reading the weights takes a part of a step only."
+        "Measured on two cores of a CPU, with a pool as small compared with the longest sequence as"
+        " the paper's. One engine runs with the paper's ways of reserving memory before admission"
+        " (`benchmarks/paper/reserving.py`), and as it is."
+        f" {'All four gave the same tokens.' if same else 'Tokens differ!'} The gain of a larger"
+        " batch depends on the machine: here reading the weights is only a part of a step."
     )
     return [
         Figure(
             "real",
-            "Paging against reserving, measured",
+            "Paging and reserving, measured",
             "P 6.2, on a CPU",
             "",
             "output tokens per second, as times Orca (Max)'s",

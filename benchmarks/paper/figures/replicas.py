@@ -13,7 +13,7 @@ from quire.tools.simulate.run import Run, run_all
 
 NUM_REPLICAS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 12_000
 NUM_TALKS, FEW_TALKS = 600, 80
-WAYS = {"by load alone": 0, "by known beginnings": BLOCK_SIZE}
+WAYS = {"by load alone": 0, "by known prefixes": BLOCK_SIZE}
 
 
 def measure(block_size: int, num_talks: int) -> tuple[float, float, float]:
@@ -42,13 +42,13 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     (load_hits, load_wait, _), (known_hits, known_wait, _) = found
     findings = [
         Finding("hits, by load alone", 100 * load_hits, 5, 60, "", " %"),
-        Finding("hits, by known beginnings", 100 * known_hits, 40, 100, "", " %"),
-        Finding("mean wait, known beginnings over load alone", known_wait / load_wait, 0, 0.95),
+        Finding("hits, by known prefixes", 100 * known_hits, 40, 100, "", " %"),
+        Finding("mean wait, known prefixes over load alone", known_wait / load_wait, 0, 0.95),
     ]
     places = [0.0, 1.0]
     text = (
-        f"{num_talks} conversations of 8 turns on {NUM_REPLICAS} replicas of Llama-3.1-8B on H200s,"
-        " sent by the code that `quire serve -dp` sends with (`engine/wire/core_choice.py`)."
+        f"{num_talks} conversations of 8 turns on {NUM_REPLICAS} replicas of Llama-3.1-8B on H200s."
+        " The code of `quire serve -dp` chooses the replica (`engine/wire/core_choice.py`)."
     )
     return [
         Figure(

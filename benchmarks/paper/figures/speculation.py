@@ -1,4 +1,4 @@
-"""T 4.4.4: what guesses gain, by rows and by how many are right: by formula, at measured rates."""
+"""T 4.4.4: what draft tokens gain, by rows and by acceptance: by formula, at measured rates."""
 
 from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs
 from benchmarks.result_files import newest
@@ -7,19 +7,19 @@ from quire.tools.simulate.step_times import StepLoad
 
 NUM_GUESSES, CONTEXT = 4, 1000
 ROWS = (1, 4, 16, 64, 128, 256, 512)
-# Workload and way of guessing, as benchmarks.cpu.guesses names them.
+# Workload and drafter, as benchmarks.cpu.guesses names them.
 MEASURED = (("copying", "ngram 4"), ("tools", "eagle3 4"), ("tools", "draft_model 4"))
 
 
 def chance(workload: str, way: str) -> float:
-    """Return the share of the guesses that were right, measured on the demo model."""
+    """Return the share of accepted draft tokens, measured on the demo model."""
     (found,) = newest("cpu_guesses_demo").where(task=workload, engine="quire bf16", variant=way)
     share: float = found["num_right"] / found["num_tried"]
     return share
 
 
 def gain(right: float, num_rows: int) -> float:
-    """Return tokens per second with guesses, over those without. right: chance of each guess."""
+    """Return tokens per second with drafts, over those without. right: acceptance of each draft."""
     num = NUM_GUESSES + 1
     expected = sum(
         right**index for index in range(num)
@@ -39,7 +39,9 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
     chances = {f"{way} on {workload}": chance(workload, way) for workload, way in MEASURED}
     curves = [
         Curve(
-            f"{name}: {right:.0%} right", list(map(float, ROWS)), [gain(right, num) for num in ROWS]
+            f"{name}: {right:.0%} accepted",
+            list(map(float, ROWS)),
+            [gain(right, num) for num in ROWS],
         )
         for name, right in chances.items()
     ]
@@ -49,19 +51,20 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         Finding("gain with 512 rows, the best of these", gain(best, 512), 0.5, 2),
     ]
     text = (
-        f"{NUM_GUESSES} guesses in each step, for Llama-3.1-8B on an H200 with contexts of"
-        f" {CONTEXT:,} tokens; what guessing itself costs is left out. Chances are those that"
-        " `benchmarks/cpu/guesses.py` measured on the demo model. With many rows arithmetic is the"
-        " limit and guesses do not pay: the engine measures this and guesses less"
-        " (`engine/drafting/draft_pace.py`). Real gains on CPUs are in [numbers](numbers.md)."
+        f"{NUM_GUESSES} draft tokens in each step, for Llama-3.1-8B on an H200 with contexts of"
+        f" {CONTEXT:,} tokens, without the cost of drafting. The acceptance rates come from the"
+        " demo model (`benchmarks/cpu/guesses.py`). With many rows arithmetic is the limit and"
+        " drafts do not pay off. The engine measures this and drafts less"
+        " (`engine/drafting/draft_pace.py`)."
+        " [Draft tokens](models.md#draft-tokens-for-repeated-text) has gains measured on CPUs."
     )
     return [
         Figure(
             "speculation",
-            "What guesses gain",
+            "Gain from draft tokens",
             "T 4.4.4",
             "rows",
-            "tokens per second over those without guesses",
+            "tokens per second over those without drafts",
             curves,
             findings,
             text,

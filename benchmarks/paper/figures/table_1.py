@@ -21,8 +21,8 @@ def figures(effort: Effort, runs: Runs) -> list[Figure]:
         for setting, ours, theirs in zip(SETTINGS, planned, published, strict=True)
     ]  # fmt: skip
     text = (
-        "quire's plans hold less, since each sets aside what the largest step needs, CUDA graphs"
-        " and 8 % of the device. All other figures take the published numbers."
+        "quire's plans hold fewer tokens. Each sets aside memory for the largest step, for CUDA"
+        " graphs, and 8 % of the device. All other figures use the published numbers."
     )
     return [
         Figure(

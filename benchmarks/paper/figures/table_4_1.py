@@ -6,12 +6,13 @@ TEST = "`tests/scheduler/test_table_4_1.py`"
 ROWS = (
     ("Prefill, decode", "a step of the prompt's length, then of 1", "test_prefill_and_decode"),
     ("Chunked prefill", "steps below the prompt's length", "test_chunked_prefill"),
-    ("Preemption", "computed goes back to 0, or stays in host memory",
+    ("Preemption", "computed returns to 0, or the blocks go to host memory",
      "test_preemption_by_recomputation, test_preemption_by_swapping"),
-    ("Prefix caching", "computed begins at what is cached", "test_prefix_caching"),
-    ("Streaming prefill", "total grows while the prompt comes in", "test_streaming_prefill"),
-    ("Speculative decoding", "both grow by what was right, and one", "test_a_draft_is_verified"),
-    ("Prefill disaggregation", "computed begins behind the blocks that another engine kept",
+    ("Prefix caching", "computed starts at the number of cached tokens", "test_prefix_caching"),
+    ("Streaming prefill", "total grows while the prompt arrives", "test_streaming_prefill"),
+    ("Speculative decoding", "both grow by the accepted draft tokens, plus one",
+     "test_a_draft_is_verified"),
+    ("Prefill disaggregation", "computed starts after the blocks of the other engine",
      "test_a_prefilled_request_is_handed_over"),
 )  # fmt: skip
 

@@ -22,64 +22,58 @@ SERVE = "serve:"  # begins a store that is this engine's host memory, for its pe
 class CacheConfig:
     """The KV cache and the memory that it may take."""
 
-    block_size: int = setting(16, "tokens per block", unit="tokens")
+    block_size: int = setting(16, "size of a KV block", unit="tokens")
     gpu_memory_utilization: float = setting(
-        0.92, "share of the GPU's memory that this process may use, whatever others do"
+        0.92, "share of GPU memory for this process; above 0, at most 1"
     )
     kv_cache_memory_bytes: int | None = setting(
-        None,
-        "size of the KV pool, in which states of layers with linear attention have half at most;"
-        " derived from the memory plan if absent",
-        unit="bytes",
+        None, "size of the KV pool; by default derived from free memory", unit="bytes"
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "how keys and values are stored: in the model's dtype; as int8, with a scale for each token"
-        " and head (on a CPU, or on a GPU by triton); or as fp8 (e4m3), with two scales for each"
-        " layer from the checkpoint, or 1 (on a GPU of compute capability 8.9 or more, by triton)."
-        " States of layers with linear attention are never rounded. fp8_e4m3 is vLLM's name of fp8",
-        choices=("auto", "int8", "fp8", "fp8_e4m3"),
+        "data type of cached keys and values: the model's (`auto`), `int8`, or `fp8` on GPUs of"
+        " compute capability 8.9 or later",
+        choices=("auto", "int8", "fp8"),
+        aliases=("fp8_e4m3",),
     )
-    enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
+    enable_prefix_caching: bool = setting(True, "reuse cached KV blocks of shared prefixes")
     pin_prefix: str | None = setting(
         None,
-        "file with a prefix to compute at the start and to keep: a text, or as .json what"
-        " POST /v1/prefixes takes, or a list of it",
+        "file with a prefix to compute at start and keep cached: text, or JSON as for"
+        " `POST /v1/prefixes`",
         is_path=True,
     )
     kv_host_gb: float | None = setting(
         None,
-        "host memory for cached blocks that the KV pool has no room for, which come back as prefix"
-        " hits; if absent none on a CPU, on a GPU as much as the pool",
+        "host memory for KV blocks evicted from the pool; by default 0 on a CPU, the size of the"
+        " pool on a GPU",
         unit="GB",
     )
     kv_disk_dir: str | None = setting(
         None,
-        "directory for cached blocks, which outlives the engine; engines of one model share it",
+        "directory for KV blocks, which survives restarts; engines of one model may share it",
         is_path=True,
     )
     kv_disk_gb: float = setting(
-        10.0, "most that a directory or a store in memory may hold", unit="GB"
+        10.0, "maximum size of a store of KV blocks in a directory or in memory", unit="GB"
     )
     kv_store: tuple[str, ...] = setting(
         (),
-        "stores of cached blocks, nearest first, which engines share: dir:PATH, shm:NAME (memory of"
-        " this machine), serve://HOST:PORT (this engine's host memory, for others) and peer://HOST:PORT"
-        " (another's), redis://HOST:PORT, s3://BUCKET/PREFIX, or NAME:ADDRESS of another package",
+        "shared stores of KV blocks, nearest first: `dir:PATH`, `shm:NAME`, `serve://HOST:PORT`,"
+        " `peer://HOST:PORT`, `redis://HOST:PORT`, `s3://BUCKET/PREFIX`, or `NAME:ADDRESS` of an"
+        " installed package",
         secrecy=SecretUrl,
     )
     kv_eager: bool = setting(
-        False,
-        "give blocks to the stores as soon as they are computed; if not, when they leave the pool,"
-        " or when a request asks for it (kv_transfer_params)",
+        False, "write KV blocks to the stores when they are computed, not when they are evicted"
     )
     kv_transfer_config: str | None = setting(
         None,
-        "vLLM's JSON of an engine that computes prompts for others (kv_role kv_producer), goes on"
-        " with others' (kv_consumer), or both; blocks go through kv_store",
+        "JSON for disaggregated prefill, in vLLM's form: kv_role `kv_producer`, `kv_consumer` or"
+        " `kv_both`; blocks go through `--kv-store`",
         secrecy=SecretJson,
     )
-    watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
+    watermark: float = setting(0.01, "share of the KV blocks kept free when a request is admitted")
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
@@ -90,13 +84,15 @@ class CacheConfig:
         if self.transfer.needs_store and not self.stores:
             raise ConfigError(
                 f"kv_transfer_config={self.kv_transfer_config!r} needs a store that both engines"
-                " reach; add one, such as --kv-store shm:NAME or --kv-store peer://HOST:PORT."
+                " reach; add --kv-store, such as shm:NAME or peer://HOST:PORT."
             )
         if self.kv_eager and not self.stores:
-            raise ConfigError("kv_eager needs a store to give blocks to; add kv_store.")
+            raise ConfigError(
+                "kv_eager needs a store to write blocks to; add --kv-store or --kv-disk-dir."
+            )
         if self.kv_eager and self.transfer.role == CONSUMER:
             raise ConfigError(
-                f"kv_eager gives blocks to stores, and a {CONSUMER} gives none; leave one out."
+                f"kv_eager writes blocks to stores, and a {CONSUMER} writes none; remove one."
             )
 
     @property

@@ -1,10 +1,12 @@
-"""Configuration: a few frozen dataclasses. The command line and its help are made from them.
+"""Configuration: a few frozen dataclasses. The command line, its help and docs/use/settings.md are
+generated from them.
 
-Each field carries its help, and its unit where it has one, in the dataclass field's metadata;
-`None` means "derived when the engine starts", by the function that the help names.
+The metadata of each field holds its help and its unit. `None` means that the engine derives the
+value when it starts.
 """
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +35,10 @@ CHECKPOINT_FORMATS = (
     "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "fbgemm_fp8",
     "mxfp4",
 )  # fmt: skip
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+DTYPE_ALIASES = {
+    "half": "float16", "fp16": "float16", "f16": "float16", "bf16": "bfloat16",
+    "float": "float32", "fp32": "float32", "f32": "float32",
+}  # fmt: skip
 JSON_OF_MODEL = (
     "override_generation_config", "default_chat_template_kwargs", "hf_overrides", "pooler_config",
 )  # fmt: skip
@@ -54,120 +59,125 @@ class ModelConfig:
 
     model: str = setting(
         "demo",
-        "directory, GGUF file, Hugging Face id, `demo`, or a named shape such as shape:qwen3-0.6b",
+        "model: a directory, GGUF file, Hugging Face id, `demo`, or a shape such as"
+        " `shape:qwen3-0.6b`",
     )
     tokenizer: str | None = setting(
-        None, "directory, GGUF file or id of the tokenizer; the model's if absent"
+        None, "tokenizer: a directory, GGUF file or Hugging Face id; by default the model's own"
     )
-    revision: str | None = setting(None, "branch, tag or commit on the hub")
+    revision: str | None = setting(None, "branch, tag or commit of the model on Hugging Face")
     tokenizer_revision: str | None = setting(
-        None, "the same of the tokenizer; the model's if absent and the tokenizer is the model's"
+        None,
+        "branch, tag or commit of the tokenizer; by default `--revision` for the model's own"
+        " tokenizer",
     )
     hf_overrides: str | None = setting(
         None,
-        "values in place of those of the model's config.json, as JSON; objects in it are merged:"
-        ' {"rope_theta": 1e6, "text_config": {"sliding_window": null}}',
+        'JSON merged into config.json of the model, such as `{"rope_theta": 1e6}`',
     )
     runner: str = setting(
         "auto",
-        "whether the model generates text or pools hidden states to embeddings, classes or scores;"
-        " auto is told by its architecture's name and by sentence-transformers' files",
+        "task of the model: `generate` text, or `pooling` for embeddings, classes and scores;"
+        " `auto` follows the architecture",
         choices=("auto", "generate", "pooling"),
     )
     convert: str = setting(
         "auto",
-        "what a model that pools gives; auto is told by its architecture's name",
+        "output of a pooling model: `embed` or `classify`; `auto` follows the architecture",
         choices=("auto", "none", "embed", "classify"),
     )
     pooler_config: str | None = setting(
         None,
-        "how a model pools, in place of what its files say, as JSON:"
-        ' {"seq_pooling_type": "LAST", "use_activation": true}; the type is LAST, MEAN or CLS',
+        "JSON that replaces the model's pooling settings, such as"
+        ' `{"seq_pooling_type": "LAST", "use_activation": true}`; types are LAST, MEAN and CLS',
     )
     dtype: str = setting(
         "auto",
-        "of weights and activations; auto is the checkpoint's, and float32 on a CPU without"
-        " native bfloat16",
-        choices=("auto", "float32", "bfloat16", "float16", "float64", *DTYPE_ALIASES),
+        "data type of weights and activations; `auto` takes the checkpoint's, or float32 on a CPU"
+        " without native bfloat16",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        aliases=tuple(DTYPE_ALIASES),
     )
     model_impl: str = setting(
         "auto",
-        "whose code computes the model: quire's, or a class of the transformers package, slower"
-        " (needs quire[transformers]); auto is quire's where it has the model's type",
-        choices=("auto", "quire", "transformers", *MODEL_IMPL_ALIASES),
+        "model code: quire's, or the slower one of the transformers package"
+        " (`quire[transformers]`); `auto` prefers quire's",
+        choices=("auto", "quire", "transformers"),
+        aliases=tuple(MODEL_IMPL_ALIASES),
     )
     torch_compile: bool = setting(
         False,
-        "let torch compile a class of transformers, which takes minutes at the first steps, instead"
-        " of translating it into quire's operations",
+        "run a transformers model with torch.compile instead of quire's operations; the first"
+        " steps take minutes",
     )
     max_model_len: int | None = setting(
         None,
-        "longest sequence, prompt and output together; the model's limit if absent, and with auto"
-        " (or -1) what of it fits the memory",
+        "maximum length of a sequence, prompt and output together; `auto` (or -1) fits it to"
+        " memory; by default the model's limit",
         unit="tokens",
         words={"auto": AUTO_LENGTH},
     )
     load_format: str = setting(
         "auto",
-        "dummy fills the weights with seeded random numbers",
+        "format of the weights; `dummy` fills them with seeded random numbers",
         choices=("auto", "safetensors", "dummy"),
     )
-    chat_template: str | None = setting(None, "file or text that replaces the model's template")
+    chat_template: str | None = setting(
+        None, "chat template that replaces the model's: a file, or the template itself"
+    )
     tool_call_parser: str = setting(
         "auto",
-        "how the model writes calls of tools; auto is told from its chat template, none reads none"
-        " (docs/use/tools.md)",
+        "format of the model's tool calls; `auto` detects it from the chat template, `none`"
+        " disables parsing",
     )
     reasoning_parser: str = setting(
         "auto",
-        "how the model marks its reasoning; auto is told from its chat template, none tells none"
-        " apart",
+        "format of the model's reasoning; `auto` detects it from the chat template, `none`"
+        " disables parsing",
     )
     generation_config: str = setting(
         "auto",
-        "auto takes sampling defaults from the model's generation_config.json; `none` does not",
+        "source of sampling defaults: `auto` reads the model's generation_config.json, `none`"
+        " ignores it",
     )
     override_generation_config: str | None = setting(
         None,
-        'sampling defaults and ends of sequences in place of the model\'s, as JSON: {"temperature":'
-        ' 0.5, "eos_token_id": [1, 2]}',
+        "JSON that replaces sampling defaults of the model, such as"
+        ' `{"temperature": 0.5, "eos_token_id": [1, 2]}`',
     )
     default_chat_template_kwargs: str | None = setting(
         None,
-        'variables of the chat template that requests do not set, as JSON: {"enable_thinking":'
-        " false}",
+        'JSON with default variables of the chat template, such as `{"enable_thinking": false}`',
     )
     stream_interval: int = setting(
         1,
-        "output tokens that a stream gathers before it sends them; the first comes at once, and"
-        " what there is at the end. Requests may ask for more",
+        "output tokens per streamed chunk; the first token is sent at once, and requests may set"
+        " a larger value",
         unit="tokens",
     )
-    seed: int = setting(0, "of requests that bring none, and of dummy weights")
+    seed: int = setting(0, "seed of requests that set none, and of dummy weights")
     quantization: str | None = setting(
         None,
-        "store the weights in 8 or 4 bits (CPUs with the C++ core, which multiplies in integers but"
-        " for fp8; GPUs with triton); none takes the dtype; if absent they are as in the model's"
-        " files, whose own format may be named as vLLM does it",
-        choices=("none", "fp8", "int8", "int4", *CHECKPOINT_FORMATS),
+        "quantization of the weights at load; `none` dequantizes them; by default as in the"
+        " checkpoint",
+        choices=("none", "fp8", "int8", "int4"),
+        aliases=CHECKPOINT_FORMATS,
     )
     quantization_group_size: int | None = setting(
         None,
-        "inputs that share a scale: 32, 64, 128, or for int8 and fp8 0, which is all of an"
-        " output's; if absent 128 for int8, 32 for int4",
+        "inputs per scale: 32, 64, 128, or 0 for one scale per output (int8, fp8); by default 128"
+        " for int8, 32 for int4",
     )
     quantized_head: str = setting(
         "auto",
-        "the head's weights where the others are quantised; auto is int8, or fp8 where they are;"
-        " none leaves them",
+        "quantization of the output head of a quantized model; `auto` is int8, or fp8 with fp8"
+        " weights",
         choices=("auto", "none", "fp8", "int8", "int4"),
     )
     weight_cache: str = setting(
         "auto",
-        "directory for packed weights, which the next start maps instead of reading the model's"
-        " (CPUs with the C++ core); auto is ~/.cache/quire/weights for models of 64 MB and more"
-        " without dummy weights; off keeps none",
+        "directory of packed weights for faster starts; `auto` is ~/.cache/quire/weights for models"
+        " from 64 MB, `off` disables it",
     )
 
     def __post_init__(self) -> None:
@@ -190,41 +200,40 @@ class SchedulerConfig:
     """How much runs at once."""
 
     max_num_seqs: int | None = setting(
-        None, "sequences that run at once; 64 on a CPU, 256 on a GPU if absent"
+        None, "maximum number of running sequences; by default 64 on a CPU, 256 on a GPU"
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "tokens of one step; if absent 8192 on a GPU, and on a CPU what takes about 250 ms there,"
-        " from 16 to 256, as measured while it runs",
+        "maximum number of tokens in one step; by default 8192 on a GPU, and 16 to 256 on a CPU"
+        " (about 250 ms)",
         unit="tokens",
     )
     max_num_queued_reqs: int | None = setting(
-        None,
-        "requests that may wait beside those that run; more are refused, by the server with status"
-        " 503. No limit if absent",
+        None, "maximum number of waiting requests; more get status 503; by default no limit"
     )
     scheduling_policy: str = setting(
         "two-level",
-        "who is served first: fifo (fcfs and priority are vLLM's names of it, as a request's"
-        " priority always comes first), srtf (the shortest remaining"
-        " prompt), two-level (srtf within batches of 8 arrivals, and nobody starves)",
-        choices=("fifo", "fcfs", "priority", "srtf", "two-level"),
+        "order of waiting requests: `fifo` (arrival), `srtf` (shortest remaining prompt), or"
+        " `two-level` (`srtf` within batches of 8 arrivals)",
+        choices=("fifo", "srtf", "two-level"),
+        aliases=("fcfs", "priority"),
         plugins=POLICIES,
     )
     preemption_mode: str = setting(
         "auto",
-        "what happens to the KV cache of a sequence that must give way: it is computed again, or"
-        " swapped to host memory; auto takes what costs less",
+        "KV cache of a preempted sequence: `recompute` it later, `swap` it to host memory, or"
+        " `auto` for the cheaper of both",
         choices=("auto", "recompute", "swap"),
     )
     long_prefill_token_threshold: int = setting(
-        0, "most tokens of one prompt in one step; 0 is no limit but the step's", unit="tokens"
+        0,
+        "maximum number of tokens of one prompt in one step; 0 leaves only the limit of the step",
+        unit="tokens",
     )
     pipeline_depth: int | None = setting(
         None,
-        "plans in flight; 1 waits for each result; from 2 on the model runs on a thread of its own,"
-        " and the next step is planned, and on a GPU launched, meanwhile. 1 on a CPU, 2 on a GPU if"
-        " absent",
+        "steps in flight; 1 waits for each result, 2 plans the next step meanwhile; by default 1"
+        " on a CPU, 2 on a GPU",
     )
 
 
@@ -236,59 +245,58 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    device: str = setting("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    device: str = setting("auto", "device that runs the model", choices=("auto", "cpu", "cuda"))
     attention_backend: str = setting(
         "auto",
-        "cpu (C++ core), torch, reference or triton (GPUs); auto picks the fastest that can serve"
-        " the model",
+        "attention kernels: `cpu` (C++ core), `torch`, `reference` or `triton` (GPU); `auto` takes"
+        " the fastest that supports the model",
         choices=("auto", "cpu", "torch", "reference", "triton"),
         plugins=ATTENTION_BACKENDS,
     )
     compilation: str = setting(
         "full",
-        "how decoding steps are recorded as CUDA graphs: whole, or piecewise, between the calls of"
-        " attention",
+        "CUDA graphs of decoding steps: one `full` graph, or `piecewise` graphs between attention"
+        " calls",
         choices=("full", "piecewise"),
     )
     enforce_eager: bool = setting(False, "launch each kernel by itself, without CUDA graphs")
     deterministic: bool = setting(
         False,
-        "on a GPU, by triton: a request gets the same tokens and log-probabilities, to the last"
-        " bit, alone and in any batch, in any chunks, preempted or with a cached prefix; slower",
+        "make results bit-identical in any batch, chunking or preemption, and with prefix hits"
+        " (GPU with triton; slower)",
     )
     debug_transfers: bool = setting(
-        False, "on a GPU: fail where a step makes the host wait; for finding mistakes"
+        False, "fail when a step makes the host wait for the GPU, for debugging"
     )
     logits_processors: tuple[str, ...] = setting(
-        (), "logits processors of installed packages that requests may ask for by name"
+        (), "installed logits processors that requests may name"
     )
     speculative_config: str | None = setting(
         None,
-        'guess tokens ahead and try them beside the next one, as JSON: {"method": "ngram",'
-        ' "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 5} guesses what'
-        " followed the same tokens before; the method suffix learns from earlier answers, too;"
-        ' {"method": "draft_model", "model": DIR} lets a small model guess, eagle3 a head.'
-        " No answer changes by it, only how fast it comes. What a grammar forces is guessed with"
-        " any method, and where one plan is in flight without one;"
-        ' {"method": "forced"}: only that, {"method": "none"}: nothing',
+        "method of speculative decoding; for example"
+        ' `{"method": "ngram", "num_speculative_tokens": 4}`; methods are ngram, suffix,'
+        " draft_model, eagle3, forced and none",
     )
     kv_events_config: str | None = setting(
         None,
-        "tell routers which blocks the prefix cache has, over ZeroMQ as vLLM does, as JSON:"
-        ' {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (needs quire[events]);'
-        ' without tokens unless it says "token_ids": true',
+        "JSON that publishes changes of the prefix cache over ZeroMQ, in vLLM's form:"
+        ' `{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}` (`quire[events]`)',
     )
-    max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
-    disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
+    max_logprobs: int = setting(
+        20, "maximum number of log-probabilities that a request may ask for; -1 removes the limit"
+    )
+    disable_log_stats: bool = setting(False, "leave the memory plan and statistics out of the log")
     record: str | None = setting(
         None,
-        "directory for a record of all that the scheduler is asked and decides, for `quire replay`,"
-        " `explain` and `trace`; without texts and tokens",
+        "directory for a recording of the scheduler's inputs and plans, without text, for `quire"
+        " replay`, `quire explain` and `quire trace`",
     )
     record_tokens: bool = setting(
-        False, "keep token ids in the record, so that it can be run with the model again"
+        False, "add token ids to the recording, so that `quire replay` can run the model again"
     )
-    record_max_mb: int = setting(256, "most that a record takes; the oldest part goes", unit="MB")
+    record_max_mb: int = setting(
+        256, "maximum size of the recording; the oldest part is deleted first", unit="MB"
+    )
 
     def __post_init__(self) -> None:
         cache, scheduler = self.cache, self.scheduler
@@ -318,120 +326,114 @@ class EngineConfig:
 class ServerConfig(SeveralModels):
     """The HTTP server and its processes (`quire serve`)."""
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
-    port: int = setting(8000, "TCP port; 0 takes a free one")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network interface")
+    port: int = setting(8000, "TCP port to listen on; 0 picks a free one")
     served_model_name: tuple[str, ...] = setting(
-        (), "names that requests may give as model; the first one is shown; the model's if absent"
+        (),
+        "model names that requests may use; responses show the first; by default the name of the"
+        " model",
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "keys of which requests must bring one (Authorization: Bearer ...); none: open to all",
+        "API keys that clients send as `Authorization: Bearer KEY`; without any the server is open",
         secrecy=Secret,
     )
     urgent_api_key: tuple[str, ...] = setting(
         (),
-        "those of the keys whose requests may have a priority below 0; without keys all may",
+        "API keys whose requests may set a priority below 0; on a server without keys every"
+        " request may",
         secrecy=Secret,
     )
     admin_api_key: tuple[str, ...] = setting(
         (),
-        "those of the keys that may reset the prefix cache, end the requests of others and watch"
-        " the engine; without keys all may",
+        "API keys that may reset the prefix cache, abort other keys' requests and watch the engine",
         secrecy=Secret,
     )
     pin_share: float | None = setting(
         None,
-        "of what may be pinned or held, how much a key's may be, in (0, 1]; if absent each"
-        " key's even share",
+        "share of pinned and retained memory that one API key may use, above 0 to 1; by default an"
+        " equal share",
     )
-    uds: str | None = setting(None, "path of a Unix socket to listen on, in place of host and port")
-    root_path: str = setting(
-        "", "prefix of all paths that a proxy in front takes away, such as /quire"
-    )
-    api_server_count: int = setting(1, "processes that answer HTTP")
+    uds: str | None = setting(None, "Unix socket to listen on, instead of a host and port")
+    root_path: str = setting("", "path prefix that a reverse proxy strips, such as `/quire`")
+    api_server_count: int = setting(1, "number of processes that answer HTTP")
     shutdown_timeout: float = setting(
-        30.0, "how long requests may go on after SIGTERM; 0 ends them at once", unit="seconds"
+        30.0,
+        "time that open requests get to finish after SIGTERM; 0 aborts them at once",
+        unit="seconds",
     )
     restart_engine: bool = setting(
-        False, "start the engine's process anew when it dies, instead of ending"
+        False, "restart the engine process when it dies, instead of stopping the server"
     )
-    max_body_bytes: int = setting(16 << 20, "largest body of a request", unit="bytes")
+    max_body_bytes: int = setting(16 << 20, "maximum size of a request body", unit="bytes")
     response_store_bytes: int = setting(
         64 << 20,
-        "how much of /v1/responses each API process keeps, for previous_response_id and to be read"
-        " again; the oldest make room; 0 keeps nothing",
+        "memory of each API process for stored `/v1/responses`; the oldest are dropped first; 0"
+        " stores none",
         unit="bytes",
     )
     allowed_origins: tuple[str, ...] = setting(
-        (), "web origins that may call from a browser (CORS); * is all"
+        (), "web origins that browsers may call from (CORS); `*` allows all"
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "names that Host headers may give beside addresses and localhost; looked at without keys on"
-        " the loopback interface, and where names are given; * is all",
+        "host names that requests may address, besides IP addresses and localhost; `*` allows all",
     )
-    page: bool = setting(
-        True, "serve a page at / for browsers: chat, tokens, and what the engine does"
-    )
-    response_role: str = setting("assistant", "role of the messages that chat completions give")
+    page: bool = setting(True, "serve the web page with chat, tokens and engine view at `/`")
+    response_role: str = setting("assistant", "role of messages in chat completions")
     enable_force_include_usage: bool = setting(
-        False, "end every stream with its usage, also where include_usage is not asked for"
+        False, "end every stream with its token usage, even without `include_usage`"
     )
     enable_per_request_metrics: bool = setting(
-        False, "tell in each answer how long its request took: `metrics`"
+        False, "add the timing of each request to its response, as `metrics`"
     )
-    disable_fastapi_docs: bool = setting(
-        False, "do not answer /openapi.json and /docs, the description of what can be asked"
-    )
+    disable_fastapi_docs: bool = setting(False, "disable `/docs` and `/openapi.json`")
     return_tokens_as_token_ids: bool = setting(
-        False, "show tokens of log-probabilities as token_id:N, where a request does not say it"
+        False, "show tokens of log-probabilities as `token_id:N` by default"
     )
     sse_keep_alive_interval: float = setting(
         0.0,
-        "how long a stream may be silent before a comment is sent, which keeps proxies from cutting"
-        " it off; 0 sends none",
+        "silence in a stream before a comment is sent, so that proxies keep the connection; 0"
+        " sends none",
         unit="seconds",
     )
     strict_fields: bool = setting(
-        False, "refuse fields of a body that do not exist, instead of naming them in a header"
+        False, "reject unknown fields of a request body, instead of naming them in a header"
     )
-    trust_request_chat_template: bool = setting(
-        False, "let requests bring a chat template of their own"
-    )
+    trust_request_chat_template: bool = setting(False, "let requests bring their own chat template")
     hooks: tuple[str, ...] = setting(
-        (),
-        "names of hooks that other packages bring, such as safety filters: what comes in and goes"
-        " out passes through them in this order",
+        (), "installed hooks, such as safety filters, that see prompts and outputs in this order"
     )
     hook_timeout: float = setting(
-        5.0, "how long one call of a hook may take; then its request ends", unit="seconds"
+        5.0, "time limit of one hook call; the request fails after it", unit="seconds"
     )
     files_dir: str | None = setting(
-        None, "directory for /v1/files and /v1/batches, which there are none of without it"
+        None, "directory that stores `/v1/files` and `/v1/batches`; without it both are disabled"
     )
-    files_gb: float = setting(10.0, "how much files_dir may hold", unit="GB")
+    files_gb: float = setting(10.0, "maximum size of `--files-dir`", unit="GB")
     usage_log: str | None = setting(
-        None, "file to which each request that has ended adds a line of JSON: whose it was, tokens"
+        None, "file that gets one JSON line per finished request: API key and tokens"
     )
     requests_per_minute: tuple[int, ...] = setting(
-        (), "requests that each key may send: one number for all, or one for each key; 0: no limit"
+        (), "request limit of an API key, one number for all keys or one per key; 0 is no limit"
     )
     tokens_per_minute: tuple[int, ...] = setting(
-        (), "tokens that each key may have, in and out; as requests_per_minute"
+        (),
+        "limit of prompt and output tokens of an API key, one number for all or one per key; 0 is"
+        " no limit",
     )
     otlp_traces_endpoint: str | None = setting(
         None,
-        "URL of a collector to which a span is sent for each request (needs quire[otel])",
+        "URL of an OpenTelemetry collector that gets one span per request (`quire[otel]`)",
         secrecy=SecretUrl,
     )
     metrics_prefix: str = setting(
         "quire",
-        "how the names of metrics begin; vllm: those that vLLM has, too, as its dashboards and"
-        " endpoint pickers know them",
+        "prefix of metric names; `vllm` adds vLLM's names for its dashboards and routers",
         choices=("quire", "vllm"),
     )
-    ssl_keyfile: str | None = setting(None, "private key for HTTPS")
-    ssl_certfile: str | None = setting(None, "certificate for HTTPS")
+    ssl_keyfile: str | None = setting(None, "PEM file with the private key for HTTPS")
+    ssl_certfile: str | None = setting(None, "PEM file with the certificate for HTTPS")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -445,7 +447,7 @@ class ServerConfig(SeveralModels):
         object.__setattr__(self, "allowed_origins", tuple(origins))
         hosts = self.allowed_hosts
         is_name = all(name and not set(name) & set("/:@ ") for name in hosts)
-        check(is_name, "allowed_hosts", hosts, "names without scheme and port, or *")
+        check(is_name, "allowed_hosts", hosts, "host names without scheme and port, or *")
         check_duration("shutdown_timeout", self.shutdown_timeout, "to end at once")
         check_duration("sse_keep_alive_interval", self.sse_keep_alive_interval, "for none")
         check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
@@ -457,8 +459,8 @@ class ServerConfig(SeveralModels):
             keys = set(getattr(self, name))
             if unknown := keys - set(self.api_key):  # never shown: they are secrets
                 raise ConfigError(
-                    f"{name} names {len(unknown)} of {len(keys)} keys that api_key does not; give"
-                    " them there, too."
+                    f"{name} has {len(unknown)} of {len(keys)} keys that are not in api_key; add"
+                    " them to api_key."
                 )
         limit = self.hook_timeout
         check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
@@ -474,8 +476,8 @@ class ServerConfig(SeveralModels):
             check(min(values, default=0) >= 0, name, values, "0 (no limit) or more")
             if len(values) > 1 and len(values) != num_keys:
                 raise ConfigError(
-                    f"{name} has {len(values)} numbers for {num_keys} keys; give one for all of"
-                    " them, or one for each."
+                    f"{name} has {len(values)} numbers for {num_keys} API keys; give one number, or"
+                    " one per key."
                 )
 
     @property
@@ -502,9 +504,11 @@ def _list_of(text: str) -> list[str]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"allowed_origins is not JSON ({error}): {text!r}.") from error
+        raise ConfigError(
+            f"allowed_origins must be origins or a JSON list of them, got {text!r} ({error})."
+        ) from error
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise ConfigError(f"allowed_origins must be a list of texts, got {text!r}.")
+        raise ConfigError(f"allowed_origins must be a list of strings, got {text!r}.")
     return value
 
 
@@ -537,8 +541,12 @@ def config_from_flat(**settings: Any) -> EngineConfig:
         elif name in top:
             parts[""][name] = value
         else:
-            known = ", ".join(sorted(top | owners.keys()))
-            raise ConfigError(f"there is no setting {name!r}; the settings are: {known}.")
+            known = sorted(top | owners.keys())
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {close[0]}?" if close else f"the settings are: {', '.join(known)}."
+            )
+            raise ConfigError(f"there is no setting {name!r}; {hint}")
     sections = {part: cls(**parts[part]) for part, cls in SECTIONS.items()}
     return EngineConfig(**sections, **parts[""])
 

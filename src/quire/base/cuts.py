@@ -33,7 +33,7 @@ def cut_evenly(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
     if whole % num_ranks:
         raise ConfigError(
             f"tensor_parallel_size={num_ranks} does not divide {what}, which is {whole} in this"
-            " model; take one that does."
+            " model; choose one that does."
         )
     count = whole // num_ranks
     return Cut(whole, rank * count, count)
@@ -45,8 +45,8 @@ def cut_or_repeat(whole: int, rank: int, num_ranks: int, what: str) -> Cut:
         return cut_evenly(whole, rank, num_ranks, what)
     if num_ranks % whole:
         raise ConfigError(
-            f"tensor_parallel_size={num_ranks} is no multiple of {what}, which is {whole} in this"
-            " model, and does not divide it; take one that is or does."
+            f"tensor_parallel_size={num_ranks} is not a multiple of {what}, which is {whole} in"
+            " this model, and does not divide it; choose a multiple or a divisor."
         )
     return Cut(whole, rank * whole // num_ranks, 1)
 
@@ -59,7 +59,7 @@ def cut_vocabulary(size: int, rank: int, num_ranks: int) -> Cut:
     if count < 1:
         raise ConfigError(
             f"tensor_parallel_size={num_ranks} is too much for a vocabulary of {size} tokens: with"
-            f" {each} for each, nothing is left for rank {rank}; take fewer."
+            f" {each} for each, no token is left for rank {rank}; lower it."
         )
     return Cut(size, rank * each, count)
 
@@ -70,6 +70,7 @@ def cut_block(block_size: int, num_ranks: int) -> int:
     if block_size % num_ranks:
         raise ConfigError(
             f"decode_context_parallel_size={num_ranks} does not divide block_size={block_size}:"
-            " each rank has as many tokens of a block; take a block_size that is a multiple of it."
+            " each rank holds an equal share of a block's tokens. Choose a block_size that is a"
+            " multiple of it."
         )
     return block_size // num_ranks

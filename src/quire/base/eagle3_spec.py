@@ -105,8 +105,8 @@ def _layer_config(raw: dict[str, Any], directory: Path) -> dict[str, Any]:
     if fields.has("draft_vocab_size") or any("Eagle3" in name for name in named):
         return raw
     raise ModelError(
-        f"{directory} is no EAGLE-3 head: its config.json has neither {FORMAT} nor"
-        " draft_vocab_size. A small model of its own guesses by the method draft_model."
+        f"{directory} is not an EAGLE-3 head: its config.json has neither {FORMAT} nor"
+        " draft_vocab_size. For a separate small model, use the method draft_model."
     )
 
 

@@ -375,10 +375,14 @@ def _placed(
         if info.name in tensors:
             raise cursor.error(f"it has the tensor {info.name!r} twice")
         if info.start % alignment:
-            raise cursor.error(f"its tensor {info.name!r} begins at no multiple of {alignment}")
+            raise cursor.error(
+                f"its tensor {info.name!r} does not begin at a multiple of {alignment}"
+            )
         if start + info.num_bytes > cursor.size:
             missing = start + info.num_bytes - cursor.size
-            raise cursor.error(f"its tensor {info.name!r} ends {missing} bytes behind the file")
+            raise cursor.error(
+                f"its tensor {info.name!r} ends {missing} bytes after the end of the file"
+            )
         tensors[info.name] = TensorPlace(info.name, info.shape, info.kind, start, info.num_bytes)
     if sum(info.num_bytes for info in infos) > cursor.size:
         raise cursor.error("its tensors overlap")

@@ -34,8 +34,9 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     architecture = file.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
-            f"{file.path} holds a model of the architecture {architecture!r}; GGUF files are read"
-            f" of {', '.join(ARCHITECTURES)} (llama is Mistral and Mixtral as well)."
+            f"{file.path} holds a model of the architecture {architecture!r}; supported"
+            f" architectures are {', '.join(ARCHITECTURES)} (llama is Mistral and Mixtral as"
+            " well)."
         )
     if file.integer("split.count", 1) > 1:
         raise ModelError(
@@ -43,12 +44,12 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             " (llama-gguf-split --merge FIRST_PART OUTPUT)."
         )
     if EMBEDDING not in file.tensors:
-        raise ModelError(f"{file.path} has no tensor {EMBEDDING}: it holds no language model.")
+        raise ModelError(f"{file.path} has no tensor {EMBEDDING}: it is not a language model.")
     meta, family = Metadata(file, architecture), FAMILIES.get(architecture)
     for key, neutral in WITHOUT_EFFECT.items():
         is_obeyed = family is not None and key in family.obeys
         if not is_obeyed and meta.number(key, neutral) != neutral:
-            what = f"{meta.number(key)}, which models here do not obey"
+            what = f"{meta.number(key)}, which quire does not support"
             raise meta.error(key, f"{what}; only {neutral:g} is supported")
     own: dict[str, Any] = {"tie_word_embeddings": HEAD not in file.tensors}
     own |= _gpt2(meta) if family is None else decoder(meta, family)

@@ -37,7 +37,7 @@ def linear_attention(meta: Metadata, sizes: dict[str, Any]) -> dict[str, Any]:
     inner, value_heads = meta.count("ssm.inner_size"), meta.count("ssm.time_step_rank")
     width = meta.count("ssm.conv_kernel")
     if inner % value_heads:
-        raise meta.error("ssm.inner_size", f"{inner}, no multiple of {value_heads} heads")
+        raise meta.error("ssm.inner_size", f"{inner}, not a multiple of {value_heads} heads")
     linear = [layer for layer in range(num_layers) if layer not in attending]
     channels = 2 * key_dim * key_heads + inner
     meta.check_layers(linear, {"ssm_out": (hidden, inner), "ssm_conv1d": (channels, width)})

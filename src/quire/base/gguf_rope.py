@@ -26,7 +26,7 @@ def rope(meta: Metadata, rotated: int) -> dict[str, Any]:
             f" factor {factor} is not supported; supported are none, linear and yarn."
         )
     if kind != "yarn" and meta.number(ATTENTION_FACTOR, 1.0) != 1.0:
-        what = f"{meta.number(ATTENTION_FACTOR)}; it is obeyed beside yarn and Phi's divisors only"
+        what = f"{meta.number(ATTENTION_FACTOR)}; it is supported only with yarn and Phi's divisors"
         raise meta.error(ATTENTION_FACTOR, what)
     divisors = meta.vector(FACTORS, rotated // 2)
     if kind == "yarn":

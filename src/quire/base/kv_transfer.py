@@ -27,7 +27,7 @@ PRODUCER, CONSUMER, BOTH = "kv_producer", "kv_consumer", "kv_both"
 ROLES = (PRODUCER, CONSUMER, BOTH)
 # What an engine gives to its stores: nothing, what leaves its pool, or all that it computes
 NOTHING, EVICTED, COMPUTED = "nothing", "evicted", "computed"
-BY_STORE = "quire moves blocks through a store: name it by --kv-store"
+BY_STORE = "quire moves blocks through a store; set --kv-store"
 # vLLM's connectors whose place the stores of --kv-store take
 FROM_ENGINES = (
     "NixlConnector", "P2pNcclConnector", "MooncakeConnector", "MooncakeStoreConnector",
@@ -37,9 +37,9 @@ TO_DIRECTORY = ("SharedStorageConnector", "ExampleConnector")  # the second is i
 SEVERAL = "MultiConnector"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "OffloadingConnector": "host memory is --kv-host-gb here, and needs no connector",
-        "SimpleCPUOffloadConnector": "host memory is --kv-host-gb here, and needs no connector",
-        "DecodeBenchConnector": "it fills the cache with numbers of nobody",
+        "OffloadingConnector": "use --kv-host-gb for host memory, without a connector",
+        "SimpleCPUOffloadConnector": "use --kv-host-gb for host memory, without a connector",
+        "DecodeBenchConnector": "it fills the cache with random numbers",
         "FlexKVConnectorV1": BY_STORE,
         "HF3FSKVConnector": BY_STORE,
     }
@@ -89,7 +89,7 @@ def transfer_of(params: Any) -> KVTransfer | None:
     if not isinstance(params, Mapping) or len(params) > MOST_FIELDS:
         raise RequestError(
             f"{FIELD} must be an object of at most {MOST_FIELDS} fields, such as"
-            ' {"do_remote_decode": true}; correct it, or leave it out.',
+            ' {"do_remote_decode": true}; correct it, or remove it.',
             FIELD,
         )
     keeps, waits = (_flag(params, name) for name in ("do_remote_decode", "do_remote_prefill"))
@@ -122,7 +122,7 @@ def parse_transfer(given: str | None) -> TransferConfig:
         fields = json.loads(given)
     except (ValueError, RecursionError) as error:
         shown = SecretJson(given)
-        raise ConfigError(f"{SETTING} is not JSON ({error}): {shown!r}.") from None
+        raise ConfigError(f"{SETTING} must be JSON, got {shown!r} ({error}).") from None
     example = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     if not isinstance(fields, dict):
         raise ConfigError(f"{SETTING} must be like {example}, got {SecretJson(given)!r}.")

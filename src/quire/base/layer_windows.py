@@ -65,7 +65,7 @@ def linear_layers(fields: Fields, model_type: str, num_layers: int) -> tuple[int
         if not fields.has(name):
             name, other = other, name
         raise fields.error(
-            name, f"none of {num_layers} layers (num_hidden_layers) attends by that or {other}"
+            name, f"none of {num_layers} layers (num_hidden_layers) uses that or {other}"
         )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
 

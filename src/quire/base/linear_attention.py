@@ -75,7 +75,7 @@ def linear_attention(fields: Fields) -> LinearAttention:
         raise fields.error(
             "linear_num_value_heads" if fields.has("linear_num_value_heads") else
             "linear_num_key_heads",
-            f"{value_heads} value heads are no multiple of {key_heads} key heads"
+            f"{value_heads} value heads are not a multiple of {key_heads} key heads"
             " (linear_num_key_heads)",
         )  # fmt: skip
     return LinearAttention(

@@ -91,15 +91,15 @@ class HostMemory(msgspec.Struct, frozen=True):
 
 REASONS = {
     "grammar": "its grammar is being compiled",
-    "loading": "the part of the engine that it needs is being loaded",
-    "prompt": "more of its prompt is to come",
-    "store": "its blocks are looked for in a store",
-    "result": "a step that it was in has not ended",
-    "suspect": "a step with it has failed; it is tried alone",
-    "rows": "all rows are taken (max_num_seqs)",
-    "blocks": "not enough KV blocks are free for it and for those that run to grow",
-    "turn": "it comes in with one of the next steps",
-    "behind": "it stands behind another one, whom nobody passes",
+    "loading": "a part of the engine that it needs is being loaded",
+    "prompt": "the rest of its prompt has not arrived yet",
+    "store": "its blocks are being looked up in a store",
+    "result": "its last step has not finished",
+    "suspect": "a step with it failed; it will run alone",
+    "rows": "all rows are in use (max_num_seqs)",
+    "blocks": "not enough KV blocks are free for it and for the growth of running requests",
+    "turn": "it will be admitted in one of the next steps",
+    "behind": "it waits for an earlier request, which later requests cannot overtake",
 }
 
 

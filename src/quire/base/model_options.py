@@ -255,4 +255,4 @@ def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:
     if model_type == "gpt2" and fields.flag("add_cross_attention"):
         raise fields.error("add_cross_attention", "models with an encoder are not supported")
     if fields.value("per_layer_config"):
-        raise fields.error("per_layer_config", "layers with configs of their own are not supported")
+        raise fields.error("per_layer_config", "layers with their own configs are not supported")

@@ -188,8 +188,8 @@ class ModelSpec:
         """Raise ConfigError for a max_model_len beyond what the model was made for."""
         if length is not None and length > self.max_position:
             raise ConfigError(
-                f"max_model_len={length} is more than the model was made for ({self.max_position});"
-                " leave it out for that, or give auto for what fits the memory."
+                f"max_model_len={length} is more than the model supports ({self.max_position});"
+                " remove it to use that value, or set auto to fit the memory."
             )
 
     def of_ranks(self, num_ranks: int, *, has_whole_experts: bool = False) -> "ModelSpec":
@@ -199,8 +199,8 @@ class ModelSpec:
             return self
         if self.implementation != QUIRE:
             raise ConfigError(
-                f"models of type {self.model_type!r} run by a class of transformers, whose layers"
-                f" several devices cannot share: leave tensor_parallel_size={num_ranks} out, or use"
+                f"models of type {self.model_type!r} run by a class of transformers, which cannot"
+                f" share layers among devices: remove tensor_parallel_size={num_ranks}, or use"
                 " data_parallel_size."
             )
         heads = cut_evenly(self.num_heads, 0, num_ranks, "num_attention_heads")
@@ -384,7 +384,7 @@ def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
         return fields.integer("head_dim", most=MAX_HEAD_DIM)
     if hidden % heads:
         name = "hidden_size" if fields.has("hidden_size") else "n_embd"
-        raise fields.error(name, f"it is no multiple of {heads} heads")
+        raise fields.error(name, f"it is not a multiple of {heads} heads")
     return hidden // heads
 
 

@@ -1,4 +1,4 @@
-"""How one model is spread over several devices and machines, in vLLM's words.
+"""Settings that spread a model over several devices and machines, with vLLM's names.
 
     data_parallel_size cores, each with
         pipeline_parallel_size stages, each some of the layers, with
@@ -20,31 +20,35 @@ class ParallelConfig:
     """One model on many devices."""
 
     tensor_parallel_size: int = setting(1, "devices that share each layer")
-    pipeline_parallel_size: int = setting(1, "stages of consecutive layers, each on its devices")
-    data_parallel_size: int = setting(1, "copies of the model, each with a scheduler of its own")
+    pipeline_parallel_size: int = setting(
+        1, "stages of consecutive layers, each on its own devices"
+    )
+    data_parallel_size: int = setting(1, "replicas of the model, each with its own scheduler")
     enable_expert_parallel: bool = setting(
-        False, "give each device whole experts of a mixture, instead of a part of each"
+        False, "place whole experts on each device, instead of a part of every expert"
     )
     decode_context_parallel_size: int = setting(
-        1, "devices, of those that share a layer, among which a sequence's blocks are dealt out"
+        1, "devices of a tensor-parallel group that divide the KV blocks of each sequence"
     )
     distributed_executor_backend: str = setting(
         "auto",
-        "who starts the ranks: mp on this machine (and those that join it by nnodes), ray on a"
-        " cluster; uni: one, in the engine's process; auto is uni for one rank, else mp",
+        "how ranks start: `uni` in the engine's process, `mp` on this machine, `ray` on a cluster;"
+        " `auto` is `uni` for one rank, else `mp`",
         choices=BACKENDS,
     )
-    nnodes: int = setting(1, "machines that hold ranks, without Ray")
-    node_rank: int = setting(0, "which of them this is; 0 serves, others only hold ranks")
-    master_addr: str | None = setting(
-        None, "address of machine 0 that the others reach it at; nothing listens on a network else"
+    nnodes: int = setting(1, "number of machines that hold ranks, without Ray")
+    node_rank: int = setting(
+        0, "number of this machine; machine 0 answers requests, the others hold ranks"
     )
-    master_port: int = setting(29501, "TCP port there")
+    master_addr: str | None = setting(
+        None, "address of machine 0 on the network that the machines share"
+    )
+    master_port: int = setting(29501, "TCP port of machine 0 for the other machines")
     ray_address: str | None = setting(
-        None, "the Ray cluster, as HOST:PORT; RAY_ADDRESS or the one of this machine if absent"
+        None, "Ray cluster, as HOST:PORT; by default this machine's cluster"
     )
     node_wait_s: float = setting(
-        300.0, "how long the start waits for other machines, or for room on them", unit="s"
+        300.0, "how long the start waits for other machines and their devices", unit="seconds"
     )
 
     def __post_init__(self) -> None:
@@ -68,14 +72,15 @@ class ParallelConfig:
             )
         if self.distributed_executor_backend == "ray" and self.nnodes > 1:
             raise ConfigError(
-                f"distributed_executor_backend=ray finds the machines itself, and nnodes="
-                f"{self.nnodes} is for ranks without Ray; leave one of them out."
+                f"nnodes={self.nnodes} is for ranks without Ray, which finds the machines itself;"
+                " remove nnodes, or distributed_executor_backend=ray."
             )
         if self.nnodes > 1:
             self._check_nodes()
         if self.ray_address is not None and self.distributed_executor_backend != "ray":
             raise ConfigError(
-                f"ray_address={self.ray_address!r} needs distributed_executor_backend=ray."
+                f"ray_address={self.ray_address!r} needs Ray; add distributed_executor_backend=ray,"
+                " or remove ray_address."
             )
         if not 0 < self.node_wait_s < float("inf"):
             raise ConfigError(
@@ -83,8 +88,8 @@ class ParallelConfig:
             )
         if self.num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(
-                f"distributed_executor_backend=uni is for one rank, but tensor_parallel_size"
-                f" x pipeline_parallel_size is {self.num_ranks}; leave it out."
+                "distributed_executor_backend=uni is for one rank, but tensor_parallel_size x"
+                f" pipeline_parallel_size is {self.num_ranks}; remove it."
             )
 
     def _check_nodes(self) -> None:
@@ -93,12 +98,12 @@ class ParallelConfig:
             raise ConfigError(
                 f"nnodes={self.nnodes} must divide the {self.num_ranks} ranks of"
                 f" tensor_parallel_size={self.tensor_parallel_size} x pipeline_parallel_size="
-                f"{self.pipeline_parallel_size}: each machine has as many."
+                f"{self.pipeline_parallel_size}: every machine holds the same number."
             )
         if self.data_parallel_size > 1:
             raise ConfigError(
                 f"data_parallel_size={self.data_parallel_size} with nnodes={self.nnodes} is not"
-                " supported: start one server on each machine, or share each copy by Ray."
+                " supported: start one server on each machine, or use Ray."
             )
         if self.master_addr is None:
             raise ConfigError(

@@ -90,7 +90,7 @@ def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[An
         raise kind.error(f"there is no {kind.noun} {name!r}; there are {all_names(kind, ours)}.")
     if len(found) > 1:
         packages = " and ".join(_package(point) for point in found)
-        raise kind.error(f"{packages} both bring a {kind.noun} {name!r}; uninstall one of them.")
+        raise kind.error(f"{packages} both provide a {kind.noun} {name!r}; uninstall one of them.")
     [point] = found
     whose = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
     try:
@@ -98,7 +98,7 @@ def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[An
     except Exception as error:
         raise kind.error(
             f"{whose} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"
-            " take another."
+            " use another."
         ) from error
     reason = _why_not(kind, loaded)
     if reason is not None:
@@ -125,7 +125,7 @@ def _entry_points(kind: PluginKind, built_in: tuple[str, ...]) -> "list[EntryPoi
     for point in sorted(entry_points(group=kind.group), key=lambda point: point.name):
         if point.name in built_in:
             logger.warning(
-                "the package %s brings a %s %r, which is built in: the built-in one is used",
+                "the package %s provides a %s %r, which is also built in; the built-in one is used",
                 _package(point), kind.noun, point.name,
             )  # fmt: skip
         else:

@@ -33,13 +33,13 @@ def needed_task(pooling: PoolingSpec | None, *tasks: str) -> PoolingSpec:
     wanted = " or ".join(TASK_NAMES[task] for task in tasks)
     if pooling is None:
         raise RequestError(
-            f"this engine generates text: it gives no {wanted}. Start one with a model that pools,"
-            " or with runner='pooling' (--runner pooling).",
+            f"this engine generates text and does not return {wanted}. Start one with a model that"
+            " pools, or with runner='pooling' (--runner pooling).",
             code=WRONG_RUNNER,
         )
     if pooling.task not in tasks:
         raise RequestError(
-            f"this model gives {TASK_NAMES[pooling.task]}, not {wanted}; ask another model, or"
+            f"this model gives {TASK_NAMES[pooling.task]}, not {wanted}; use another model, or"
             f" start this one with convert={tasks[0]!r} (--convert {tasks[0]}).",
             code=WRONG_RUNNER,
         )

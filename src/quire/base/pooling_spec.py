@@ -50,8 +50,8 @@ def with_pooling(spec: ModelSpec, directory: Path, model: ModelConfig) -> ModelS
         return spec
     if spec.implementation != QUIRE:
         raise ConfigError(
-            f"models of type {spec.model_type!r} run by a class of transformers, which only"
-            " generates here: pooling is for quire's own classes. Give runner='generate'."
+            f"models of type {spec.model_type!r} run by a class of transformers, which supports"
+            " only generation. Set runner='generate'."
         )
     return replace(spec, pooling=pooling, tie_embeddings=True)
 
@@ -65,7 +65,7 @@ def pooling_of(directory: Path, model: ModelConfig) -> PoolingSpec | None:
         return None
     if is_gguf(directory):
         raise ConfigError(
-            "GGUF files are for generating: leave runner='pooling' out, or give the model's"
+            "GGUF files support only generation; remove runner='pooling', or give the model's"
             " directory with safetensors."
         )
     fields = Fields(read_config(directory))
@@ -108,13 +108,13 @@ def _check_encoder(architecture: str, model: ModelConfig) -> None:
     """Raise ConfigError for what an encoder is not asked for here."""
     if model.runner == "generate":
         raise ConfigError(
-            "runner is generate, but the tokens of this model see each other in both directions: it"
-            " gives embeddings, scores or classes, and no text. Leave it out."
+            "runner is generate, but the tokens of this model see each other in both directions:"
+            " it returns embeddings, scores or classes, not text. Remove runner."
         )
     is_of_tokens = architecture.endswith(OF_TOKENS)
     if is_of_tokens and model.runner == "auto" and model.convert != EMBED:
         raise ConfigError(
-            f"{architecture} answers for each token, which quire does not serve; give"
+            f"{architecture} returns a result for each token, which quire does not support; give"
             " runner='pooling' (--runner pooling) for embeddings of whole prompts."
         )
 
@@ -122,12 +122,12 @@ def _check_encoder(architecture: str, model: ModelConfig) -> None:
 def _refuse_for_generating(model: ModelConfig) -> None:
     if model.convert in (EMBED, CLASSIFY):
         raise ConfigError(
-            f"convert={model.convert!r} is for models that pool; give runner='pooling', or leave it"
-            " out."
+            f"convert={model.convert!r} is for models that pool; give runner='pooling', or remove"
+            " it."
         )
     if model.pooler_config is not None:
         raise ConfigError(
-            "pooler_config is for models that pool; leave it out, or give runner='pooling'."
+            "pooler_config is for models that pool; remove it, or give runner='pooling'."
         )
 
 
@@ -217,7 +217,7 @@ def _named_activation(name: str) -> str:
     found = ST_ACTIVATIONS.get(name.rpartition(".")[2])
     if found is None:
         known = ", ".join(ST_ACTIVATIONS)
-        raise ModelError(f"the activation {name!r} is not known here; known are {known}.")
+        raise ModelError(f"the activation {name!r} is not supported; supported are {known}.")
     return found
 
 
@@ -257,7 +257,7 @@ def _embedder(directory: Path, kind: str) -> PoolingSpec:
             dense.append((place, _dense_activation(said)))
         elif name != "Transformer":
             raise ModelError(
-                f"{path} has a module of type {name!r}, which is not known here; known are"
+                f"{path} has a module of type {name!r}, which is not supported; supported are"
                 " Transformer, Pooling, Dense and Normalize."
             )
     return PoolingSpec(EMBED, kind, normalize=normalize, dense=tuple(dense))
@@ -296,7 +296,7 @@ def _beside(directory: Path, place: str) -> Fields:
     """Read the config of a module. Its place must not lead out of the model's directory."""
     parts = Path(place).parts
     if not parts or ".." in parts or Path(place).is_absolute():
-        raise ModelError(f"modules.json: the path {place!r} is no directory of the model.")
+        raise ModelError(f"modules.json: the path {place!r} is not a directory of the model.")
     path = directory / place / "config.json"
     try:
         return Fields(read_object(path))
@@ -311,7 +311,7 @@ def _st_kind(fields: Fields) -> str:
     chosen = [said] if said else [n.removeprefix("pooling_mode_") for n in flags if fields.flag(n)]
     if len(chosen) != 1 or chosen[0] not in ST_KINDS:
         raise ModelError(
-            f"the Pooling module asks for {' and '.join(chosen) or 'nothing'}; quire pools the last"
+            f"the Pooling module needs {' and '.join(chosen) or 'nothing'}; quire pools the last"
             " token, the first one (cls) or the mean. Choose one with pooler_config:"
             ' {"seq_pooling_type": "MEAN"}.'
         )
@@ -322,5 +322,5 @@ def _dense_activation(said: str) -> str:
     name = (said.rpartition(".")[2] or "Identity").lower()
     if name not in DENSE_ACTIVATIONS:
         known = ", ".join(DENSE_ACTIVATIONS)
-        raise ModelError(f"the Dense module's activation {said!r} is not known here: only {known}.")
+        raise ModelError(f"the Dense module's activation {said!r} is not supported: only {known}.")
     return name

@@ -120,8 +120,7 @@ def quantization_config(config: Fields) -> QuantizationConfig | None:
         known = ", ".join(METHODS)
         raise quantised.error(
             "quant_method",
-            "weights that are quantised so are not supported (supported are"
-            f" {known}); {WHAT_TO_DO}",
+            f"this quantisation of weights is not supported (supported are {known}); {WHAT_TO_DO}",
         )
     return METHODS[method](quantised)
 
@@ -307,7 +306,7 @@ def _group(group: Fields, config: Fields) -> StoredWeight | None:
         return None
     _refuse_unknown(weights, _WEIGHTS_NOTES)
     if weights.value("dynamic"):
-        raise weights.error("dynamic", "weights have scales of their own")
+        raise weights.error("dynamic", "weights have their own scales")
     owner = group if group.has("format") else config
     form, kind = owner.text("format", ""), weights.text("type", "int")
     if form == "naive-quantized":
@@ -373,7 +372,7 @@ def _refuse_unknown(fields: Fields, known: set[str]) -> None:
     """Refuse a field that is not in the list, unless it has a value that says `no`."""
     for name in fields.names():
         if name not in known and fields.value(name):
-            raise fields.error(name, f"what that does to weights is not known here; {WHAT_TO_DO}")
+            raise fields.error(name, f"its effect on weights is not known; {WHAT_TO_DO}")
 
 
 METHODS: Mapping[str, Callable[[Fields], QuantizationConfig | None]] = {

@@ -60,8 +60,8 @@ def rotated_dims(fields: Fields, name: str, head_dim: int, default: float = 1.0)
     if part != 1.0 and (head_dim % 2 or rotated % 2 or not 2 <= rotated <= head_dim):
         raise fields.error(
             name,
-            f"that turns {rotated} of the {head_dim} dimensions of a head (head_dim); both must be"
-            " even numbers",
+            f"that rotates {rotated} of the {head_dim} dimensions of a head (head_dim); both must"
+            " be even numbers",
         )
     return rotated
 
@@ -189,7 +189,7 @@ def _divisors(own: Fields, name: str, rotated: int) -> tuple[float, ...]:
     if len(found) != rotated // 2:
         raise own.error(
             name,
-            f"it must be a list of {rotated // 2} numbers: half of what is turned of a head"
-            " (head_dim, partial_rotary_factor)",
+            f"it must be a list of {rotated // 2} numbers: half of the rotated dimensions of a"
+            " head (head_dim, partial_rotary_factor)",
         )
     return tuple(each.number(str(index), least=LEAST_FACTOR) for index in range(len(found)))

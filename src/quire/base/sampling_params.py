@@ -271,8 +271,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             )
         if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
-                f"best_of={best_of} needs an answer in one piece: which n={n} are the best is known"
-                " at the end. Do not stream, or leave best_of out.",
+                f"best_of={best_of} needs an answer in one piece: the best n={n} are known only at"
+                " the end. Do not stream, or remove best_of.",
                 "best_of",
             )
 
@@ -292,7 +292,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             value = getattr(self, name)
             if value not in (None, [], getattr(neutral, name)):
                 raise RequestError(
-                    f"{name}={value!r} is not possible with beam search; leave it out.", name
+                    f"{name}={value!r} is not possible with beam search; remove it.", name
                 )
         if self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
@@ -419,7 +419,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
                 self.detokenize,
                 "stop",
                 self.stop,
-                "used with detokenize=True, which is switched off",
+                "used with detokenize=True, which is off",
             )
         for name in ("bad_words", "dry_sequence_breakers"):
             for word in getattr(self, name) or ():
@@ -433,7 +433,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             ok = 1 <= len(named) <= MOST_NAMED_TOKENS
             rule = f"None or a list of 1 to {MOST_NAMED_TOKENS} ids"
             _require(ok, "logprob_token_ids", named, rule)
-            rule = f"absent beside logprob_token_ids, or {len(named)}, which is their number"
+            rule = f"absent with logprob_token_ids, or {len(named)}, which is their number"
             _require(self.logprobs in (None, 0, len(named)), "logprobs", self.logprobs, rule)
             self.logprobs = 0  # of the chosen token, beside which they stand
         self._check_named_in_prompt()
@@ -450,7 +450,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         name, rows = "prompt_logprob_token_ids", self.prompt_logprob_token_ids
         first = self.prompt_logprob_start
         ok = first is None or (_is_int(first) and first >= 0 and rows is not None)
-        _require(ok, "prompt_logprob_start", first, f"at least 0, beside {name}")
+        _require(ok, "prompt_logprob_start", first, f"at least 0, together with {name}")
         if rows is None:
             return
         ok = isinstance(rows, list | tuple) and all(isinstance(row, list | tuple) for row in rows)
@@ -459,5 +459,5 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             ok = len(row) <= MOST_NAMED_TOKENS and all(_is_int(i) and i >= NO_TOKEN for i in row)
             _require(ok, name, row, f"lists of at most {MOST_NAMED_TOKENS} token ids, or -1")
         ok = self.prompt_logprobs in (None, 0)
-        _require(ok, "prompt_logprobs", self.prompt_logprobs, f"absent beside {name}")
+        _require(ok, "prompt_logprobs", self.prompt_logprobs, f"absent with {name}")
         self.prompt_logprobs = 0  # of the prompt's own tokens, beside which they stand

@@ -1,5 +1,4 @@
-"""A field of the configuration: its default, and what the command line needs to know about it; and
-what one says as JSON."""
+"""Fields of the configuration with their metadata, and settings that hold JSON."""
 
 import json
 from dataclasses import field
@@ -16,35 +15,40 @@ def setting(
     *,
     unit: str = "",
     choices: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
     plugins: PluginKind | None = None,
     words: dict[str, int] | None = None,
     secrecy: type[Secret] | None = None,
     is_path: bool = False,
 ) -> Any:
-    """Return a dataclass field with what the command line needs to know about it.
+    """Return a dataclass field with the metadata that the command line needs.
 
-    plugins: other packages may bring more choices. words: what may be written in place of certain
-    numbers. secrecy: the type that masks the value wherever it is shown. is_path: of this machine,
-    which metrics do not show.
+    help: a noun phrase or an imperative of at most 25 words; the unit and the default are added.
+    aliases: accepted values that the help does not list. plugins: the kind of installed packages
+    that add choices. words: names of certain numbers. secrecy: the type that masks the value
+    wherever it is shown. is_path: a path of this machine, which metrics do not show.
     """
-    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
+    known: dict[str, Any] = {"help": help, "unit": unit, "words": words or {}}
+    known |= {"choices": (*choices, *aliases), "aliases": aliases}
     known |= {"plugins": plugins, "secrecy": secrecy, "is_path": is_path}
     return field(default=default, metadata=known)
 
 
 def json_object(name: str, given: str | None) -> dict[str, Any]:
-    """Return what a setting says as JSON; {} if it says nothing. Raises ConfigError."""
+    """Parse a setting that holds JSON; return {} if it is not set. Raises ConfigError."""
     try:
         value = {} if given is None else json.loads(given)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{name} is not JSON ({error}): {given!r}.") from error
+        raise ConfigError(
+            f'{name} must be a JSON object such as {{"name": 1}}, got {given!r} ({error}).'
+        ) from error
     if not isinstance(value, dict):
         raise ConfigError(f'{name} must be a JSON object such as {{"name": 1}}, got {given!r}.')
     return value
 
 
 def number_of(name: str, value: Any, words: dict[str, int]) -> Any:
-    """Return the number that a word stands for."""
+    """Return the number that a word stands for, such as `auto`. Raises ConfigError."""
     if not isinstance(value, str):
         return value
     if value not in words:

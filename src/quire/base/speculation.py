@@ -95,7 +95,10 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
         try:
             fields = json.loads(given)
         except ValueError as error:
-            raise ConfigError(f"speculative_config is not JSON ({error}): {given!r}.") from error
+            raise ConfigError(
+                f'speculative_config must be JSON such as {{"method": "ngram"}}, got {given!r}'
+                f" ({error})."
+            ) from error
     if not isinstance(fields, Mapping):
         raise ConfigError(f'speculative_config must be like {{"method": "ngram"}}, got {given!r}.')
     method = fields.get("method", NGRAM)
@@ -132,8 +135,8 @@ def _model(fields: Mapping[str, Any], method: str) -> str:
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise ConfigError(
-            f"the method {method} needs a model that guesses: a directory, a GGUF file or a Hugging"
-            f" Face id, got {model!r}."
+            f"the method {method} needs a draft model: a directory, GGUF file or Hugging Face id,"
+            f" got {model!r}."
         )
     return model
 

@@ -54,7 +54,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
             )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError(
-                f"{FIELD} has disable_any_whitespace and a whitespace_pattern; leave one out.",
+                f"{FIELD} has disable_any_whitespace and a whitespace_pattern; remove one.",
                 FIELD,
             )
 

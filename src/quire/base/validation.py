@@ -66,8 +66,8 @@ class RequestLimits:
         name = _width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
-                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs}; ask"
-                " for fewer or raise max_num_seqs.",
+                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs};"
+                " request fewer or raise max_num_seqs.",
                 name,
             )
         self._check_prompt(request.prompt_token_ids, num_known)
@@ -92,16 +92,16 @@ class RequestLimits:
             raise RequestError(message, "timeout_s")
         if not 0 <= request.received_s < math.inf:
             raise RequestError(
-                f"received_s must be a time of this machine's monotonic clock, or 0 where it is not"
-                f" known, got {request.received_s!r}.",
+                "received_s must be a time of this machine's monotonic clock, or 0 if unknown, got"
+                f" {request.received_s!r}.",
                 "received_s",
             )
 
     def _check_kind(self, request: Request) -> None:
         if request.pools and not self.pools:
             raise RequestError(
-                "this engine generates text: it gives no embeddings, scores or classes. Start one"
-                " with a model that pools, or with runner='pooling' (--runner pooling).",
+                "this engine generates text, and returns no embeddings, scores or classes. Start an"
+                " engine with a pooling model, or with runner='pooling' (--runner pooling).",
                 code=WRONG_RUNNER,
             )
         if self.pools and not request.pools:
@@ -113,8 +113,8 @@ class RequestLimits:
             check_vocabulary(token_ids, self.vocab_size)
         if num_before + len(token_ids) >= self.max_model_len:
             raise RequestError(
-                f"the prompt would grow to {num_before + len(token_ids)} tokens; at most"
-                f" max_model_len - 1 = {self.max_model_len - 1} are possible. Send less or raise"
+                f"the prompt would grow to {num_before + len(token_ids)} tokens; the maximum is"
+                f" max_model_len - 1 = {self.max_model_len - 1}. Send fewer tokens or raise"
                 " max_model_len."
             )
 
@@ -123,14 +123,14 @@ class RequestLimits:
             name, field = processor_name(asked), "logits_processors"
             if name is None and not self.takes_functions:
                 raise RequestError(
-                    "a Python function cannot go to an engine in another process; let a package"
-                    " bring it, and give its name (docs/extend/README.md).", field,
+                    "a Python function cannot be sent to an engine in another process; install it"
+                    " as a package, and give its name (docs/extend/README.md).", field,
                 )  # fmt: skip
             if name is not None and name not in self.logits_processors:
                 known = ", ".join(self.logits_processors) or "none"
                 raise RequestError(
-                    f"there is no logits processor {name!r} here; allowed are: {known} (the"
-                    " engine's setting logits_processors).", field,
+                    f"there is no logits processor {name!r}; the setting logits_processors of the"
+                    f" engine allows: {known}.", field,
                 )  # fmt: skip
 
     def _check_beams(self, request: Request) -> None:
@@ -141,8 +141,8 @@ class RequestLimits:
         if num_beams > num_others:
             name = _width_field(request.params)
             raise RequestError(
-                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that do"
-                " not stop a beam; ask for fewer beams or give fewer stop_token_ids.",
+                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that"
+                " do not stop a beam; request fewer beams or give fewer stop_token_ids.",
                 name,
             )
 
@@ -150,15 +150,15 @@ class RequestLimits:
         if self.pools:
             if not 1 <= len(prompt) <= self.max_model_len:
                 raise RequestError(
-                    f"the prompt has {len(prompt)} tokens; at least 1 and at most max_model_len ="
-                    f" {self.max_model_len} are possible. Shorten it, or cut it with"
+                    f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len ="
+                    f" {self.max_model_len}. Shorten it, or truncate it with"
                     " truncate_prompt_tokens=-1.",
                     code=CONTEXT_LENGTH_EXCEEDED if prompt else None,
                 )
         elif not 1 <= len(prompt) < self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; at least 1 and at most max_model_len - 1 ="
-                f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
+                f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len - 1 ="
+                f" {self.max_model_len - 1}. Shorten it or raise max_model_len."
             )
         if self.tells_texts:
             prompt = list(map(plain_id, prompt))
@@ -167,10 +167,10 @@ class RequestLimits:
 
 
 def gives_no_text() -> RequestError:
-    """Return the error for who wants text of an engine that pools."""
+    """Return the error of a request for text to an engine that pools."""
     return RequestError(
-        "this engine pools: it gives embeddings, scores or classes, and no text. Start one with"
-        " runner='generate' (--runner generate) if the model can generate.",
+        "this engine returns embeddings, scores or classes, and generates no text. Start an engine"
+        " with runner='generate' (--runner generate) if the model can generate.",
         code=WRONG_RUNNER,
     )
 
@@ -178,13 +178,16 @@ def gives_no_text() -> RequestError:
 def check_open(params: SamplingParams) -> None:
     """Raise RequestError if a prompt with these parameters cannot come in pieces."""
     if params.num_samples > 1 or params.use_beam_search:
-        raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
+        raise RequestError(
+            "a prompt sent in pieces has one output; remove n, best_of and beam search."
+        )
     if params.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
+        raise RequestError(
+            "prompt_logprobs is not possible for a prompt sent in pieces; remove it."
+        )
     if params.truncate_prompt_tokens is not None:
         raise RequestError(
-            "truncate_prompt_tokens: a prompt that comes in pieces is computed as it comes; leave"
-            " it out.",
+            "truncate_prompt_tokens is not possible for a prompt sent in pieces; remove it.",
             "truncate_prompt_tokens",
         )
 
@@ -196,13 +199,15 @@ def check_pin(request: Request) -> None:
         rule = duration_rule("to keep the prefix")
         raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.", "ttl_s")
     if not 0 < request.pin_share <= 1:
-        raise RequestError(f"a share of what may be pinned is in (0, 1], got {request.pin_share}.")
+        raise RequestError(f"pin_share must be above 0 and at most 1, got {request.pin_share}.")
     if request.is_open or params.num_samples > 1 or params.use_beam_search:
-        raise RequestError("a prefix to pin is one whole prompt; leave out n, best_of, beams.")
+        raise RequestError(
+            "a pinned prefix is one whole prompt; remove n, best_of and beam search."
+        )
     if request.grammar:
-        raise RequestError("a prefix to pin has no answer, so no grammar; leave it out.")
+        raise RequestError("a pinned prefix has no output; remove the grammar.")
     if params.prompt_logprobs is not None:
-        raise RequestError("a prefix to pin gives no prompt_logprobs; leave them out.")
+        raise RequestError("a pinned prefix returns no prompt_logprobs; remove it.")
 
 
 def check_kept(request: Request, keep_s: float) -> None:
@@ -210,15 +215,16 @@ def check_kept(request: Request, keep_s: float) -> None:
     params, fork = request.params, request.fork
     if not 0 <= keep_s <= MOST_KEEP_S:
         raise RequestError(
-            f"keep_s must be a number of seconds from 0 (not to keep it) to {MOST_KEEP_S}, a day;"
-            f" got {keep_s!r}.",
+            f"keep_s must be a number of seconds from 0 (not retained) to {MOST_KEEP_S}, a day, got"
+            f" {keep_s!r}.",
             "keep_s",
         )
     if request.pin_s is not None or request.pools:
-        raise RequestError("only what is generated can be kept or forked; leave keep_s out.")
+        raise RequestError("only generated sequences can be retained or forked; remove keep_s.")
     if keep_s and (params.use_beam_search or params.is_ranked):
         raise RequestError(
-            "keep_s: beams and best_of drop some of their sequences; leave them or keep_s out.",
+            "keep_s is not possible with beam search or best_of, which drop sequences; remove one"
+            " of them.",
             "keep_s",
         )
     if fork is None:
@@ -229,13 +235,13 @@ def check_kept(request: Request, keep_s: float) -> None:
             f" {len(request.prompt_token_ids)} tokens."
         )
     if fork.takes_over and params.num_samples > 1:
-        raise RequestError("one of n continuations cannot take the place of what it goes on from.")
+        raise RequestError("a fork with n above 1 cannot replace its source; set n to 1.")
 
 
 def check_fork(request: Request, sources: list[HeldRequest]) -> int:
-    """Raise RequestError unless a fork begins with the tokens of what it goes on from. sources:
-    that sequence, or none: then it is computed like any other. Returns how many of its tokens are
-    another's, and so in the vocabulary."""
+    """Raise RequestError unless a fork begins with the tokens of its source. sources: the source,
+    or none, and then the fork is computed like any other prompt. Return the number of shared
+    tokens, which are known to be in the vocabulary."""
     fork = request.fork
     if fork is None:
         return 0
@@ -243,17 +249,19 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
         if fork.num_tokens > source.num_tokens or not _begins(request, source.tokens):
             raise RequestError(
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
-                f" {fork.request_id!r}; it may have been rewound. Ask for its tokens again."
+                f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
             )
         for name in ("cache_salt", "adapter_id", "media_ids"):
             if getattr(request, name) != getattr(source, name):
-                raise RequestError(f"a fork has the {name} of what it goes on from.", name)
+                raise RequestError(
+                    f"{name} must be the same as that of the source of the fork.", name
+                )
     return fork.num_tokens if sources else 0
 
 
 def _begins(request: Request, tokens: bytes) -> bool:
     """Tell whether the tokens that a fork shares are the first of these (int32)."""
-    assert request.fork is not None, "it is no fork"
+    assert request.fork is not None, "it is not a fork"
     try:
         begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
     except OverflowError:
@@ -266,7 +274,9 @@ def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
-        raise RequestError(f"prompt token id {wrong} is not in the vocabulary of {vocab_size}.")
+        raise RequestError(
+            f"prompt token id {wrong} is not in the vocabulary of {vocab_size}; give ids below it."
+        )
 
 
 def _check_named_in_prompt(request: Request) -> None:
@@ -275,9 +285,9 @@ def _check_named_in_prompt(request: Request) -> None:
     if rows and len(rows) != num:
         start = request.params.prompt_logprob_start or 0
         raise RequestError(
-            f"prompt_logprob_token_ids has {len(rows) - start} lists, but behind"
-            f" prompt_logprob_start={start} the prompt has {max(0, num - start)} tokens; give one"
-            " for each.",
+            f"prompt_logprob_token_ids has {len(rows) - start} lists, but the prompt has"
+            f" {max(0, num - start)} tokens after prompt_logprob_start={start}; give one list for"
+            " each.",
             "prompt_logprob_token_ids",
         )
 
@@ -293,7 +303,7 @@ def _check_logprobs(name: str, value: int | None, most: int) -> None:
         return
     if value == -1 or value > most:
         raise RequestError(
-            f"{name}={value} is more than max_logprobs={most}; ask for fewer or raise"
+            f"{name}={value} is more than max_logprobs={most}; request fewer or raise"
             " max_logprobs.",
             name,
         )

@@ -1,4 +1,4 @@
-"""Which model and which device a command asks about, without loading either."""
+"""The model and the device of a command, found without loading the model."""
 
 import argparse
 from pathlib import Path
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 MIB = 1 << 20
 DEVICE_HELP = (
-    "cpu (this machine), cuda (its GPU), a GPU's name such as H100, or a size such as 24GB; this"
-    " machine's GPU or else its CPU if absent"
+    "device: cpu, cuda, a GPU's name such as H100, or a size such as 24GB; by default this"
+    " machine's GPU, else its CPU"
 )
 
 
@@ -60,8 +60,8 @@ def find_device(name: str) -> "Device":
         return Device(f"this machine's {gpus[0]['name']}", GPU, size)
     if plain == GPU:
         raise ConfigError(
-            "device is cuda, but nvidia-smi shows no GPU here; give one by its name, such as H100,"
-            " or use --device cpu."
+            "device is cuda, but nvidia-smi lists no GPU on this machine; name a GPU, such as"
+            " --device H100, or use --device cpu."
         )
     if plain in ("auto", CPU):
         return Device("this machine's CPU", CPU, available_cpu_bytes())

@@ -1,4 +1,4 @@
-"""`quire batch IN OUT`: the requests of a file, answered into another one."""
+"""`quire batch IN OUT`: runs the requests of a file and writes the responses to another."""
 
 import argparse
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import ConfigError
+from quire.cli.options.help_parser import Commands, HelpParser
 from quire.cli.settings import (
     add_server_settings,
     add_settings,
@@ -13,7 +14,7 @@ from quire.cli.settings import (
     given_settings,
 )
 
-# Of the server's settings those that change answers.
+# Settings of the server that change responses.
 SETTINGS = (
     "served_model_name", "max_body_bytes", "response_role", "strict_fields",
     "trust_request_chat_template", "hooks", "hook_timeout",
@@ -23,33 +24,34 @@ USAGE = """\
 quire batch IN OUT [-m MODEL] [option ...]
        quire run-batch -i IN -o OUT [--model MODEL] [option ...]  (vLLM's spelling of the same)"""
 EPILOG = """\
-Exit status: 0 when every line has its answer or its error, 1 when it could not go on, 130 when it
-was stopped."""
+Exit status: 0 every request has a response or an error, 1 the run could not continue, 130 the run
+was interrupted."""
 DESCRIPTION = """\
-Answer the requests of IN, one on each line, as OpenAI's batches have them:
+Run the requests of IN, one JSON object per line, in the form of OpenAI's batches:
 
-  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
+  `{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`.
 
-OUT gets a line for each: {"id", "custom_id", "response": {"status_code", "request_id", "body"},
-"error"}, in the order in which they are done. A line that fails is written as such, and the others
-go on. Lines whose prompts begin alike are run together. OUT says what is done: the same command
-goes on where an earlier one was stopped or killed, and does nothing twice. It refuses an OUT that
-is of another input or model. Ctrl-C lets open lines end; a second one ends at once.
+OUT gets a line per request, in the order in which they finish:
+
+  `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`.
+
+A failed request gets an error in its line. Requests with a common prefix run together. After an
+interruption, the same command resumes, and runs no request twice. It rejects an OUT of another
+input or model. Ctrl-C lets running requests finish; a second Ctrl-C stops at once.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     for name in NAMES:
         known: dict[str, Any] = {}
         if name == NAMES[0]:
-            known["help"] = "answer a file of requests into another file"
+            known["help"] = "run the requests of a file, and write the responses to another"
         parser = commands.add_parser(
             name,
             usage=USAGE,
             description=DESCRIPTION,
             epilog=EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
             **known,
         )
         parser.set_defaults(run=run)
@@ -58,13 +60,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         add_settings(parser)
 
 
-def _add_files(parser: argparse.ArgumentParser) -> None:
+def _add_files(parser: HelpParser) -> None:
     add = parser.add_argument
-    add("given_input", nargs="?", metavar="IN", help="the requests, one a line")
-    add("given_output", nargs="?", metavar="OUT", help="where the answers go")
-    add("-i", "--input-file", metavar="IN", help="as IN")
-    add("-o", "--output-file", metavar="OUT", help="as OUT")
-    add("-m", dest="model", metavar="TEXT", default=argparse.SUPPRESS, help="as --model")
+    add("given_input", nargs="?", metavar="IN", help="file of requests, one per line")
+    add("given_output", nargs="?", metavar="OUT", help="file for the responses")
+    add("-i", "--input-file", metavar="IN", help="same as IN")
+    add("-o", "--output-file", metavar="OUT", help="same as OUT")
+    add("-m", dest="model", metavar="TEXT", default=argparse.SUPPRESS, help="same as --model")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,5 +83,5 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _path(name: str, given: str | None, flag: str | None) -> Path:
     if (given is None) == (flag is None):
-        raise ConfigError(f"give {name} once: quire batch IN OUT.")
+        raise ConfigError(f"{name} must be given once; run `quire batch IN OUT`.")
     return Path(given or flag or "")

@@ -1,8 +1,9 @@
-"""`quire bench throughput|serve|calibrate`: speed of an engine in this process, or of a server."""
+"""`quire bench throughput|serve|calibrate`: measures an engine in this process, or a server."""
 
 import argparse
 from typing import Any
 
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_settings, given_settings
 from quire.tools.bench.arguments import (
     add_calibrate_arguments,
@@ -10,23 +11,27 @@ from quire.tools.bench.arguments import (
     add_throughput_arguments,
 )
 
-THROUGHPUT = """Run requests through an engine in this process, all at once, and show the tokens per
-second beside what the machine's arithmetic and memory allow. Prints and writes what `vllm bench
-throughput` does."""
-SERVE = """Send requests to a running server with OpenAI's API and show how long they take. Prints
-and writes what `vllm bench serve` does; tokens are counted by the server's `usage`."""
+THROUGHPUT = """Run all requests at once through an engine in this process. Print the tokens per
+second, and the limits of the machine's arithmetic and memory. The output has the form of `vllm
+bench throughput`."""
+SERVE = """Send requests to a running server with OpenAI's API and print their latencies. The output
+has the form of `vllm bench serve`. The server's `usage` counts the tokens."""
 
-CALIBRATE = """Run an engine in this process on steps of all kinds and find how long each part of
-a step takes. `quire simulate --fit` reads what it writes."""
+CALIBRATE = """Run an engine in this process on steps of all kinds and fit the time of each part of
+a step. `quire simulate --fit` reads the output file."""
+
+USUAL_OF_SERVE = (
+    "base_url", "model", "dataset_name", "dataset_path", "num_prompts", "random_input_len",
+    "random_output_len", "request_rate", "max_concurrency", "save_result", "output_json",
+)  # fmt: skip
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
         usage="quire bench KIND [option ...]",
-        help="measure throughput or a server",
-        description="Measure speed. `quire bench KIND --help` explains a kind.",
-        allow_abbrev=False,
+        help="measure the throughput of an engine or the latency of a server",
+        description="Measure speed. `quire bench KIND --help` explains a kind of benchmark.",
     )
     kinds = parser.add_subparsers(
         required=True,
@@ -34,13 +39,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="KIND (throughput, serve, calibrate)",
         title="kinds",
     )
-    _add(kinds, "throughput", "an engine in this process", THROUGHPUT, run_throughput)
-    _add(kinds, "serve", "a running server", SERVE, run_serve)
-    _add(kinds, "calibrate", "how long steps take, for simulate", CALIBRATE, run_calibrate)
+    _add(kinds, "throughput", "throughput of an engine in this process", THROUGHPUT, run_throughput)
+    _add(kinds, "serve", "latency and throughput of a running server", SERVE, run_serve)
+    _add(kinds, "calibrate", "times of steps, for `quire simulate`", CALIBRATE, run_calibrate)
 
 
 def _add(
-    kinds: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    kinds: Commands,
     name: str,
     text: str,
     description: str,
@@ -51,7 +56,6 @@ def _add(
         usage=f"quire bench {name} [option ...]",
         help=text,
         description=description,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     if name == "throughput":
@@ -62,6 +66,7 @@ def _add(
         add_settings(parser, model_first=True)
     else:
         add_serve_arguments(parser)
+        parser.show_usually(*USUAL_OF_SERVE)
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:

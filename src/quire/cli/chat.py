@@ -16,6 +16,7 @@ from typing import Any
 from quire.base.errors import ConfigError, EngineDead, QuireError
 from quire.cli.asked import check_asked
 from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarget
+from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
 from quire.ops.torch_import import tell_own_process
@@ -29,23 +30,22 @@ HELP = """/help   this list
 Ctrl-C stops an answer."""
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "chat",
         usage="quire chat [MODEL] [option ...]",
-        help="talk with a model",
-        description="Talk with MODEL (the demo model if absent), or with a server's model.",
-        allow_abbrev=False,
+        help="chat with a model in the terminal",
+        description="Chat with MODEL (by default the demo model), or with the model of a server.",
     )
     parser.set_defaults(run=run)
     add_sampling(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
-        "--url", help="talk with this server, such as http://127.0.0.1:8000, and load no model"
+        "--url", help="server to chat with, such as http://127.0.0.1:8000, instead of a local model"
     )
     parser.add_argument(
         "--api-key", dest="server_key", metavar="TEXT",
-        help="the server's key (default: the environment's OPENAI_API_KEY)",
+        help="API key for the server (default: OPENAI_API_KEY of the environment)",
     )  # fmt: skip
     add_settings(parser, model_first=True)
 
@@ -53,7 +53,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a turn that was piped in had no answer."""
     if arguments.server_key and not arguments.url:
-        raise ConfigError("--api-key is for a server; give its address as --url.")
+        raise ConfigError("--api-key is for a server; add --url with the address of the server.")
     target = _target(arguments)
     try:
         return Chat(target, Conversation(arguments.system), arguments.max_tokens).run()
@@ -68,7 +68,10 @@ def _target(arguments: argparse.Namespace) -> ChatTarget:
         model = settings.pop("model", None)
         flags = [name for name in settings if arguments.settings[name].origin == FLAG]
         if flags:
-            raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
+            raise ConfigError(
+                f"{_listed(flags)} cannot be used with --url: the server has its own engine; remove"
+                f" {'it' if len(flags) == 1 else 'them'}."
+            )
         return ServerTarget(arguments.url, key, model, given_sampling(arguments))
     tell_own_process()
     check_asked(arguments, is_chat=True)

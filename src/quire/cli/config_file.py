@@ -1,4 +1,4 @@
-"""`--config FILE`: settings in YAML, and where each setting came from.
+"""`--config FILE`: settings in YAML, and the origin of each setting.
 
     model: demo
     max-model-len: 4k          # a flag's name, with - or _
@@ -6,8 +6,8 @@
     enable-prefix-caching: false
     models: [a, {model: b, name: [c, d], max-model-len: 2k}]     # of `quire serve`
 
-A file may hold settings of all commands; each takes its own. Flags win over the file, the file over
-defaults. What is derived when the engine starts is the engine's to tell.
+A file may hold settings of all commands; each takes its own. Flags override the file, and the file
+overrides defaults.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.base.secrets import KEY_VARIABLES
+from quire.cli.options.synonyms import SYNONYMS
 from quire.cli.served_models import ModelEntry, entry_of, join_models
 from quire.cli.settings import (
     ALIASES,
@@ -28,6 +29,7 @@ from quire.cli.settings import (
     all_options,
     options_of,
 )
+from quire.engine.wire.logs import choose_format
 from quire.serve.vllm_compat import (
     SPECULATION,
     SPECULATION_FIELDS,
@@ -42,14 +44,15 @@ KINDS = {
     int: "a whole number such as 4096 or 4k",
     float: "a number such as 0.9",
     bool: "true or false",
-    str: "text (in quotes if it looks like a number)",
+    str: "a string (in quotes if it looks like a number)",
 }
 
 
 def resolve(arguments: argparse.Namespace) -> list[str]:
-    """Set `arguments.settings` (by name, each with its origin) and `arguments.log_level`.
+    """Set `arguments.settings` (by name, each with its origin) and `arguments.log_level`, and
+    choose the format of the log.
 
-    Returns what a person should hear of. Raises ConfigError.
+    Returns notes to log as warnings. Raises ConfigError.
     """
     flags = vars(arguments)
     has_settings = flags.pop("has_settings", False)
@@ -73,6 +76,8 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
     if has_settings or "log_level" not in flags:
         given = settings.get("log_level")
         arguments.log_level = "info" if given is None else given.value
+    kind = settings.get("log_format")
+    choose_format(None if kind is None else kind.value)
     return notes
 
 
@@ -87,8 +92,8 @@ def _exposed(settings: dict[str, Given]) -> list[str]:
     """Warn of each secret on the command line, which others on this machine can read."""
     options = all_options()
     return [
-        f"{options[name].flag} holds a secret, and all users of this machine can read command"
-        " lines; put it into a file that only you can read, and give that with --config"
+        f"{options[name].flag} holds a secret, which all users of this machine can read on the"
+        " command line; put it into a private file for --config"
         + (f", or set {KEY_VARIABLES[0]}." if name == "api_key" else ".")
         for name, given in settings.items()
         if given.origin == FLAG and name in options and options[name].exposed(given.value)
@@ -119,7 +124,9 @@ def read_config_file(path: Path) -> dict[str, Given]:
             continue
         name = _name_of(path, key, options)
         if name in settings:
-            raise ConfigError(f"{path}: {name} is there twice (as {key!r} the second time).")
+            raise ConfigError(
+                f"{path}: {name} is set twice, the second time as {key!r}; remove one."
+            )
         checked = value if name in THEIRS else _checked(path, key, value, options[name])
         settings[name] = Given(checked, str(path))
     return settings
@@ -140,7 +147,9 @@ def _take_model(flags: dict[str, Any]) -> None:
         return
     first = flags.pop("given_model")
     if flags.setdefault("model", first) != first:
-        raise ConfigError(f"there are two models, {first!r} and --model {flags['model']!r}.")
+        raise ConfigError(
+            f"there are two models, {first!r} and --model {flags['model']!r}; give one of them."
+        )
 
 
 def _join_speculation(settings: dict[str, Given]) -> None:
@@ -169,7 +178,7 @@ def _entry(path: Path, item: object) -> ModelEntry:
     if isinstance(item, str):
         return entry_of(item)
     if not isinstance(item, dict):
-        raise ConfigError(f"{path}: one of models must be text or settings, got {item!r}.")
+        raise ConfigError(f"{path}: an entry of models must be a string or settings, got {item!r}.")
     options = options_of(ENGINE)
     names, settings = list[str](), dict[str, Any]()
     for key, value in item.items():
@@ -178,13 +187,15 @@ def _entry(path: Path, item: object) -> ModelEntry:
             continue
         name = _name_of(path, key, options)
         if name not in options:
-            raise ConfigError(f"{path}: {key} is vLLM's, and no setting of one model here.")
-        settings[name] = _checked(path, f"{key} of one of models", value, options[name])
+            raise ConfigError(
+                f"{path}: {key} is a setting of vLLM; remove it from the entry of models."
+            )
+        settings[name] = _checked(path, f"{key} of an entry of models", value, options[name])
     if not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path}: the names of one of models must be texts, got {names!r}.")
+        raise ConfigError(f"{path}: names of an entry of models must be strings, got {names!r}.")
     model = settings.pop("model", None)
     if model is None:
-        raise ConfigError(f"{path}: one of models lacks `model`, which says where it is.")
+        raise ConfigError(f"{path}: an entry of models lacks `model`; add it.")
     return ModelEntry(model, tuple(names), settings)
 
 
@@ -193,10 +204,13 @@ def _name_of(path: Path, key: object, options: dict[str, Option]) -> str:
     name = ALIASES.get(name, name)
     if name in options or name in THEIRS:
         return name
+    theirs = SYNONYMS.get("--" + name.replace("_", "-"))
     close = difflib.get_close_matches(name, options, n=1)
     hint = f" Did you mean {close[0].replace('_', '-')}?" if close else ""
+    if theirs is not None and theirs.meaning.becomes:
+        hint = f" Did you mean {theirs.meaning.becomes[0][2:]}?"
     raise ConfigError(
-        f"{path}: there is no setting {key!r}.{hint} `quire serve --help` lists the settings."
+        f"{path}: there is no setting {key!r}.{hint} `quire serve --help all` lists the settings."
     )
 
 
@@ -214,7 +228,7 @@ def _single(path: Path, key: str, value: Any, option: Option) -> Any:
     wanted = KINDS[option.kind]
     choices = () if option.is_open else option.choices
     if choices:
-        wanted = f"one of {', '.join(choices)}"
+        wanted = f"one of {', '.join(option.shown_choices)}"
     elif option.words:
         wanted += f" or {', '.join(option.words)}"
     shown = "something else" if option.secrecy is not None else repr(value)

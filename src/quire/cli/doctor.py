@@ -21,6 +21,7 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.plugins import installed
 from quire.base.version import QUIRE_VERSION
 from quire.cli import machine
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.kernel_choice import CLEARLY, Speed, choose_variant, gain_over
 from quire.runner.step_size import FEWEST_TOKENS, STEP_S
@@ -54,14 +55,13 @@ class Report:
         self.problems.append(Problem(what, advice, is_fatal))
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         usage="quire doctor [MODEL] [option ...]",
-        help="what this machine has, and what quire would use",
-        description="Look at this machine and at what MODEL (the demo model if absent) would run"
-        " with. No weights are loaded.",
-        allow_abbrev=False,
+        help="check this machine, and show what quire would use",
+        description="Check this machine, and show the settings with which MODEL (by default the"
+        " demo model) would run. No weights are loaded.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")

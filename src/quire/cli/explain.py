@@ -6,25 +6,31 @@ import logging
 from pathlib import Path
 
 from quire.base.errors import RequestError
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 
 logger = logging.getLogger("quire")
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
         usage="quire explain FILE [REQUEST] [--json]",
-        help="tell what happened to a request",
-        description="Tell from a recording what happened to REQUEST: how long it waited and behind"
-        " whom, its prefix hit, its chunks, who preempted it. Without REQUEST: a line for each.",
+        help="explain what happened to a request of a recording",
+        description="Show the timeline of REQUEST in a recording: its wait and the requests before"
+        " it, its prefix hit, chunks and preemptions. Without REQUEST, print one line for each.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
-    parser.add_argument("request", metavar="REQUEST", nargs="?", help="id, as the answer has it")
-    parser.add_argument("--json", action="store_true", help="as GET /v1/requests/{id} gives it")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
+    )
+    parser.add_argument(
+        "request", metavar="REQUEST", nargs="?", help="id of the request, as in its response"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON, as `GET /v1/requests/{id}` returns it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     found = timelines.find(arguments.request)
     if not found:
         problem = (
-            f"there is no request {arguments.request!r} in {arguments.file}; leave it out to list"
-            " those that are there."
+            f"there is no request {arguments.request!r} in {arguments.file}; run `quire explain"
+            f" {arguments.file}` to list its requests."
         )
         if status == 0:
             raise RequestError(problem)
-        logger.error("%s It may be in what cannot be read.", problem)
+        logger.error("%s It may be in the unreadable part.", problem)
         return status
     if arguments.json:
         print(json.dumps([as_data(line, timelines.block_size) for line in found], indent=1))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.config import config_from_flat
 from quire.cli.asked import DEVICE_HELP, find_config, find_device
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings
 
 if TYPE_CHECKING:
@@ -29,15 +30,14 @@ GIB = 1 << 30
 NOTHING_KEPT = "none: a prompt is computed in one step"
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "fit",
         usage="quire fit [MODEL] [--device NAME] [option ...]",
-        help="what of a model fits this machine or another device",
-        description="Tell what MODEL (the demo model if absent) takes on a device: weights, KV pool"
-        " and how many requests of which length fit at once; and what other formats would change."
-        " Only the config and the headers of the weight files are read.",
-        allow_abbrev=False,
+        help="show how many requests of a model fit a device",
+        description="Show the memory of MODEL (by default the demo model) on a device: weights, KV"
+        " pool, and how many requests fit. Compare other formats. Only the config and the headers"
+        " of the weight files are read.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")

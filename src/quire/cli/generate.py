@@ -1,4 +1,4 @@
-"""`quire generate [PROMPT]`: one answer, streamed to the terminal."""
+"""`quire generate [PROMPT]`: text for one prompt, streamed to the terminal."""
 
 import argparse
 import logging
@@ -7,26 +7,31 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.cli.asked import check_asked
+from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, sampling_params
 from quire.cli.settings import add_settings, given_settings
+from quire.engine.wire.logs import print_error
 from quire.ops.torch_import import tell_own_process
 from quire.render.template_pool import start_ahead
 
 logger = logging.getLogger("quire")
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         usage="quire generate [PROMPT] [option ...]",
-        help="answer one prompt",
-        description="Answer PROMPT (or standard input) and stream the answer.",
-        allow_abbrev=False,
+        help="generate text for one prompt",
+        description="Generate text for PROMPT, or for standard input, and stream it.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input if absent")
-    parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
-    parser.add_argument("--system", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="prompt; by default standard input"
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text itself, without the chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message before the prompt")
     add_sampling(parser)
     add_settings(parser)
 
@@ -47,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         print()
         final = output.outputs[0]
         if final.error is not None:
-            print(f"quire: {final.error.message}", file=sys.stderr)
+            print_error(final.error.message)
             return 1
         if final.finish_reason == "length":
             logger.info("[the answer was cut at its longest length]")

@@ -51,7 +51,7 @@ def _value(word: str, given: str | None, rest: Iterator[str]) -> Any:
     """Return the value of a part: JSON if it is any, else the text."""
     text = next(rest, None) if given is None else given
     if text is None:
-        raise ConfigError(f"{word} needs a value.")
+        raise ConfigError(f"{word} needs a value, such as {word} VALUE.")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -62,7 +62,9 @@ def _put(found: Json, keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         inner = found.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise ConfigError(f"{key} is {inner!r}, and {'.'.join(keys)} is a part of it.")
+            raise ConfigError(
+                f"{'.'.join(keys)} is a part of {key}, which is set to {inner!r}; remove one."
+            )
         found = inner
     found[keys[-1]] = value
 

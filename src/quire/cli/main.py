@@ -17,16 +17,22 @@ from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
 from quire.cli.config_file import describe, resolve
 from quire.cli.json_flags import join_parts
-from quire.cli.settings import add_vllm_settings, vllm_flags
+from quire.cli.options.help_parser import HelpParser
+from quire.cli.options.synonyms import COMMANDS as THEIR_COMMANDS
+from quire.cli.options.synonyms import SYNONYMS
+from quire.cli.options.translate import translate
+from quire.cli.settings import add_vllm_settings, vllm_spellings
+from quire.engine.wire.logs import begin_logging, print_error
 from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
 
-# Modules of this room, in the order of the help.
+# Modules of this folder, in the order of the help.
 COMMANDS = (
     "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
     "replay", "explain", "trace", "playback",
 )  # fmt: skip
+NEAR = 0.8  # likeness of a flag of ours that is suggested before all others
 LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
 
@@ -34,10 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
-        notes = resolve(arguments)
-        logging.basicConfig(
-            level=arguments.log_level.upper(), format="%(message)s", stream=sys.stderr
-        )
+        notes = [*arguments.notes, *resolve(arguments)]
+        begin_logging(arguments.log_level)
         for note in notes:
             logger.warning("%s", note)
         for line in describe(arguments.settings):
@@ -45,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments)
         return status
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -62,14 +66,28 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
     command = _command(parser, words)
-    if command.get_default("has_settings"):
-        words = join_parts(words, [*JSON_SETTINGS, *VLLM_SETTINGS], vllm_flags())
+    _check_command(parser, words[0])
+    has_settings = command.get_default("has_settings")
+    theirs = vllm_spellings() if has_settings else []
+    words, notes = translate(words, {*command._option_string_actions, *theirs}, command.prog)
+    if has_settings:
+        words = join_parts(words, [*JSON_SETTINGS, *VLLM_SETTINGS], theirs)
         add_vllm_settings(command, words)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         shown = " ".join(_without_values(unknown))
-        command.error(f"unrecognized arguments: {shown}{_hint(unknown[0], command)}")
+        command.error(f"there is no option {shown}{_hint(unknown[0], command, theirs)}")
+    arguments.notes = notes
     return arguments
+
+
+def _check_command(parser: HelpParser, word: str) -> None:
+    """Stop with wrong usage, and a hint, if a word is no command."""
+    if word.startswith("-") or word in parser.commands():
+        return
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"commands are: {', '.join(COMMANDS)}"
+    parser.error(f"there is no command {word!r}; {THEIR_COMMANDS.get(word, hint)}")
 
 
 def _without_values(words: Sequence[str]) -> list[str]:
@@ -79,29 +97,30 @@ def _without_values(words: Sequence[str]) -> list[str]:
     return [*words[:first], *flags]
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    """Make the parser of all commands, or, which is sooner done, of the one that comes first."""
-    parser = argparse.ArgumentParser(
+def _parser(words: Sequence[str]) -> HelpParser:
+    """Make the parser of the command that comes first, or of all commands, which takes longer."""
+    parser = HelpParser(
         prog="quire",
-        description="An LLM inference engine on paged KV memory.",
+        usage="quire COMMAND [option ...]",
+        description="An LLM inference engine and server.",
         epilog="`quire COMMAND --help` explains a command.",
-        allow_abbrev=False,
     )
     parser.add_argument("-v", "--version", action="version", version=f"quire {QUIRE_VERSION}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(
+        required=True, prog="quire", metavar="COMMAND", title="commands"
+    )
     is_named = bool(words) and words[0] in COMMANDS
     for name in words[:1] if is_named else COMMANDS:
         import_module(f"quire.cli.{name}").add_command(commands)
     return parser
 
 
-def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+def _command(parser: HelpParser, words: Sequence[str]) -> HelpParser:
     """Return the parser of the command, or of its kind, that these words name."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for index, word in enumerate(words):
-                if word in action.choices:
-                    return _command(action.choices[word], words[index + 1 :])
+    commands = parser.commands()
+    for index, word in enumerate(words):
+        if word in commands:
+            return _command(commands[word], words[index + 1 :])
     return parser
 
 
@@ -117,14 +136,17 @@ def with_dashes(argv: Iterable[str]) -> Iterable[str]:
             yield flag[0].replace("_", "-") + argument[flag.end() :]
 
 
-def _hint(unknown: str, command: argparse.ArgumentParser) -> str:
-    """Name the flag that comes closest to an unknown one, or say where models stand."""
+def _hint(unknown: str, command: HelpParser, theirs: Sequence[str]) -> str:
+    """Name the flag nearest to an unknown one, or say where models stand."""
     if any(action.dest == "given_models" for action in command._actions) and unknown[0] != "-":
         return " (give all models before the options)"
-    flags = list(command._option_string_actions)
-    flags += vllm_flags() if command.get_default("has_settings") else []
-    close = difflib.get_close_matches(unknown.split("=")[0], flags, n=1)
-    return f" (did you mean {close[0]}?)" if close and unknown.startswith("-") else ""
+    if not unknown.startswith("-"):
+        return ""
+    flag, own = unknown.partition("=")[0], [*command._option_string_actions]
+    close = difflib.get_close_matches(flag, own, n=1, cutoff=NEAR)
+    if close := close or difflib.get_close_matches(flag, [*own, *theirs, *SYNONYMS], n=1):
+        return f" (did you mean {close[0]}?)"
+    return f"; `{command.prog} --help all` lists the options"
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""`python -m quire.cli.migrating [FILE]`: writes vLLM's flags into docs/use/vllm-flags.md.
+"""`python -m quire.cli.migrating [FOLDER]`: writes vLLM's flags into docs/use/vllm-flags*.md.
 
-The page stays as it is but for what stands between the two marks.
+A page names the groups of flags that it shows, in the line `<!-- flags of GROUP; GROUP: written by
+`make migrating` -->`. The tables stand between this line and `<!-- flags: end -->`. Other lines of
+the page stay as they are.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,37 +15,55 @@ from quire.base.errors import ConfigError
 from quire.cli.settings import ALIASES, SHORT_FLAGS, Option, all_options
 from quire.serve.vllm_flags import GROUPS, VllmSetting
 
-PAGE = Path("docs/use/vllm-flags.md")
-BEGIN = "<!-- flags: written by `make migrating` -->"
+FOLDER = Path("docs/use")
+PAGES = "vllm-flags*.md"
+BEGIN = re.compile(r"<!-- flags of ([^:]+): written by `make migrating` -->")
 END = "<!-- flags: end -->"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page; returns the exit status."""
+    """Write the pages of a folder; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m quire.cli.migrating", description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, default=PAGE)
-    path: Path = parser.parse_args(argv).file
-    path.write_text(page(path.read_text("utf-8")), "utf-8")
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    folder: Path = parser.parse_args(argv).folder
+    for path in sorted(folder.glob(PAGES)):
+        path.write_text(page(path.read_text("utf-8")), "utf-8")
     return 0
 
 
+def groups_of(text: str) -> list[str]:
+    """Return the groups of flags that a page names. Raise ConfigError for a page without marks and
+    for an unknown group."""
+    begin = BEGIN.search(text)
+    if begin is None or END not in text[begin.end() :]:
+        raise ConfigError(
+            "the page lacks the lines `<!-- flags of GROUP; GROUP: written by `make migrating` -->`"
+            f" and `{END}`; add them, and the tables go between them."
+        )
+    names = begin[1].split("; ")
+    if unknown := [name for name in names if name not in GROUPS]:
+        raise ConfigError(
+            f"there is no group of flags {unknown[0]!r}; name one of: {'; '.join(GROUPS)}."
+        )
+    return names
+
+
 def page(text: str) -> str:
-    """Return a page with the flags as they are now. Raises ConfigError for one without the
-    marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, behind = rest.partition(END)
-    if not begin or not end:
-        raise ConfigError(f"the page has no lines {BEGIN} and {END}, between which the flags go.")
-    return f"{before}{BEGIN}\n\n{_tables()}\n{END}{behind}"
+    """Return a page with the current flags of its groups. Raises ConfigError as `groups_of`."""
+    names = groups_of(text)
+    begin = BEGIN.search(text)
+    assert begin is not None
+    after = text[begin.end() :].partition(END)[2]
+    return f"{text[: begin.end()]}\n\n{_tables(names)}\n{END}{after}"
 
 
-def _tables() -> str:
+def _tables(names: Sequence[str]) -> str:
     options = all_options()
     parts = []
-    for title, settings in GROUPS.items():
+    for title in names:
         rows = [f"| {_flags(name, each)} | {_fate(name, each, options)} |"
-                for name, each in settings.items()]  # fmt: skip
-        parts.append("\n".join([f"### {title}", "", "| flag | here |", "|---|---|", *rows, ""]))
+                for name, each in GROUPS[title].items()]  # fmt: skip
+        parts.append("\n".join([f"## {title}", "", "| flag | here |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 
@@ -54,14 +75,14 @@ def _flags(name: str, theirs: VllmSetting) -> str:
 
 
 def _fate(name: str, theirs: VllmSetting, options: dict[str, Option]) -> str:
-    """Say what becomes of a flag."""
+    """Describe how quire treats a flag."""
     reason = theirs.reason.replace("|", "\\|")
     if theirs.is_same:
         default = options[name].default
         shown = "" if default in (None, (), "", False) else f"default `{_shown(default)}`"
         return "the same" + "".join(f"; {each}" for each in (shown, reason) if each)
     if theirs.becomes:
-        return f"{reason}: `{_flag(theirs.becomes)}`"
+        return f"becomes {reason}: `{_flag(theirs.becomes)}`"
     if theirs.harmless is None:
         return f"ignored: {reason}"
     if theirs.is_switch:
@@ -70,7 +91,8 @@ def _fate(name: str, theirs: VllmSetting, options: dict[str, Option]) -> str:
             return f"ignored: {reason}; `{off}` is **refused**"
         return f"**refused**: {reason}; `{off}` is ignored"
     values = " and ".join(f"`{_shown(value)}`" for value in theirs.harmless)
-    return f"**refused**: {reason}" + (f"; {values} is ignored" if values else "")
+    verb = "are" if len(theirs.harmless) > 1 else "is"
+    return f"**refused**: {reason}" + (f"; {values} {verb} ignored" if values else "")
 
 
 def _shown(value: object) -> str:

@@ -5,31 +5,33 @@ import math
 from pathlib import Path
 
 from quire.base.errors import ConfigError
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 
 EVERY_S = 0.1
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "playback",
         usage="quire playback FILE --output frames.jsonl.gz [--every SECONDS]",
-        help="make frames of a recording, for the page to play",
-        description="Replay a recording and write what the page at / would have shown: every KV"
-        " block, who ran, who waited and why. Open the file on the page (Engine, Open a"
+        help="write frames of a recording, for the web page to play",
+        description="Replay a recording and write the frames that the web page would have shown:"
+        " KV blocks, running and waiting requests. Open the file on the page (Engine, Open a"
         " recording); it stays in the browser.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
+    )
     parser.add_argument(
         "--output", metavar="FILE", type=Path, required=True,
-        help="JSON lines to write; packed if the name ends in .gz",
+        help="file of JSON lines to write; compressed if its name ends in .gz",
     )  # fmt: skip
     parser.add_argument(
         "--every", metavar="SECONDS", type=float, default=EVERY_S,
-        help=f"of recorded time between two frames at least (default {EVERY_S}); 0: each step",
+        help=f"minimum recorded time between two frames; 0 writes each step (default: {EVERY_S})",
     )  # fmt: skip
 
 
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.tools.replay import Outcome
 
     if not (math.isfinite(arguments.every) and arguments.every >= 0):
-        raise ConfigError(f"--every must be a number of seconds from 0, got {arguments.every}.")
+        raise ConfigError(f"--every must be at least 0 seconds, got {arguments.every}.")
     outcome = Outcome()
     num_frames = write_playback(arguments.file, arguments.output, arguments.every, outcome)
     print(

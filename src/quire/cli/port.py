@@ -7,26 +7,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.base.config_fields import shown
+from quire.cli.options.help_parser import Commands
 
 if TYPE_CHECKING:
     from quire.tools.port.nearest import Checkpoint, Nearest, Shape
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "port",
         usage="quire port DIRECTORY [--out DIRECTORY]",
-        help="begin a class for a model whose type is unknown",
-        description="Find the supported architecture that the checkpoint in DIRECTORY is nearest to"
-        " (by config.json and the headers of its weights), tell what differs, and write a class"
-        " with its test to begin with. What the class does not obey yet it refuses.",
-        allow_abbrev=False,
+        help="start a class for a model of an unknown type",
+        description="Find the supported architecture nearest to the checkpoint in DIRECTORY, by"
+        " config.json and the headers of the weights. Print the differences, and write a class and"
+        " its test to start from. The class rejects each field that it does not implement yet.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY")
+    parser.add_argument(
+        "directory", type=Path, metavar="DIRECTORY", help="folder of the checkpoint"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIRECTORY",
-        help="where the files are written; nothing is overwritten. Without it they are not",
+        help="folder for the class and its test; existing files are kept; by default nothing is"
+        " written",
     )  # fmt: skip
 
 
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def lines(checkpoint: "Checkpoint", nearest: "Nearest") -> Iterator[str]:
     """Yield what is told."""
     ours = nearest.model_type
-    shared = f"{nearest.shared} of {nearest.count} names of tensors are those of both"
+    shared = f"{nearest.shared} of {nearest.count} tensor names are the same"
     by = shared if checkpoint.shapes else "by config.json alone, as there are no weights"
     yield f"{checkpoint.model_type} is nearest to {ours}: {by}"
     if nearest.fields:
@@ -58,7 +61,7 @@ def lines(checkpoint: "Checkpoint", nearest: "Nearest") -> Iterator[str]:
             yield f"  {field.name} is {shown(field.value)}"
             yield f"      {field.ours}"
     if nearest.tensors:
-        yield f"tensors (N: numbers) that differ from those of {ours}"
+        yield f"tensors that {ours} has not, or has in another shape (N: numbers)"
         for each in nearest.tensors:
             times = f", {each.count} of them" if each.count > 1 else ""
             yield f"  {each.name}: {_shape(each.theirs)}, in {ours} {_shape(each.ours)}{times}"

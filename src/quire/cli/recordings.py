@@ -14,9 +14,9 @@ logger = logging.getLogger("quire")
 DIFFERS = 1
 STATUS = {State.WHOLE: 0, State.DAMAGED: 3, State.CUT: 4}
 EPILOG = (
-    f"Exit status: 0 done; {DIFFERS} this version plans otherwise, or it cannot be done; 2 wrong"
-    f" usage; {STATUS[State.DAMAGED]} the recording is damaged; {STATUS[State.CUT]} it is cut off,"
-    " or still being written. Of such a one, what can be relied on is used."
+    f"Exit status: 0 done, {DIFFERS} a plan differs or an error, 2 wrong usage,"
+    f" {STATUS[State.DAMAGED]} damaged recording, {STATUS[State.CUT]} truncated or unfinished"
+    " recording. The reliable part of such a recording is used."
 )
 
 

@@ -3,26 +3,28 @@
 import argparse
 from pathlib import Path
 
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 from quire.cli.settings import add_settings, given_settings
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "replay",
         usage="quire replay FILE [--with-model] [option ...]",
         help="run a recording again and compare every plan",
-        description="Give the scheduler the calls of a recording (`quire serve --record DIR`) once"
-        " more and compare every plan, up to the first difference. With the model (which needs a"
-        " recording with tokens) it also computes everything again and compares the sampled"
-        " tokens; any setting below replaces the recorded one.",
+        description="Repeat the scheduler calls of a recording (`quire serve --record DIR`) and"
+        " compare every plan, up to the first difference. With the model, which needs a recording"
+        " with tokens, also compute all steps again and compare the sampled tokens. Settings"
+        " replace the recorded ones.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
     parser.add_argument(
-        "--with-model", action="store_true", help="run the recorded model, too; implied by --model"
+        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
+    )
+    parser.add_argument(
+        "--with-model", action="store_true", help="also run the recorded model; implied by --model"
     )
     add_settings(parser)
 

@@ -1,8 +1,9 @@
-"""The options that choose how tokens are sampled, shared by all commands that ask a model."""
+"""The sampling options of the commands that run a model."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from quire.cli.options.help_parser import HelpParser
 from quire.tools.bench.arguments import SAMPLERS
 
 if TYPE_CHECKING:
@@ -10,21 +11,24 @@ if TYPE_CHECKING:
 
 # Option -> type, what it does. The names are those of SamplingParams' fields.
 SAMPLING: dict[str, tuple[type, str]] = SAMPLERS | {
-    "max_tokens": (int, "most tokens to generate; the rest of the context if absent"),
-    "min_tokens": (int, "no end before this many tokens"),
+    "max_tokens": (int, "maximum number of output tokens; by default the rest of the context"),
+    "min_tokens": (int, "minimum number of output tokens"),
 }
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
+def add_sampling(parser: HelpParser) -> None:
     group = parser.add_argument_group("sampling (defaults: the model's)")
     for name, (kind, text) in SAMPLING.items():
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after end of sequence")
     group.add_argument(
-        "--sampling-seed", type=int, metavar="INT", help="the same seed gives the same answer"
+        "--stop", action="append", metavar="TEXT", help="text that ends the output; repeatable"
     )
+    group.add_argument("--ignore-eos", action="store_true", help="continue after end of sequence")
+    group.add_argument(
+        "--sampling-seed", type=int, metavar="INT", help="seed that makes the output repeatable"
+    )
+    parser.show_usually("temperature", "max_tokens")
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""`quire serve [MODEL]`: the OpenAI-compatible HTTP server. Neither torch nor FastAPI is imported
-here: the processes that need them are children of this one."""
+"""`quire serve [MODEL]`: the OpenAI-compatible HTTP server. This process imports neither torch nor
+FastAPI: its children do."""
 
 import argparse
 import dataclasses
@@ -9,6 +9,7 @@ from typing import Any
 from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
 from quire.base.secrets import KEY_VARIABLES
+from quire.cli.options.help_parser import Commands
 from quire.cli.served_models import served_models
 from quire.cli.settings import (
     SERVER,
@@ -20,13 +21,13 @@ from quire.cli.settings import (
 from quire.serve.several.served import check_together
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         usage="quire serve [MODEL ...] [option ...]",
-        help="answer OpenAI's HTTP API",
-        description="Serve MODEL (the demo model if absent) or several through OpenAI's HTTP API.",
-        allow_abbrev=False,
+        help="serve models over an OpenAI-compatible HTTP API",
+        description="Serve one MODEL or several over an HTTP API that is compatible with OpenAI's."
+        " The default is the demo model.",
     )
     parser.set_defaults(run=run)
     add_settings(parser, *SERVER, several_models=True)
@@ -58,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def keys_of_environment() -> dict[str, Any]:
-    """Return keys that the environment names, for when none are given: flags are seen by whoever
-    lists processes."""
+    """Return the API key of the environment. Other users can see flags, but not the environment."""
     for name in KEY_VARIABLES:
         if key := os.environ.get(name):
             return {"api_key": (key,)}

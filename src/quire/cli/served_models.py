@@ -27,20 +27,20 @@ def entry_of(word: str) -> ModelEntry:
     if not sign or "/" in name or Path(word).exists():
         return ModelEntry(word)
     if not name or not model:
-        raise ConfigError(f"a model is given as MODEL or as NAME=MODEL, got {word!r}.")
+        raise ConfigError(f"a model must be given as MODEL or NAME=MODEL, got {word!r}.")
     return ModelEntry(model, (name,))
 
 
 def join_models(settings: dict[str, Given], words: Sequence[str]) -> None:
-    """Put what the command line calls models in the place of what a file does. Raise ConfigError if
-    somebody gives both one and several."""
+    """Replace the models of a file by the words of the command line. Raise ConfigError if both one
+    model and several are given."""
     entries = [entry_of(word) for word in words]
     flag = settings.get("model")
     if flag is not None and flag.origin == FLAG and entries:
         if [entry.model for entry in entries] != [flag.value] or entries[0].names:
             raise ConfigError(
                 f"there are two models, {' '.join(words)!r} and --model {flag.value!r}; give all"
-                " of them without --model."
+                " models without --model."
             )
         entries = []
     if len(entries) == 1 and not entries[0].names:
@@ -51,7 +51,7 @@ def join_models(settings: dict[str, Given], words: Sequence[str]) -> None:
         return
     if flag is not None and "models" in settings:
         if flag.origin != FLAG:
-            raise ConfigError(f"{flag.origin} has both model and models; leave one out.")
+            raise ConfigError(f"{flag.origin} has both model and models; remove one.")
         del settings["models"]
 
 

@@ -1,6 +1,6 @@
 """Command line options made from the configuration's dataclasses: name, help, unit, default.
 
-The same table of options tells `--config FILE` which keys there are and what they may hold.
+`--config FILE` takes the same options as keys, with the same values.
 """
 
 import argparse
@@ -8,13 +8,14 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.base.cache_config import CacheConfig
 from quire.base.config import (
+    JSON_SETTINGS,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
@@ -24,6 +25,9 @@ from quire.base.errors import ConfigError
 from quire.base.parallel import ParallelConfig
 from quire.base.secrets import MASK, Secret
 from quire.base.settings import setting
+from quire.cli.options.groups import GROUPS
+from quire.cli.options.help_parser import HelpParser
+from quire.engine.wire.logs import FORMATS
 from quire.serve.vllm_compat import SPECULATION_FIELDS, VLLM_SETTINGS
 from quire.serve.vllm_flags import FLAGS
 
@@ -39,9 +43,14 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What the command itself tells."""
+    """The log on standard error."""
 
-    log_level: str = setting("info", "what is told on standard error", choices=LOG_LEVELS)
+    log_level: str = setting("info", "least severe messages in the log", choices=LOG_LEVELS)
+    log_format: str = setting(
+        "text",
+        "form of log lines; `json` writes one object per line, for log collectors",
+        choices=FORMATS,
+    )
 
 
 ENGINE: tuple[tuple[str, type], ...] = (
@@ -57,9 +66,10 @@ LOG: tuple[tuple[str, type], ...] = (("log", LogConfig),)
 
 @dataclass(frozen=True)
 class Option:
-    """A setting as a person may write it. several: any number of values, kept as a tuple.
+    """A setting as the command line and files take it.
 
-    is_open: other packages may bring more choices, which are checked with the configuration.
+    several: any number of values, kept as a tuple. aliases: those of the choices that the help does
+    not list. is_open: installed packages may add choices, which the configuration checks.
     """
 
     name: str
@@ -70,6 +80,7 @@ class Option:
     help: str
     unit: str
     choices: tuple[str, ...]
+    aliases: tuple[str, ...]
     is_open: bool
     words: dict[str, int]
     secrecy: type[Secret] | None
@@ -77,6 +88,20 @@ class Option:
     @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
+
+    @property
+    def shown_choices(self) -> list[str]:
+        """The choices that the help lists."""
+        return [choice for choice in self.choices if choice not in self.aliases]
+
+    @property
+    def shown_default(self) -> str | None:
+        """The default, as the help and the settings page show it; None if it is derived."""
+        if self.default is None or self.default in ((), ""):
+            return None
+        if self.kind is bool:
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def shown(self, value: Any) -> Any:
         """Return a value, or several, as it may be shown."""
@@ -136,62 +161,58 @@ def all_options() -> dict[str, Option]:
 
 
 def add_settings(
-    parser: argparse.ArgumentParser,
+    parser: HelpParser,
     *more: tuple[str, type],
     model_first: bool = False,
     several_models: bool = False,
 ) -> None:
-    """Add --config, and one option per field in one group per dataclass. None has a default here:
-    what is in the parsed arguments was given.
+    """Add --config and one option per setting of the engine, in the groups of the help. No option
+    has a default: what the parsed arguments hold was given.
 
-    more: dataclasses beside the engine's. model_first: MODEL may also be given without a flag;
-    several_models: or any number of them.
-    `quire.cli.config_file.resolve` puts it all together.
+    more: dataclasses besides the engine's. model_first: MODEL may also be given without a flag;
+    several_models: any number of them may be.
+    `quire.cli.config_file.resolve` puts the flags and the file together.
     """
     _add_common(parser, model_first, several_models)
-    for title, config in (*more, *ENGINE):
-        group = parser.add_argument_group(f"{title} settings")
-        for option in options_of(((title, config),)).values():
-            _add_option(group, option)
+    _add_groups(parser, options_of((*more, *ENGINE)))
 
 
-def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add as add_settings does with MODEL first, but only these of the engine's options."""
+def add_some_settings(parser: HelpParser, names: Collection[str]) -> None:
+    """Add as add_settings does with MODEL first, but only these of the engine's settings."""
     _add_common(parser, model_first=True)
-    group = parser.add_argument_group("settings, as the engine takes them")
-    for name, option in options_of(ENGINE).items():
-        if name in names:
-            _add_option(group, option)
+    _add_groups(parser, {n: o for n, o in options_of(ENGINE).items() if n in names})
 
 
-def add_server_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """Add these of the server's options, for a command that adds the engine's."""
-    group = parser.add_argument_group("server settings")
-    for name, option in options_of(SERVER).items():
-        if name in names:
-            _add_option(group, option)
+def add_server_settings(parser: HelpParser, names: Collection[str]) -> None:
+    """Add these of the server's settings, for a command that adds the engine's."""
+    _add_groups(parser, {n: o for n, o in options_of(SERVER).items() if n in names})
 
 
-def _add_common(
-    parser: argparse.ArgumentParser, model_first: bool, several_models: bool = False
-) -> None:
-    """Add MODEL, --config and what is told."""
+def _add_common(parser: HelpParser, model_first: bool, several_models: bool = False) -> None:
+    """Add MODEL, --config and the settings of the log."""
     parser.set_defaults(has_settings=True)
     if several_models:
         parser.add_argument(
             "given_models", nargs="*", metavar="MODEL", default=argparse.SUPPRESS,
-            help="as --model; or NAME=MODEL; several are served side by side",
+            help="model to serve, as for --model; give several as MODEL or NAME=MODEL",
         )  # fmt: skip
     elif model_first:
         parser.add_argument(
             "given_model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
-            help="as --model",
+            help="model, as for --model (default: demo)",
         )  # fmt: skip
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS,
-        help="YAML with settings: `max-model-len: 4k`; flags win over it",
+        help="YAML file with settings, such as `max-model-len: 4k`; flags override it",
     )  # fmt: skip
-    _add_option(parser, options_of(LOG)["log_level"])
+    _add_groups(parser, options_of(LOG))
+
+
+def _add_groups(parser: HelpParser, options: Mapping[str, Option]) -> None:
+    for group in GROUPS:
+        for name in group.settings:
+            if name in options:
+                _add_option(parser.settings_group(group.name), options[name])
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -200,8 +221,8 @@ def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     settings: dict[str, Given] = arguments.settings
     if "models" in settings:
         raise ConfigError(
-            f"{settings['models'].origin} has several models, which are for `quire serve`; name one"
-            " of them with --model."
+            f"{settings['models'].origin} has several models, which only `quire serve` takes; name"
+            " one of them with --model."
         )
     return _given(arguments, ENGINE)
 
@@ -231,7 +252,7 @@ def check_several(settings: dict[str, Given]) -> None:
         if last.startswith("shape:") or is_id or Path(last, "config.json").is_file():
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
-                f"{flag} took the model {last!r} for one of its values; give the model first, or as"
+                f"{flag} took the model {last!r} as one of its values; give the model first, or as"
                 " --model."
             )
 
@@ -275,7 +296,8 @@ def _option(item: "dataclasses.Field[Any]", hint: Any) -> Option:
     known = item.metadata
     return Option(
         item.name, kind, several, optional, item.default,
-        known["help"], known["unit"], known["choices"], known["plugins"] is not None,
+        known["help"], known["unit"], known["choices"], known["aliases"],
+        known["plugins"] is not None,
         known["words"], known["secrecy"],
     )  # fmt: skip
 
@@ -301,25 +323,23 @@ def _add_option(group: argparse._ActionsContainer, option: Option) -> None:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **known)
         return
     names = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
-    known["metavar"] = None if option.choices else (option.unit or names[option.kind]).upper()
+    is_json = option.name in JSON_SETTINGS
+    known["metavar"] = "JSON" if is_json else (option.unit or names[option.kind]).upper()
     known["type"] = option.parse
+    if option.choices:
+        more = ["..."] if option.is_open else []
+        known["metavar"] = f"{{{','.join([*option.shown_choices, *more])}}}"
     if option.several:
         group.add_argument(*flags, nargs="+", action="extend", **known)
-    elif option.is_open:
-        known["metavar"] = f"{{{','.join(option.choices)},...}}"
-        group.add_argument(*flags, **known)
     else:
-        group.add_argument(*flags, choices=option.choices or None, **known)
+        choices = None if option.is_open else option.choices or None
+        group.add_argument(*flags, choices=choices, **known)
 
 
 def _help(option: Option) -> str:
     text = option.help + (f" [{option.unit}]" if option.unit else "")
-    if option.default is None or option.default == ():
-        return text
-    default = option.default
-    if option.kind is bool:
-        default = "on" if default else "off"
-    return f"{text} (default: {default})"
+    default = option.shown_default
+    return text if default is None else f"{text} (default: {default})"
 
 
 def add_vllm_settings(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
@@ -345,6 +365,8 @@ def add_vllm_settings(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
         parser.add_argument(flag, *theirs.short, **known)
 
 
-def vllm_flags() -> list[str]:
-    """List vLLM's flags without a counterpart."""
-    return ["--" + name.replace("_", "-") for name in (*VLLM_SETTINGS, *SPECULATION_FIELDS)]
+def vllm_spellings() -> list[str]:
+    """List the spellings of vLLM's flags without a counterpart."""
+    names = (*VLLM_SETTINGS, *SPECULATION_FIELDS)
+    flags = ["--" + name.replace("_", "-") for name in names]
+    return flags + [short for name in names for short in FLAGS[name].short]

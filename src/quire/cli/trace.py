@@ -3,22 +3,26 @@
 import argparse
 from pathlib import Path
 
+from quire.cli.options.help_parser import Commands
 from quire.cli.recordings import EPILOG, tell
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "trace",
         usage="quire trace FILE --output trace.json",
         help="export a recording for Perfetto",
-        description="Write a recording as a Chrome trace: a track per row and one for the steps,"
-        " with counters. Open it at https://ui.perfetto.dev (it stays in the browser).",
+        description="Write a recording as a Chrome trace with a track per row, a track of steps,"
+        " and counters. Open it at https://ui.perfetto.dev, which keeps it in the browser.",
         epilog=EPILOG,
-        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="JSON to write")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, required=True, help="JSON file to write"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

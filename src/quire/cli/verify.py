@@ -1,4 +1,4 @@
-"""`quire verify MODEL`: the model here beside the same weights in transformers' class.
+"""`quire verify MODEL`: compares a model with the same weights in the transformers package.
 
 Exit status 0 if all is equal within rounding, 1 if something differs, 2 if it could not be
 compared.
@@ -11,7 +11,9 @@ from pathlib import Path
 
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, QuireError
+from quire.cli.options.help_parser import Commands
 from quire.cli.settings import add_some_settings, given_settings, human_integer
+from quire.engine.wire.logs import print_error
 
 SETTINGS = (
     "model", "tokenizer", "revision", "dtype", "model_impl", "load_format", "seed", "quantization",
@@ -21,30 +23,31 @@ SETTINGS = (
 EQUAL, DIFFERS, NOT_COMPARED = 0, 1, 2
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "verify",
         usage="quire verify [MODEL] [option ...]",
-        help="a model here beside the same weights in transformers",
-        description="Compare MODEL (the demo model if absent) with the same weights in"
-        " transformers' class: layer by layer; at once, token by token, in chunks, beside other"
-        " sequences; with each attention backend, each format of weights and of keys and values"
-        " that this machine runs. What is printed says where a difference beyond rounding begins:"
-        " attach it to a bug. Exit status 0 equal within rounding, 1 different, 2 not compared.",
-        allow_abbrev=False,
+        help="compare a model with the same weights in transformers",
+        description="Compare MODEL (by default the demo model) with the same weights in the"
+        " transformers package. Layers are compared one by one; then prompts at once, token by"
+        " token, in chunks and in batches. Each attention backend and each format of weights and"
+        " KV cache is run. The report says where a difference beyond rounding begins: attach it to"
+        " a bug. Exit status 0 equal within rounding, 1 different, 2 not compared.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--prompt", metavar="TEXT", help="what is continued; one of ours if absent")
+    parser.add_argument(
+        "--prompt", metavar="TEXT", help="prompt of the comparison; by default a built-in text"
+    )
     parser.add_argument(
         "--tokens", metavar="NUMBER", type=human_integer, default=16,
-        help="how many tokens transformers chooses after the prompt (default: 16)",
+        help="number of tokens that transformers generates after the prompt (default: 16)",
     )  # fmt: skip
     parser.add_argument(
         "--against", metavar="DIRECTORY",
-        help="the checkpoint that transformers reads in place of MODEL, such as the one that MODEL"
-        " was converted from",
+        help="checkpoint that transformers reads instead of MODEL, such as the source of a"
+        " conversion",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the whole report there")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="file for the whole report")
     add_some_settings(parser, SETTINGS)
 
 
@@ -53,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _verify(arguments)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return NOT_COMPARED
 
 

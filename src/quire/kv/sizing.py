@@ -84,12 +84,12 @@ def size_pools(
     most = _most_blocks(caps, block_bytes, budget_bytes, per_sequence * max_num_seqs)
     if most < per_sequence:
         raise OutOfMemory(
-            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {most * block_size:,} tokens, less"
-            f" than one sequence of max_model_len={max_model_len:,} needs"
-            f" ({_cost(caps, block_bytes, per_sequence) / MIB:,.0f} MiB"
-            f"{_of_states(groups, block_bytes)}). Lower max_model_len"
-            " (max_model_len=auto takes the longest that fits), or give the pool more memory"
-            " (kv_cache_memory_bytes, gpu_memory_utilization)."
+            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {most * block_size:,} tokens,"
+            f" less than one sequence of max_model_len={max_model_len:,} needs"
+            f" ({_cost(caps, block_bytes, per_sequence) / MIB:,.0f}"
+            f" MiB{_of_states(groups, block_bytes)}). Lower max_model_len (max_model_len=auto uses"
+            " the longest that fits), or give the pool more memory (kv_cache_memory_bytes,"
+            " gpu_memory_utilization)."
         )
     return tuple(cap.blocks(most) for cap in caps)
 
@@ -115,8 +115,8 @@ def longest_sequence(
     if length < 2:
         raise OutOfMemory(
             f"the KV pool of {budget_bytes / MIB:,.1f} MiB holds {most} blocks of {block_size}"
-            f" tokens{_of_states(groups, block_bytes)}, too few for any sequence. Give it"
-            " more memory (kv_cache_memory_bytes, gpu_memory_utilization), or take a smaller model."
+            f" tokens{_of_states(groups, block_bytes)}, too few for any sequence. Give it more"
+            " memory (kv_cache_memory_bytes, gpu_memory_utilization), or use a smaller model."
         )
     return length
 

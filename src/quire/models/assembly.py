@@ -61,18 +61,18 @@ def empty_model(
     spec.of_ranks(place.tensor.size, has_whole_experts=place.has_whole_experts)
     if place.tensor.size > 1 and not can_share(spec):
         raise ConfigError(
-            f"models of type {spec.model_type!r} are another package's, whose class does not say"
-            " that ranks can share its layers (shares_layers); leave"
-            f" tensor_parallel_size={place.tensor.size} out."
+            f"models of type {spec.model_type!r} come from another package, whose class does not"
+            " declare that ranks can share its layers (shares_layers); remove"
+            f" tensor_parallel_size={place.tensor.size}."
         )
     model = class_of(spec)(spec, EmptyParamFactory(dtype, device, place)).eval()
     if spec.pooling is not None:
         model.leave_head(CLASSIFIER_TENSORS)
     if place.num_stages > 1 and not model.has_stages:
         raise ConfigError(
-            f"pipeline_parallel_size={place.num_stages} needs a model that runs by a class of"
-            f" quire's; {spec.model_type} runs by {model.runs_by}, which does not say where a layer"
-            " begins. Leave it out."
+            f"pipeline_parallel_size={place.num_stages} needs a model with one of quire's classes;"
+            f" {spec.model_type} runs by {model.runs_by}, which cannot be divided into stages."
+            " Remove it."
         )
     return model
 

@@ -96,7 +96,7 @@ def read_contents(file: int, key: str) -> Contents:
         raise ValueError("it is damaged (its index)")
     index = json.loads(text)
     if index["key"] != key:
-        raise ValueError("it is another model's")
+        raise ValueError("it belongs to another model")
     if os.fstat(file).st_size != start + num_bytes or start < HEADER.size + index_bytes:
         raise ValueError("it is damaged (its size)")
     return Contents(index, mapped_pages(file, start + num_bytes), start)
@@ -117,7 +117,9 @@ def write_contents(
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not make_room(path.parent, total, path):
-            logger.info("%s: not kept, %.1f GB are too much for the cache", what, total / 1e9)
+            logger.info(
+                "%s: not cached, because %.1f GB exceed the limit of the cache", what, total / 1e9
+            )
             return False
         file, name = tempfile.mkstemp(UNFINISHED, f"{path.stem}-", path.parent)
         temporary = Path(name)
@@ -131,7 +133,7 @@ def write_contents(
             os.fsync(file)
             temporary.rename(path)
     except OSError as error:
-        logger.warning("%s: not kept for the next start: %s", what, error)
+        logger.warning("%s: not cached for the next start: %s", what, error)
         if temporary is not None:
             with contextlib.suppress(OSError):
                 temporary.unlink()

@@ -63,7 +63,9 @@ def _indexed_files(index: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise ModelError(f"{index} is not a valid index of weight files: {error!r}.") from error
     if len(files) < len(names):
-        raise ModelError(f"{index} is an index of files that are not beside it: {listed(names)}.")
+        raise ModelError(
+            f"{index} is an index of files that are not in its directory: {listed(names)}."
+        )
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise ModelError(

@@ -96,7 +96,7 @@ def check_complete(missing: list[str], unknown: list[str]) -> None:
     what = (
         "check that both are of the same model and that its download is complete"
         if not any(name.endswith(QUANTISED_ENDS) for name in unknown)
-        else "the weights are quantised, but quantization_config does not say so of these"
+        else "these weights are quantised, but quantization_config does not list them"
     )
     raise ModelError(
         f"the weight files {' and '.join(problems)}. They do not match the model's config: {what}."
@@ -123,13 +123,14 @@ def _check(name: str, header: TensorHeader, source: Source) -> None:
     if header.dtype not in (PLAIN if source.destination.is_floating_point() else INTEGERS):
         raise ModelError(
             f"the tensor {name} holds {header.dtype}, not floating-point numbers of 16 bits or"
-            " more, and quantization_config does not say what it stands for: take the checkpoint"
-            " that was not quantised, or a GGUF file."
+            " more, and quantization_config does not describe it. Use the unquantised checkpoint,"
+            " or a GGUF file."
         )
     if not source.fits(header.shape):
         raise ModelError(
-            f"the tensor {name} has the shape {list(header.shape)}, but config.json asks for"
-            f" {list(source.checkpoint_shape)}: the config and the weights are not of one model."
+            f"the tensor {name} has the shape {list(header.shape)}, but config.json requires"
+            f" {list(source.checkpoint_shape)}: the config and the weights belong to different"
+            " models."
         )
 
 
@@ -155,8 +156,8 @@ def _check_tied(head: tuple[Path, str], table: tuple[Path, str], rows: Cut | Non
     if row is not None:
         raise ModelError(
             f"config.json ties the head to the embedding (tie_word_embeddings), but {head_name} is"
-            f" stored and differs from {table_name}, first in row {first + row}: set"
-            " tie_word_embeddings to false if the stored head counts, or remove it."
+            f" stored and differs from {table_name}, first in row {first + row}. Set"
+            " tie_word_embeddings to false to use the stored head, or remove the stored head."
         )
 
 

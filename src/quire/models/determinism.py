@@ -35,8 +35,8 @@ def make_deterministic(model: nn.Module) -> None:
     """
     if isinstance(model, Model) and not model.only_operations:
         raise ConfigError(
-            "deterministic is for models that compute by quire's operations alone; this one runs by"
-            " code of transformers, whose sums have no fixed order."
+            "deterministic needs a model with quire's operations; this one runs code of"
+            " transformers, whose sums have no fixed order."
         )
     made: dict[int, FixedOrderWeight | GPUWeight] = {}
     for name, weight in _multiplied(model):

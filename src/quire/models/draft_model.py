@@ -45,24 +45,23 @@ def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:
     is_head = any("eagle3" in each.lower() for each in drafter.fields.texts("architectures") or ())
     if is_head:
         raise ConfigError(
-            f"{name} is an EAGLE-3 head, which cannot guess without the model that it was trained"
-            f" for; take the method {EAGLE3}."
+            f"{name} is an EAGLE-3 head, which needs the model that it was trained for; use the"
+            f" method {EAGLE3}."
         )
     if drafter.vocab_size != spec.vocab_size:
         raise ConfigError(
-            f"the draft model {name} has {drafter.vocab_size:,} tokens, and the model that is"
-            f" served {spec.vocab_size:,}: what it guesses would mean something else. Take a draft"
-            " model of the same family, with the same tokenizer."
+            f"the draft model {name} has {drafter.vocab_size:,} tokens, but the served model has"
+            f" {spec.vocab_size:,}. Use a draft model of the same family, with the same tokenizer."
         )
     if any(group.kind == STATE for group in drafter.own_groups):
         raise ConfigError(
-            f"the draft model {name} ({drafter.model_type}) has layers that remember a state, which"
-            " cannot go back to the last right guess. Take one without such layers."
+            f"the draft model {name} ({drafter.model_type}) has layers with states, which cannot"
+            " be rewound to the last accepted draft token. Use a draft model without such layers."
         )
     if drafter.implementation != QUIRE:
         raise ConfigError(
             f"the draft model {name} ({drafter.model_type}) would run by a class of transformers;"
-            " take one that runs by a class of quire's."
+            " use one that quire has a class for."
         )
 
 

@@ -175,8 +175,8 @@ class Eagle3(Model):
         found = next((each for each in target.modules() if isinstance(each, Embedding)), None)
         if found is None or found.weight.shape[1] != self.size:
             raise ModelError(
-                f"the EAGLE-3 head has no {EMBEDDING}, and this model's is not {self.size} wide:"
-                " take the head that was trained for this model, or one with its own embedding."
+                f"the EAGLE-3 head has no {EMBEDDING}, and this model's is not {self.size} wide."
+                " Use the head that was trained for this model, or one with its own embedding."
             )
         self._targets = [found]
 
@@ -187,15 +187,15 @@ class Eagle3(Model):
             if num_ids == self._vocab_size:
                 return None
             raise ModelError(
-                f"the EAGLE-3 head guesses {num_ids} of {self._vocab_size} tokens, but its weight"
-                f" files have no {IDS}, which says which. Download it again."
+                f"the EAGLE-3 head proposes {num_ids} of {self._vocab_size} tokens, but its weight"
+                f" files have no {IDS}, which lists them. Download it again."
             )
         tokens = self.ids.tokens()
         is_inside = (tokens >= 0) & (tokens < self._vocab_size)
         if not bool(is_inside.all()) or len(tokens.unique()) < num_ids:
             raise ModelError(
-                f"{IDS} of the EAGLE-3 head names no token, or one twice: it is damaged, or not for"
-                f" this model's vocabulary of {self._vocab_size}. Download it again."
+                f"{IDS} of the EAGLE-3 head is invalid: it is damaged, or not for this model's"
+                f" vocabulary of {self._vocab_size}. Download it again."
             )
         return tokens
 

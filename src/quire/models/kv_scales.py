@@ -58,8 +58,8 @@ def kv_scales(directory: Path, spec: ModelSpec) -> Scales:
     ]
     if absent:
         logger.warning(
-            "%s lacks scales of keys and values in fp8 for %d of %d layers, so 1 is taken; if texts"
-            " come out worse, take a checkpoint with k_scale and v_scale, or another"
+            "%s lacks scales of keys and values in fp8 for %d of %d layers, so 1 is used. If"
+            " answers get worse, use a checkpoint with k_scale and v_scale, or another"
             " kv_cache_dtype",
             directory, len(absent), spec.num_layers,
         )  # fmt: skip
@@ -101,13 +101,13 @@ def _add(
     what = f"the tensor {name}, a scale of keys and values in fp8,"
     if count != 1:
         raise ModelError(
-            f"{what} has {count} numbers; only one for each layer is supported: take another"
+            f"{what} has {count} numbers; only one for each layer is supported. Use another"
             " kv_cache_dtype, or a checkpoint that was calibrated per tensor."
         )
     if not (math.isfinite(scale) and scale > 0):
         raise ModelError(f"{what} is {scale:g}, not a positive number. Download it again.")
     if found.setdefault(place, scale) != scale:
         raise ModelError(
-            f"{what} is {scale:g}, and another one of its layer is {found[place]:g}: the files are"
-            " not of one model."
+            f"{what} is {scale:g}, and another one of its layer is {found[place]:g}: the files"
+            " belong to different models."
         )

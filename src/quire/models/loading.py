@@ -87,7 +87,7 @@ def load_model(
     model = empty_model(spec, dtype, device, options.place)
     if PART_OF in spec.raw:
         logger.warning(
-            "models of type %s read images, too; only the text part is served: images are not read",
+            "models of type %s also read images; only the text part is served, without images",
             spec.raw[PART_OF],
         )
     report = progress or _no_progress
@@ -167,8 +167,8 @@ def formats_of_file(
     )
     if found and quantization.is_quantised:
         logger.warning(
-            "%s holds weights quantised by %s, which --quantization rounds a second time; without"
-            " it they stay what they are", path, config.method,
+            "%s holds weights quantised by %s, which --quantization rounds a second time; remove"
+            " it to keep them unchanged", path, config.method,
         )  # fmt: skip
     if found and is_kept:
         check_rows(f"{config.method} weights", dtype, device)

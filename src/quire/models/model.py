@@ -77,8 +77,8 @@ class Model(nn.Module):
         cannot."""
         if not self.shows_states:
             raise ModelError(
-                "this model does not show the states between its layers, which an EAGLE-3 head"
-                f" reads: it runs by {self.runs_by}. Guess by another method of speculative_config"
+                "an EAGLE-3 head reads the states between layers, which this model does not"
+                f" expose: it runs by {self.runs_by}. Use another method of speculative_config"
                 " (ngram, suffix, draft_model)."
             )
         self.reads = Reads(layers, most_tokens)

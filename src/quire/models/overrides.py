@@ -31,8 +31,8 @@ def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
     config.json, and ModelError without one."""
     if is_gguf(directory):
         raise ConfigError(
-            f"hf_overrides changes config.json, and {directory} is a GGUF file, which has none;"
-            " leave it out."
+            f"hf_overrides changes config.json, but {directory} is a GGUF file without one; remove"
+            " it."
         )
     try:
         config = read_object(directory / CONFIG)
@@ -78,7 +78,7 @@ def _make(place: Path, files: list[Path], config: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"hf_overrides needs a directory in {place.parent}: {error.strerror or error}. Set"
-            " XDG_CACHE_HOME to one that can be written."
+            " XDG_CACHE_HOME to a writable directory."
         ) from error
 
 

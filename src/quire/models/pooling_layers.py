@@ -163,8 +163,8 @@ def _needed(files: Sequence[Path], names: tuple[str, ...]) -> torch.Tensor:
     found = _tensor(files, names)
     if found is None:
         raise ModelError(
-            f"{files[0].parent} has no tensor {names[0]}, which a model that pools needs; give"
-            " runner='generate' for one that generates, or convert='embed' for embeddings."
+            f"{files[0].parent} has no tensor {names[0]}, which a pooling model needs. Set"
+            " runner='generate' if it generates text, or convert='embed' for embeddings."
         )
     return found
 

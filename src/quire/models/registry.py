@@ -93,8 +93,7 @@ def model_spec(
     is_file = is_gguf(directory)
     if implementation == TRANSFORMERS and is_file:
         raise ConfigError(
-            "model_impl is transformers, but GGUF files are read for quire's classes only; leave it"
-            " out."
+            "model_impl is transformers, but GGUF files need one of quire's classes; remove it."
         )
     raw = {} if is_file else read_config(directory)
     model_type = text_part(raw).get("model_type")
@@ -103,8 +102,8 @@ def model_spec(
         return transformers_spec(raw, directory, is_compiled=is_compiled)
     if is_compiled:
         raise ConfigError(
-            "torch_compile is for models that run by a class of transformers; this one runs by one"
-            " of quire's, whose operations are compiled already. Leave it out."
+            "torch_compile needs a model that runs by a class of transformers; quire's class for"
+            " this one is compiled already. Remove it."
         )
     return load_spec(directory)
 
@@ -133,12 +132,12 @@ def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
     if not _is_ours(model_type):
         known = plugins.all_names(plugins.MODELS, sorted(OWN))
         raise ModelError(
-            f"models of type {model_type!r} are not supported; supported are {known}. Others run by"
-            f" the classes of transformers: {EXTRA}, and leave model_impl at auto."
+            f"models of type {model_type!r} are not supported; supported are {known}. Others run"
+            f" by the classes of transformers: {EXTRA}, and keep model_impl=auto."
         )
     found: type[Model] = plugins.load_plugin(plugins.MODELS, model_type, OWN)
     if not issubclass(found, nn.Module):
-        raise ModelError(f"the class {found.__qualname__} for {model_type!r} is no nn.Module.")
+        raise ModelError(f"the class {found.__qualname__} for {model_type!r} is not an nn.Module.")
     return found
 
 

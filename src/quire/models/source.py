@@ -139,6 +139,6 @@ def _download(name: str, revision: str | None, progress: bool, patterns: tuple[s
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         reason = reason.removeprefix("Got: ").rstrip(".")
         raise ModelNotFound(
-            f"{name!r} is no directory, and the Hugging Face hub did not give it{at}: {reason}."
-            f" {_WHAT_TO_DO}"
+            f"{name!r} is not a directory, and the Hugging Face hub did not return it{at}:"
+            f" {reason}. {_WHAT_TO_DO}"
         ) from error

@@ -67,7 +67,7 @@ class TransformersModel(Model):
             found: torch.Tensor = self._steps(*inputs)
             return found
         if isinstance(attention, TracedAttention):
-            raise Untraceable("transformers' code computes beside quire's operations")
+            raise Untraceable("transformers' code computes outside quire's operations")
         self._paged.backend = attention
         with torch_threads(self._torch_threads(positions_T)):
             if inputs_embeds_TD is not None:

@@ -203,7 +203,9 @@ def forced_variant() -> str | None:
     """Return what QUIRE_CPU_VARIANT names; None if it is not set. Raises ConfigError."""
     name = os.environ.get(VARIANT, "")
     if name and name not in variants():
-        raise ConfigError(f"{VARIANT}={name} does not run here; there are {', '.join(variants())}.")
+        raise ConfigError(
+            f"{VARIANT}={name} is not available here; available are {', '.join(variants())}."
+        )
     return name or None
 
 
@@ -278,18 +280,18 @@ def check_quantization(dtype: str, device: str) -> None:
         raise ConfigError(f"quantization needs dtype {', '.join(CORE_DTYPES)}, not {dtype}.")
     if device not in ("cpu", "cuda"):
         raise ConfigError(
-            f"quantization works on CPUs and NVIDIA GPUs, not on {device}; leave it out, or use"
+            f"quantization works on CPUs and NVIDIA GPUs, not on {device}; remove it, or use"
             " --device cpu."
         )
     if device == "cuda":
         if importlib.util.find_spec("triton") is None:
             raise ConfigError(
-                "quantization needs triton on a GPU, which is not there; install it (it comes with"
-                " CUDA builds of torch), or leave quantization out."
+                "quantization on a GPU needs triton, which is not installed; install it (it comes"
+                " with CUDA builds of torch), or remove quantization."
             )
         return
     if core() is None:
         raise ConfigError(
             "quantization needs the C++ core, which was not built here; install a C++17 compiler"
-            " and then quire again, or leave quantization out."
+            " and then quire again, or remove quantization."
         )

@@ -132,7 +132,7 @@ def pack_for_gpu(rows: StoredRows, device: torch.device) -> GPUWeight:
     if isinstance(rows, Float8Rows):
         codes_NK = rows.values.view(torch.uint8).to(device)
         if bool(((codes_NK & 0x7F) == 0x7F).any()):
-            raise ConfigError("a weight stored in e4m3 holds what is not a number.")
+            raise ConfigError("a weight stored in e4m3 contains NaN.")
         return _packed("fp8", codes_NK, scales, rows.group_size)
     codes_NK = rows.integers.to(device).to(torch.int16).add_(1 << (rows.bits - 1))
     zeros = None if rows.zeros is None else _whole_if_possible(rows.zeros.to(device), rows.bits)

@@ -73,7 +73,7 @@ class Measurement:
             for speed in each.values():
                 numbers += speed.row_bytes_per_s, speed.tile_flops
         if not all(0 <= number < MOST for number in numbers):
-            raise ValueError("its figures cannot be computed with")
+            raise ValueError("its figures are invalid")
         return found
 
     def encode(self) -> bytes:
@@ -153,7 +153,7 @@ class KernelFile:
                 raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
             found = Measurement.parse(text)
             if not self._is_ours(found):
-                raise ValueError("it is of another machine")
+                raise ValueError("it was measured on another machine")
         except FileNotFoundError:
             return None
         except UNUSABLE as error:
@@ -185,7 +185,7 @@ class KernelFile:
                     return first
                 temporary.replace(self.path)  # what is there cannot be used
         except OSError as error:
-            logger.info("what kernels were measured is not kept for the next start: %s", error)
+            logger.info("the measurements of kernels cannot be saved for the next start: %s", error)
         finally:
             if temporary is not None:
                 with contextlib.suppress(OSError):

@@ -196,9 +196,9 @@ def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:
     if has_kernels(dtype, device) or can_pack_natively(dtype, device):
         return
     raise ConfigError(
-        f"{what} cannot be multiplied as they are stored on {device.type} in {dtype_name(dtype)}"
-        " here: a CPU needs the C++ core, a GPU Triton, and both a dtype of 16 bits or, for the"
-        " core, 32. --quantization none computes the weights in the dtype."
+        f"{what} have no kernel for their stored format on {device.type} in {dtype_name(dtype)}. A"
+        " CPU needs the C++ core and a dtype of 16 or 32 bits; a GPU needs Triton and 16 bits."
+        " --quantization none computes the weights in the dtype."
     )
 
 

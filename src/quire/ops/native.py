@@ -30,7 +30,7 @@ def core() -> Core | None:
     try:
         module = cast(Core, importlib.import_module("quire._core"))
     except ImportError as error:
-        warnings.warn(f"The C++ core is not there ({error}). {_HOW_TO_BUILD}", stacklevel=2)
+        warnings.warn(f"The C++ core was not found ({error}). {_HOW_TO_BUILD}", stacklevel=2)
         return None
     if module.version() != INTERFACE_VERSION:
         warnings.warn(

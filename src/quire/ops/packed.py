@@ -313,7 +313,7 @@ def _pack_float8(rows: Float8Rows, memory: HugeMemory | None, variant: str | Non
     codes = rows.values.view(torch.uint8)
     _check_finite(rows.scales)
     if ((codes & 0x7F) == 0x7F).any():
-        raise ConfigError("an FP8 weight holds values that are no numbers.")
+        raise ConfigError("an FP8 weight contains NaN.")
     scales = _of_groups(rows.scales, group, group, inputs)
     arrays = StoredArrays(codes, torch.uint8, scales)
     return _pack_arrays("fp8", rows.shape, group, arrays, memory, variant)
@@ -321,7 +321,7 @@ def _pack_float8(rows: Float8Rows, memory: HugeMemory | None, variant: str | Non
 
 def _pack_float4(rows: Float4Rows, memory: HugeMemory | None, variant: str | None) -> PackedWeight:
     if (rows.exponents == 255).any():
-        raise ConfigError("an MXFP4 weight holds scales that are no numbers.")
+        raise ConfigError("an MXFP4 weight has NaN scales.")
     arrays = StoredArrays(rows.codes, torch.uint8, rows.exponents)
     return _pack_arrays("mxfp4", rows.shape, FLOAT4_BLOCK, arrays, memory, variant)
 

@@ -114,7 +114,7 @@ class Tracer:
             raise Untraceable("its ranks do not share memory")
         view = self._view(x)
         if math.prod(x.shape[1:]) != self._draft.widths[view.buffer]:
-            raise Untraceable("ranks sum a part of what an operation returned")
+            raise Untraceable("ranks sum a part of an operation's result")
         assert _storage(out) == _storage(x), "ranks that share memory sum in place"
         self._emit(Instruction(Kind.ALL_REDUCE, (view, view), group=group))
 
@@ -123,7 +123,7 @@ class Tracer:
 
         def rule(out: torch.Tensor, ids_T: torch.Tensor) -> None:
             if self._inputs.get(_storage(ids_T)) != Input.IDS:
-                raise Untraceable("ids are taken apart that are no input")
+                raise Untraceable("ids that are not an input are split")
             self._inputs[_storage(out)] = found
 
         return rule
@@ -147,7 +147,7 @@ class Tracer:
     ) -> None:
         source = self._inputs.get(_storage(ids_T))
         if source is None:
-            raise Untraceable("an embedding looks up something that is no input")
+            raise Untraceable("an embedding looks up something that is not an input")
         kind, views = Kind.EMBEDDING, (self._new(out),)
         count, size = weight_VD.shape
         if isinstance(weight_VD, PackedWeight):

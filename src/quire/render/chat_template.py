@@ -113,7 +113,7 @@ def load_template(value: str) -> str:
         return value
     if not _is_file(value):
         raise ConfigError(
-            f"chat_template {shown(value)} is neither a file nor the text of a template; give the"
+            f"chat_template {shown(value)} is neither a file nor the text of a template. Give the"
             " path of a file, or a text with {{ }} or {% %} in it."
         )
     try:
@@ -133,7 +133,7 @@ def _is_file(name: str) -> bool:
 
 def no_template(names: Collection[str]) -> RequestError:
     """Return the error of a model without the usual template. names: of others that it has."""
-    others = f" It has these by name: {', '.join(names)}." if names else ""
+    others = f" It has these named templates: {', '.join(names)}." if names else ""
     return RequestError(
         "this model has no chat template. Send a text prompt (/v1/completions; on the command line"
         f" --raw), or give a template as chat_template.{others}"
@@ -162,8 +162,8 @@ def _mark_final(messages: list[Message], options: ChatOptions) -> str:
     """Put a mark behind the last message's text, to cut there; gives the text without it."""
     if options.add_generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other: the first goes on"
-            " with the last message, the second begins a new one. Switch one of them off."
+            "continue_final_message and add_generation_prompt exclude each other: the first"
+            " continues the last message, the second begins a new one. Set one of them to false."
         )
     message = messages[-1]
     content = message["content"]

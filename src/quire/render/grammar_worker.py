@@ -91,7 +91,7 @@ def _without_long_escapes(text: str) -> str:
             return found.group()
         code = int(digits, 16)
         if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
-            raise RequestError(f"the GBNF is wrong: {found.group()} is no character")
+            raise RequestError(f"the GBNF is wrong: {found.group()} is not a character")
         return f"\\x{code:02x}" if code < 0x80 else chr(code)
 
     return re.sub(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", plain, text)

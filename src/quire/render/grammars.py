@@ -28,8 +28,8 @@ CHECKS = JobKind(
     answer_s=30.0,
     subject="the grammar",
     work="",
-    advice="ask for less, or for fewer and shorter repetitions",
-    waiting="grammars wait for their check",
+    advice="use a smaller grammar with fewer and shorter repetitions",
+    waiting="grammars are waiting to be checked",
     wait_s=10.0,
 )
 
@@ -96,7 +96,7 @@ class Grammars:
         text, warnings = json.loads(answer)
         found = Checked(text, tuple(warnings))
         for warning in warnings:
-            logger.warning("a grammar is not kept to as a whole: %s", warning)
+            logger.warning("a grammar is not fully enforced: %s", warning)
         with self._lock:
             if key not in self._kept:
                 self._num_kept_chars += len(text)
@@ -111,7 +111,7 @@ def _key(grammar: str, field: str) -> bytes:
     """Return the name of a grammar in memory. Raise RequestError for one that is too long."""
     if len(grammar) > MAX_CHARS:
         raise RequestError(
-            f"{field} makes a grammar of {len(grammar)} characters; at most {MAX_CHARS} are"
+            f"{field} gives a grammar of {len(grammar)} characters; at most {MAX_CHARS} are"
             " possible.",
             field,
         )

@@ -160,7 +160,7 @@ class JobProcess:
             "%s ended with status %d: %s", self._kind.module, status, words.decode(errors="replace")
         )
         if not self._is_ready:
-            return JobEnd("could not be looked at: its process does not start", is_busy=True)
+            return JobEnd("could not be checked: its process does not start", is_busy=True)
         if status == -signal.SIGKILL:
             return JobEnd("lost its process, which was killed from outside", is_busy=True)
         if status == -signal.SIGSEGV:

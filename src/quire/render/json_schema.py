@@ -86,7 +86,7 @@ def parsed_json(text: str, field: str) -> object:
     except RecursionError:
         raise RequestError(f"{field} is nested too deep.", field) from None
     except ValueError as error:
-        raise RequestError(f"{field} is no JSON: {error}.", field) from None
+        raise RequestError(f"{field} is not JSON: {error}.", field) from None
 
 
 def _parsed(schema: object, field: str) -> Schema:

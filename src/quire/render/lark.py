@@ -152,8 +152,8 @@ class Lark:
         self._num_chars += len(body)
         if self._num_chars > MAX_CHARS:
             raise RequestError(
-                f"what is asked of the answer makes a grammar of more than {MAX_CHARS} characters;"
-                " ask for less."
+                f"the constraint gives a grammar of more than {MAX_CHARS} characters; use a"
+                " smaller one."
             )
         name = f"{kind}_{self._num_rules}"
         shown = f"[{attributes}]" if attributes else ""

@@ -29,7 +29,7 @@ def to_pool(
     texts = [renderer.render(part, add_special_tokens=False) for part in parts]
     is_text, tokenizer = [text.text is not None for text in texts], renderer.tokenizer
     if len(parts) == 2 and not all(is_text):
-        raise RequestError("a pair to score is two texts, not token ids.")
+        raise RequestError("a pair to score must be two texts, not token ids.")
     frame: list[list[int]] = [[], []]
     if tokenizer is not None and all(is_text):
         frame = tokenizer.frame(len(parts))
@@ -58,7 +58,7 @@ def joined(
     if most is not None:
         room = most - sum(map(len, frame))
         if room < len(parts):
-            raise RequestError(f"{FIELD}={most} leaves no room beside special tokens.", FIELD)
+            raise RequestError(f"{FIELD}={most} leaves no room next to the special tokens.", FIELD)
         sizes = [len(parts[0])] if len(parts) == 1 else _sizes(len(parts[0]), len(parts[1]), room)
         parts = [_cut(part, min(size, room), side) for part, size in zip(parts, sizes, strict=True)]
     between = zip(frame, [*parts, []], strict=True)

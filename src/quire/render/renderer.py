@@ -203,8 +203,8 @@ class Renderer:
     def _render_text(self, text: str, add_special_tokens: bool) -> RenderedPrompt:
         if self.tokenizer is None:
             raise RequestError(
-                "this model has no tokenizer, so prompts must be token ids: a list of integers,"
-                " as such or, in Python, as prompt_token_ids."
+                "this model has no tokenizer, so prompts must be token ids: a list of integers, or"
+                " prompt_token_ids in Python."
             )
         token_ids = self.tokenizer.encode(text, add_special_tokens)
         if not token_ids:

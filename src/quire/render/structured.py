@@ -53,7 +53,7 @@ def content_rule(
         except RequestError:
             raise
         except (TypeError, ValueError) as error:  # of a program that asks in Python
-            raise RequestError(f"{field}: the schema is no JSON: {error}.", field) from None
+            raise RequestError(f"{field}: the schema is not JSON: {error}.", field) from None
 
     match wanted.form:
         case "json":

@@ -18,7 +18,7 @@ TEMPLATES = JobKind(
     subject="the chat template",
     work=" on this conversation",
     advice="send less, or give another chat_template",
-    waiting="conversations wait for the chat template",
+    waiting="conversations are waiting for the chat template",
 )
 
 

@@ -241,8 +241,8 @@ def _declared(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
         if not (is_id and isinstance(value, dict) and isinstance(value.get("content"), str)):
             path = files.directory / "tokenizer_config.json"
             raise ModelError(
-                f"{path}: {name} is not an object of token ids, each with an object that has a"
-                f" content, but for example {key!r}: {shown(value)}; fetch the file again."
+                f"{path}: {name} must map token ids to objects with a content, got for example"
+                f" {key!r}: {shown(value)}; fetch the file again."
             )
         found.append((int(key), value))
     return sorted(found, key=lambda pair: pair[0])

@@ -32,9 +32,8 @@ def text_behind(whole: str, mark: str, end: str) -> str:
     _, found, tail = whole.partition(mark)
     if not found or mark in tail:
         raise RequestError(
-            "the chat template does not write an answer as it is, so nothing can be put behind one"
-            " whose tokens are kept; send a text or token ids, or the whole conversation as a new"
-            " request.",
+            "the chat template changes earlier answers, so messages cannot be appended to retained"
+            " tokens. Send a text or token ids, or the whole conversation as a new request.",
             "messages",
         )
     return tail.removeprefix(end)

@@ -144,7 +144,7 @@ class BuiltRunner:
 
     def guess(self, order: DraftOrder) -> DraftAnswer:
         """Carry out what the model that guesses is to do; there must be one."""
-        assert self.draft is not None, "nobody guesses"
+        assert self.draft is not None, "no drafter is set"
         return self.draft.run(order)
 
 
@@ -268,8 +268,8 @@ def _load(
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the weights of {source.name} ({config.model.dtype}) do not fit on"
-            f" {describe_memory(device)}; take a smaller model or dtype, or end what else uses the"
-            " GPU."
+            f" {describe_memory(device)}; use a smaller model or dtype, or end other processes on"
+            " the GPU."
         ) from error
     if config.deterministic:
         make_deterministic(model)

@@ -68,13 +68,13 @@ def check_context(config: EngineConfig, spec: ModelSpec) -> None:
         if most % sharing:
             raise ConfigError(
                 f"{name} does not divide the {most} of tensor_parallel_size={num_ranks} ranks that"
-                f" have the same of {whole} heads of keys and values (num_key_value_heads); take a"
+                f" share each of {whole} heads of keys and values (num_key_value_heads). Choose a"
                 " size that does, or more ranks."
             )
     if not any(group.keeps_all for group in spec.cache_groups):
         raise ConfigError(
-            f"{name} deals out what layers keep of all tokens, but those of this model keep only"
-            " windows or states, which each device keeps whole; leave it out."
+            f"{name} divides the KV cache of all tokens, but this model caches only windows or"
+            " states, which are not divided; remove it."
         )
 
 
@@ -90,21 +90,20 @@ def pooling_config(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         return dataclasses.replace(config, model=model)
     if config.parallel.has_rank_processes:
         raise ConfigError(
-            "a model that pools runs in its engine's own process: leave tensor_parallel_size,"
-            " pipeline_parallel_size and distributed_executor_backend out, or use"
-            " data_parallel_size."
+            "a pooling model runs in its engine's process: remove tensor_parallel_size,"
+            " pipeline_parallel_size and distributed_executor_backend, or use data_parallel_size."
         )
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.num_tokens:
         raise ConfigError(
-            "speculative_config is for models that generate, and this one pools; leave it out."
+            "speculative_config needs a model that generates text, and this one pools; remove it."
         )
     cache, scheduler = config.cache, config.scheduler
     if pooling.needs_all or spec.is_encoder:
         if cache.stores:
             raise ConfigError(
-                f"{cache.stores[0]}: a model that pools all tokens of a prompt"
-                f" ({pooling.kind}) finds none in a store; leave it out."
+                f"{cache.stores[0]}: a model that pools all tokens of a prompt ({pooling.kind})"
+                " cannot use blocks from a store; remove it."
             )
         cache = dataclasses.replace(cache, enable_prefix_caching=False, kv_host_gb=0.0)
         scheduler = dataclasses.replace(scheduler, preemption_mode="recompute")
@@ -122,18 +121,18 @@ def check_whole_prompts(config: EngineConfig, length: int) -> None:
     if budget is not None and budget < length:
         raise ConfigError(
             f"max_num_batched_tokens={budget} is less than max_model_len={length}, but this model"
-            " computes a prompt in one step, as its tokens see each other in both directions. Raise"
-            " max_num_batched_tokens, leave it out, or lower max_model_len."
+            " computes a prompt in one step, as its tokens see each other in both directions."
+            " Raise max_num_batched_tokens, remove it, or lower max_model_len."
         )
     if scheduler.long_prefill_token_threshold:
         raise ConfigError(
             "long_prefill_token_threshold cuts prompts, but this model computes a prompt in one"
-            " step, as its tokens see each other in both directions; leave it out."
+            " step, as its tokens see each other in both directions; remove it."
         )
     if config.cache.kv_cache_dtype != "auto":
         raise ConfigError(
             f"kv_cache_dtype is {config.cache.kv_cache_dtype}, but this model keeps no keys and"
-            " values; leave it out."
+            " values; remove it."
         )
 
 
@@ -146,10 +145,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
     length = config.model.max_model_len or min(usual or spec.max_position, spec.max_position)
     spec.check_length(length)
     if config.deterministic and on_cpu and config.attention_backend != "triton":
-        raise ConfigError(
-            "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"
-            " CPU."
-        )
+        raise ConfigError("deterministic is only for GPUs; remove it on a CPU.")
     check_context(config, spec)
     config = pooling_config(config, spec)
     dtype = choose_dtype(config.model.dtype, spec, device)

@@ -103,10 +103,10 @@ class HostDevice:
         return _Here(work(), began)
 
     def begin_capture(self) -> Graph:
-        raise NotImplementedError("a CPU records no graphs")
+        raise NotImplementedError("a CPU does not record graphs")
 
     def end_capture(self, graph: Graph) -> None:
-        raise NotImplementedError("a CPU records no graphs")
+        raise NotImplementedError("a CPU does not record graphs")
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -65,7 +65,7 @@ def _made(asked: Any, classes: dict[str, type[Any]]) -> Processor:
     if not callable(asked):
         name, kwargs = processor_name(asked), {} if isinstance(asked, str) else asked.get("kwargs")
         if name not in classes:
-            raise ProcessorError(f"there is no {name!r} among those of this engine.")
+            raise ProcessorError(f"this engine has no logits processor {name!r}.")
         function = classes[name](**(kwargs or {})).process
     if _takes_prompt(function):
         return function

@@ -250,7 +250,7 @@ class ModelRunner:
         longest = int(shape.context_lens.max())
         backend: AttentionBackend = self.backend
         if plan.is_guessing:
-            assert self.runs is not None, "nobody has said how the device guesses"
+            assert self.runs is not None, "the device's drafter is not set"
             rows = np.array([draft.row for draft in plan.drafts], np.int32)
             nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
             self.rows.ops.guess(rows, nums, longest, self.runs)

@@ -58,9 +58,9 @@ def plan_gpu_memory(
         graphs = runner.graph_bytes(config)
     except torch.cuda.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit beside the"
-            f" weights ({weights_bytes / 1e9:.1f} GB) on {describe_memory(device)}; lower"
-            " max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."
+            f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit next to the"
+            f" weights ({weights_bytes / 1e9:.1f} GB) on {describe_memory(device)}. Lower"
+            " max_num_batched_tokens or max_num_seqs, or end other processes on the GPU."
         ) from error
     del runner, draft
     torch.cuda.empty_cache()
@@ -72,8 +72,8 @@ def plan_gpu_memory(
     budget = gpu_pool_budget(total, share, used, free, taken)
     if budget < gpu_pool_budget(total, share, used, total, taken):
         logger.warning(
-            "gpu_memory_utilization=%g is more than other processes leave of the GPU's memory"
-            " (%.1f GB of %.1f are free beside the weights); that is taken.",
+            "gpu_memory_utilization=%g is more than the free GPU memory (%.1f GB of %.1f, without"
+            " the weights); all free memory is used.",
             share, free / 1e9, total / 1e9,
         )  # fmt: skip
     found = make_plan(config, spec, weights_bytes, workspace, max(0, budget), total)

@@ -15,8 +15,8 @@ _NOTHING_LEFT = (
 )
 _NOTHING_ALLOWED = (
     "No token can be chosen: the model's logits are not finite, or the grammar of"
-    " structured_outputs (with allowed_token_ids, bad_words, min_tokens, logit_bias and"
-    " logits_processors, if they are set) leaves no token."
+    " structured_outputs leaves no token. Check also allowed_token_ids, bad_words, min_tokens,"
+    " logit_bias and logits_processors."
 )
 
 

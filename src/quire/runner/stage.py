@@ -138,15 +138,15 @@ def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.model is not None:
         raise ConfigError(
-            f"{what} and speculative_config with the method {speculation.method}: a model that"
-            " guesses reads what no stage has of the others. Guess by ngram or suffix, or use"
+            f"{what} and speculative_config with the method {speculation.method}: a draft model"
+            " needs data from several stages. Use the method ngram or suffix, or use"
             " tensor_parallel_size."
         )
     if speculation is not None and spec.linear_layers:
         raise ConfigError(
-            f"{what} and speculative_config for {spec.model_type}, whose layers remember a state:"
-            " which guesses were right is known on the last stage alone. Leave one of them out, or"
-            " use tensor_parallel_size."
+            f"{what} and speculative_config for {spec.model_type}, whose layers have states: only"
+            " the last stage knows which draft tokens were accepted. Remove one of them, or use"
+            " tensor_parallel_size."
         )
     if device != "cpu":
         raise ConfigError(

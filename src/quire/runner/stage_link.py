@@ -50,14 +50,14 @@ class SocketLink:
         try:
             self._socket.sendall(data)
         except OSError as error:
-            raise RankLost(f"The next stage is gone ({error}).") from None
+            raise RankLost(f"The next stage has ended ({error}).") from None
 
     def _fill(self, data: memoryview) -> None:
         while len(data):
             try:
                 num = self._socket.recv_into(data)
             except OSError as error:
-                raise RankLost(f"The stage before is gone ({error}).") from None
+                raise RankLost(f"The previous stage has ended ({error}).") from None
             if num == 0:
-                raise RankLost("The stage before is gone.")
+                raise RankLost("The previous stage has ended.")
             data = data[num:]

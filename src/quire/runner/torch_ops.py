@@ -188,7 +188,7 @@ class TorchOps:
 
     @property
     def _served(self) -> Sampling:
-        assert self._sampling is not None, "somebody is served first"
+        assert self._sampling is not None, "a step's row comes first"
         return self._sampling
 
     def _choose_some(

@@ -32,7 +32,9 @@ def check_memory(
             if group.kind == STATE:  # those that are kept have an order of their own
                 continue
             needed = group.first_needed(max(0, sequence.num_kept_tokens))
-            assert table.num_dropped <= needed // kv.block_size, "what it may still need is gone"
+            assert table.num_dropped <= needed // kv.block_size, (
+                "blocks that it may still need were freed"
+            )
 
 
 def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:
@@ -51,7 +53,7 @@ def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:
     assert (table.total[order] <= table.limit[order]).all(), "total overtook the limit"
     pending = table.total[order] - table.known[order] - table.tried[order]
     assert (pending <= num_in_flight).all(), "stray pending"
-    assert np.count_nonzero(table.tried) == rows.num_trying, "guesses of nobody"
+    assert np.count_nonzero(table.tried) == rows.num_trying, "draft tokens without a row"
     assert (table.capacity[order] >= table.computed[order]).all(), "computed without a slot"
     ranks = [(sequence.priority, sequence.arrival) for sequence in running]
     assert ranks == sorted(ranks), "running rows are out of order"

@@ -168,7 +168,7 @@ def encode(value: Any) -> Any:
         return [LEAF, _name(kind), {name: encode(item) for name, item in _contents(value, kind)}]
     if callable(value):  # a logits processor of a request: only its name is kept
         return f"function {getattr(value, '__qualname__', kind.__qualname__)}"
-    raise EngineError(f"a {kind.__qualname__} cannot be kept in a snapshot.")
+    raise EngineError(f"a {kind.__qualname__} cannot be saved in a snapshot.")
 
 
 def decode(data: Any) -> Any:
@@ -304,7 +304,7 @@ class _Restore:
         if tag == INSTANCE:
             for name, item in entry[2].items():
                 if name.startswith("__"):
-                    raise EngineError(f"a snapshot sets {name!r}, which is no state.")
+                    raise EngineError(f"a snapshot sets {name!r}, which is not a state.")
                 object.__setattr__(shell, name, value(item))
         elif tag in (LIST, SET):
             add: Callable[[Any], None] = shell.append if tag == LIST else shell.add
@@ -423,7 +423,7 @@ def _name(kind: type) -> str:
     """Return the name by which a class is known. Raises EngineError for one that cannot be kept."""
     name = kind.__qualname__
     if KINDS.get(name) is not kind:
-        raise EngineError(f"{kind.__module__}.{name} cannot be kept in a snapshot.")
+        raise EngineError(f"{kind.__module__}.{name} cannot be saved in a snapshot.")
     return name
 
 
@@ -431,5 +431,5 @@ def _class(name: str, kinds: Mapping[str, type] = KINDS) -> Any:
     """Return the class of this name; earlier recordings named the module, too."""
     found = kinds.get(name.rpartition(":")[2])
     if found is None:
-        raise EngineError(f"a snapshot names {name!r}, which is no class of the scheduler's.")
+        raise EngineError(f"a snapshot names {name!r}, which is not a class of the scheduler.")
     return found

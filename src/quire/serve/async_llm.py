@@ -98,7 +98,7 @@ class AsyncLLM:
         """Make one of vLLM's arguments. The last three are vLLM's; stat_loggers are refused, the
         others mean nothing here."""
         if stat_loggers is not None:
-            raise ConfigError("stat_loggers are not supported; leave them out.")
+            raise ConfigError("stat_loggers are not supported; remove them.")
         return cls(**vars(engine_args))
 
     def _prepare(self, model: str, settings: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ class AsyncLLM:
         max_num_queued_reqs, EngineDead if the core has ended or ends.
         """
         if lora_request is not None:
-            message = "lora_request: adapters are not supported yet; leave it out."
+            message = "lora_request: adapters are not supported yet; remove it."
             raise RequestError(message, "lora_request")
         check_core(data_parallel_rank, self._config.parallel.data_parallel_size)
         text = self._text
@@ -411,8 +411,8 @@ class AsyncLLM:
             return self._link
         if self._loop is not None and self._loop.is_running():
             raise ConfigError(
-                "this AsyncLLM serves another event loop, which still runs; use it from there, or"
-                " make another one."
+                "this AsyncLLM belongs to another event loop, which is still running; use it from"
+                " that loop, or create another AsyncLLM."
             )
         self._link = client_of(self._cores.paths, self._text.tokenizer)
         self._loop = loop

@@ -49,10 +49,10 @@ class BatchFiles:
         """Raise ConfigError for files that cannot be these."""
         if not self.input.is_file():
             raise ConfigError(
-                f"there is no file {self.input}; give one with a request on each line."
+                f"there is no file {self.input}; give a file with one request per line."
             )
         if self.output.exists() and self.output.samefile(self.input):
-            raise ConfigError(f"{self.output} is the input, too; give another file for the output.")
+            raise ConfigError(f"{self.output} is also the input; give another file for the output.")
 
 
 class BatchRun:
@@ -144,7 +144,7 @@ class BatchRun:
         def take() -> None:
             self._num_signals += 1
             if self._num_signals == 1:
-                logger.info("waiting for the lines that are open; stop once more to end now")
+                logger.info("waiting for the lines in progress; stop again to end now")
             else:
                 work.cancel()
 
@@ -166,4 +166,6 @@ class BatchRun:
         return 0
 
     def _how_to_go_on(self) -> str:
-        return f"What is done is in {self._files.output}: the same command goes on from there."
+        return (
+            f"Finished lines are in {self._files.output}. Run the same command again to continue."
+        )

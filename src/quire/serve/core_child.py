@@ -54,5 +54,5 @@ class CoreChild:
             self.child.signal(signal.SIGKILL)
             self.child.was_killed = True
         elif not is_ending:
-            logger.error("%s cannot be killed; the server ends without it", self.child.name)
+            logger.error("%s cannot be killed; the server stops without it", self.child.name)
             self.is_lost = True

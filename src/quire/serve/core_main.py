@@ -29,6 +29,7 @@ from quire.engine.start.prefix_file import pin_configured
 from quire.engine.start.text import build_text_side
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.engine.wire.core_server import CoreReports, CoreServer
+from quire.engine.wire.logs import print_error
 from quire.models.source import resolve_source
 from quire.ops.torch_import import tell_own_process
 from quire.serve.launch import FAILURE, StartFailure
@@ -57,7 +58,7 @@ def main() -> int:
             pin_configured(built.core, config.cache, build_text_side(config.model, source))
         server = _make_server(built, options, options.name or source.name)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         failure = StartFailure(type(error).__name__, str(error))
         (options.home / FAILURE).write_bytes(msgspec.json.encode(failure))
         return NO_START
@@ -66,7 +67,7 @@ def main() -> int:
         with collecting_rarely():
             server.run()
     except Exception as error:
-        logger.critical("the engine cannot go on: %s", error, exc_info=error)
+        logger.critical("the engine cannot continue: %s", error, exc_info=error)
         return 1
     finally:
         built.core.close()

@@ -92,6 +92,6 @@ def gpu_shares(
     if len(gpus) < num * each:
         raise ConfigError(
             f"data_parallel_size={num} with {each} devices for each core needs {num * each} GPUs,"
-            f" but {len(gpus)} can be seen; lower it, or take device=cpu."
+            f" but only {len(gpus)} are visible; lower it, or use device=cpu."
         )
     return [{CUDA_VARIABLE: ",".join(gpus[i * each : (i + 1) * each])} for i in range(num)]

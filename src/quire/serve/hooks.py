@@ -83,7 +83,7 @@ class Hooks:
         name = given if isinstance(given, str) else type(given).__name__
         if not methods or isinstance(made, type):
             raise ConfigError(
-                f"{made!r} is no hook: it must be an object with one of the methods"
+                f"{made!r} is not a hook: it must be an object with one of the methods"
                 f" {', '.join(METHODS)}."
             )
         return _Hook(name, methods, Caller(self._lanes, self._timeout_s))
@@ -102,8 +102,8 @@ def _from_package(name: str) -> Any:
         return made()
     except Exception as error:
         raise ConfigError(
-            f"the hook {name!r} cannot be made: {type(error).__name__}: {error}. Repair its"
-            " package, or leave it out."
+            f"the hook {name!r} cannot be created: {type(error).__name__}: {error}. Repair its"
+            " package, or remove it."
         ) from error
 
 
@@ -167,7 +167,10 @@ class RequestHooks:
             return EndRequest(reason.encode(errors="replace").decode())
         where = f"{hook}.{method} on request {request_id}"
         if isinstance(error, Unavailable):
-            text = "calls of a hook of this server hang, so it cannot serve this; try again later."
+            text = (
+                "calls of one of this server's hooks hang, so it cannot serve this request; try"
+                " again later."
+            )
             return HookFailed(text, HOOK_UNAVAILABLE)
         if isinstance(error, TooLong):
             logger.error("hook %s took longer than %g s", where, self._timeout_s)

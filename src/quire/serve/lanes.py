@@ -56,8 +56,8 @@ class Lanes:
             is_full = self.num_open_chars + num_chars > self._max_open_chars
             if self.num_open and (is_full or self.num_open >= self._max_open):
                 raise EngineBusy(
-                    f"{self.num_open} long prompts with {self.num_open_chars} characters are"
-                    " worked on or wait for it; try again later."
+                    f"{self.num_open} long prompts with {self.num_open_chars} characters are being"
+                    " processed or waiting; try again later."
                 )
             self.num_open += 1
             self.num_open_chars += num_chars

@@ -254,7 +254,7 @@ class LLM:
         for prefix in self.pinned_prefixes():
             if prefix.id == request.request_id:
                 return prefix
-        raise RequestError("the prefix was pinned, but its ttl_s is over already; raise it.")
+        raise RequestError("the prefix was pinned, but its ttl_s has passed already; raise ttl_s.")
 
     def unpin_prefix(self, prefix_id: str) -> bool:
         """Keep a prefix no longer; False if there is none of that id. Requests that run keep their
@@ -269,7 +269,7 @@ class LLM:
         """Begin a session: tokens that grow, fork and go back, over KV blocks that are held for
         keep_s seconds after each answer. Hooks are not for sessions: what passes is in tokens."""
         if self._hooks is not None:
-            raise ConfigError("a session passes no hooks; make an LLM without them.")
+            raise ConfigError("sessions do not support hooks; create an LLM without hooks.")
 
         def run(request: Request) -> RequestOutput:
             self._alive.client.check(request)
@@ -304,13 +304,16 @@ class LLM:
         """The parts, for tools and tests. Raises ConfigError if cores are processes."""
         if not isinstance(self._alive, Engine):
             num = self._alive.config.parallel.data_parallel_size
-            raise ConfigError(f"data_parallel_size={num}: the cores are not in this process.")
+            raise ConfigError(
+                f"data_parallel_size={num}: the cores are not in this process, so there is no"
+                " single core to return."
+            )
         return self._alive
 
     @property
     def _alive(self) -> Engine | ProcessEngine:
         if self._engine is None:
-            raise ConfigError("this LLM is closed; make a new one.")
+            raise ConfigError("this LLM is closed; create a new one.")
         return self._engine
 
     def _admitted(

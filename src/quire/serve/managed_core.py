@@ -137,12 +137,12 @@ class ManagedCore:
     def dead(self) -> EngineDead:
         """Return the error for those who wait for what will not come."""
         if self._is_stopped:
-            return EngineDead("this engine was shut down; make a new one.")
+            return EngineDead("this engine was shut down; create a new one.")
         status = None if self._process is None else self._process.process.poll()
         how = ""
         if status is not None:
             how = f" (signal {-status})" if status < 0 else f" (exit status {status})"
-        return EngineDead(f"{self._name} has ended{how}; make a new one.")
+        return EngineDead(f"{self._name} has ended{how}; create a new one.")
 
     def _keep(self) -> None:
         """Run the thread to which the process is tied."""

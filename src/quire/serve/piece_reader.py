@@ -121,7 +121,7 @@ class PieceReader:
         elif isinstance(piece, Sequence) and not (piece and isinstance(piece[0], Mapping)):
             return None, piece
         raise RequestError(
-            'a piece of a prompt must be a text, token ids, {"prompt": text} or'
+            'a part of an open prompt must be a text, token ids, {"prompt": text} or'
             f' {{"prompt_token_ids": ids}}, got {type(piece).__name__}.'
         )
 
@@ -131,7 +131,7 @@ class PieceReader:
         if not salt or salt == self.cache_salt:
             return
         if self._changed.is_set() or self.cache_salt is not None:
-            message = "cache_salt must come with the first piece, and stay the same."
+            message = "cache_salt must come with the first part of the prompt, and stay the same."
             raise RequestError(message, "cache_salt")
         self.cache_salt = salt
 

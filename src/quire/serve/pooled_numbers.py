@@ -24,8 +24,8 @@ def paired(first: Sequence[Any], second: Sequence[Any], names: tuple[str, str]) 
     """Pair texts: one with each, or as many with as many. Raises RequestError."""
     if not first or not second or len(first) not in (1, len(second)):
         raise RequestError(
-            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}; give one text for all"
-            f" of {names[1]}, or as many.",
+            f"{names[0]} has {len(first)} texts and {names[1]} {len(second)}; give one text for"
+            f" all {names[1]}, or as many.",
             names[0],
         )
     return list(zip(list(first) * (len(second) // len(first)), second, strict=True))

@@ -55,7 +55,7 @@ class QuireServer:
         known = {field.name for field in fields(ServerConfig)}
         own = {name: settings.pop(name) for name in list(settings) if name in known}
         if wrong := sorted(own.keys() & NOT_HERE):
-            raise ConfigError(f"{wrong[0]} means nothing in a replica of Ray Serve; leave it out.")
+            raise ConfigError(f"{wrong[0]} has no effect in a Ray Serve replica; remove it.")
         self._server = ServerConfig(host=ANY_HOST, **own)
         self._engine: EngineConfig = config_from_flat(model=model, **settings)
         self._cores = ManagedCores(self._engine, "warning")
@@ -123,7 +123,7 @@ def application(
         from ray import serve
     except ImportError as error:
         raise MissingDependency(
-            'Ray Serve is needed, which is not installed: pip install "quire[ray-serve]"'
+            'Ray Serve is not installed; install it: pip install "quire[ray-serve]"'
         ) from error
     made = serve.deployment(serve.ingress()(QuireServer), name="quire")
     return made.options(**(deployment or {})).bind(model, **settings)

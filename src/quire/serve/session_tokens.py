@@ -51,7 +51,7 @@ class SessionTokens:
         at_token = num_tokens if at_token is None else at_token
         if not 0 <= at_token <= num_tokens:
             raise RequestError(
-                f"at_token must be from 0 to {num_tokens}, the tokens there are; got {at_token}."
+                f"at_token must be from 0 to {num_tokens}, the number of tokens; got {at_token}."
             )
         child = copy.copy(self)
         child.token_ids = self.token_ids[:at_token]
@@ -62,7 +62,7 @@ class SessionTokens:
         """Drop the last tokens."""
         if not 0 <= num_tokens <= len(self.token_ids):
             raise RequestError(
-                f"num_tokens must be from 0 to {len(self.token_ids)}, the tokens there are; got"
+                f"num_tokens must be from 0 to {len(self.token_ids)}, the number of tokens; got"
                 f" {num_tokens}."
             )
         self._replace(self.token_ids[: len(self.token_ids) - num_tokens])
@@ -79,7 +79,7 @@ class SessionTokens:
         """Return parameters of its own. Raises RequestError if nothing can be gone on with."""
         params = (given or self._requests.defaults.default_sampling_params()).clone()
         if params.num_samples > 1:
-            raise RequestError("a session goes on in one way; fork it for others.", "n")
+            raise RequestError("n must be 1 in a session; call fork() to branch.", "n")
         if not self.token_ids:
             raise RequestError("the session has no tokens yet; append some.")
         return params
@@ -96,7 +96,7 @@ class SessionTokens:
     def _tail_of(self, told: str, mark: str) -> str:
         """Return what is new of a conversation that was told with a mark for the answer before."""
         tokenizer = self._renderer.tokenizer
-        assert tokenizer is not None, "a conversation has been rendered before"
+        assert tokenizer is not None, "a conversation was rendered before"
         has_ended = self.token_ids[-1] in self._requests.defaults.eos_token_ids
         end = tokenizer.decode(self.token_ids[-1:]) if has_ended else ""
         return text_behind(told, mark, end)

@@ -50,7 +50,15 @@ from quire.serve.launch import (
     remove_abandoned_sockets,
 )
 from quire.serve.rate_limits import make_memory
-from quire.serve.several.served import ApiModel, ServedModel, named, own_record
+from quire.serve.several.served import (
+    ApiModel,
+    FirstRequest,
+    ServedModel,
+    first_request,
+    named,
+    own_record,
+    start_lines,
+)
 from quire.serve.tracing_package import check_tracing
 from quire.serve.usage_log import check_usage_log
 
@@ -78,10 +86,12 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
     model = ServedModel(engine, server.served_model_name)
     with _prepared(server) as (listening, stack):
         sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
-        check_before_loading(engine, resolve_source(engine.model))  # downloads only once
+        source = resolve_source(engine.model)  # downloads only once
+        check_before_loading(engine, source)
         pairs = zip(places, sockets, strict=True)
         cores = [ServedCore(model, place, unix) for place, unix in pairs]
-        return Supervisor(server, log_level, listening, cores).run()
+        first = first_request(model, source)
+        return Supervisor(server, log_level, listening, cores, first).run()
 
 
 def serve_several(
@@ -111,7 +121,8 @@ def serve_several(
             pairs = zip(names, children, strict=True)
             return Keeper(residency, dict(pairs), listener, end_s)
 
-        return Supervisor(server, log_level, listening, cores, make_keeper).run()
+        first = first_request(models[0], resolve_source(models[0].engine.model))
+        return Supervisor(server, log_level, listening, cores, first, make_keeper).run()
 
 
 @contextlib.contextmanager
@@ -153,7 +164,7 @@ def bind_unix(path: Path) -> socket.socket:
         if path.is_socket():
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
                 if probe.connect_ex(str(path)) == 0:
-                    raise OSError(errno.EADDRINUSE, "another server listens there")
+                    raise OSError(errno.EADDRINUSE, "another server is listening there")
             path.unlink()
         sock.bind(str(path))
     except OSError as error:
@@ -181,7 +192,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Supervisor:
-    """The processes of one server. make_keeper: of what loads models, where they come and go."""
+    """The processes of one server. first: the request that the log shows at the start.
+    make_keeper: makes the keeper of several models, which loads and unloads them."""
 
     def __init__(
         self,
@@ -189,9 +201,10 @@ class Supervisor:
         log_level: str,
         tcp: socket.socket,
         cores: Sequence[ServedCore],
+        first: FirstRequest,
         make_keeper: "Callable[[Sequence[CoreChild]], Keeper] | None" = None,
     ) -> None:
-        self._server = server
+        self._server, self._first = server, first
         self._served = cores
         self._log_level = log_level
         self._tcp = tcp
@@ -318,7 +331,7 @@ class Supervisor:
         if keeper.is_open:
             keeper.look(readable)
         if self._status is None and (status := keeper.end_status) is not None:
-            logger.error("there is no model left to serve")
+            logger.error("no model is left to serve")
             self._end(status, 0.0)
 
     def _wait_s(self) -> float:
@@ -346,14 +359,8 @@ class Supervisor:
         for (index,) in READY.iter_unpack(os.read(self._ready_in, 64 * READY.size)):
             self._never_ready.discard(index)
         if not was_complete and not self._never_ready:
-            scheme = "https" if self._server.ssl_certfile else "http"
-            if self._server.uds is not None:
-                where = f"unix:{self._server.uds}"
-            else:
-                host, port = self._tcp.getsockname()[:2]
-                where = f"{scheme}://" + (f"[{host}]" if ":" in host else host) + f":{port}"
-            root = self._server.root_path
-            logger.info("ready: %s%s/v1 (Ctrl-C ends it)", where, root)
+            for line in start_lines(self._server, self._tcp.getsockname(), self._first):
+                logger.info("%s", line)
 
     def _bury(self, child: Child) -> None:
         """See to a child that has ended: as told, or it is started anew, or the server ends with
@@ -368,7 +375,7 @@ class Supervisor:
             return
         if self._status is not None:
             if not child.was_told or status not in (0, -signal.SIGTERM):
-                logger.error("%s did not end well (%s)", child.name, _describe(status))
+                logger.error("%s stopped with an error (%s)", child.name, _describe(status))
                 self._status = self._status or 1
             if child in self._apis and not self._running_apis():
                 self._end_cores()  # nobody is left to serve
@@ -376,7 +383,7 @@ class Supervisor:
         if status == NO_START:  # it has said itself why it could not start
             self._end(NO_START, 0.0)
             return
-        logger.error("%s ended by itself (%s)", child.name, _describe(status))
+        logger.error("%s ended unexpectedly (%s)", child.name, _describe(status))
         self._start_again(child)
 
     def _is_kept(self, child: Child) -> bool:
@@ -390,7 +397,7 @@ class Supervisor:
             self._end(1, 0.0)
             return
         when = f" in {pause_s:g} s" if pause_s else ""
-        logger.error("it is started anew%s; requests that were open have failed", when)
+        logger.error("restarting it%s; its open requests have failed", when)
 
     # ---- ending ------------------------------------------------------------------------------
 
@@ -430,10 +437,10 @@ class Supervisor:
         self._status = self._status or 1
         for child in self._running_apis() or self._running_cores():  # cores follow them
             if child.was_killed:
-                logger.error("%s cannot be killed, and is left behind", child.name)
+                logger.error("%s cannot be killed and is abandoned", child.name)
                 child.leave()
             else:
-                logger.error("%s does not end; it is killed", child.name)
+                logger.error("%s does not stop; killing it", child.name)
                 child.kill()
         if not self._running_apis():
             self._end_cores()

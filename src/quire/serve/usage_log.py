@@ -82,7 +82,7 @@ class UsageLog:
                 continue
             if self._is_failing:
                 lost, self._num_lost = self._num_lost, 0
-                logger.error("%s can be written again; %d lines are lost", self._path, lost)
+                logger.error("%s can be written again; %d lines were lost", self._path, lost)
                 self._is_failing = False
             with self._changed:
                 self._lines.popleft()

@@ -57,7 +57,7 @@ def speculation_of(given: Mapping[str, Any], whole: Any) -> str:
     setting itself, if that is given, too. Raises ConfigError."""
     if whole is not None:
         names = ", ".join(given)
-        raise ConfigError(f"{names} and {SPECULATION} say the same; give one of them.")
+        raise ConfigError(f"{names} and {SPECULATION} mean the same; give one of them.")
     fields = {SPECULATION_FIELDS[name]: value for name, value in given.items()}
     number = fields.get("num_speculative_tokens")
     if isinstance(number, str):

@@ -1,32 +1,32 @@
-"""Every flag of vLLM's `serve`, and what becomes of it here: one table, data only.
+"""Every flag of vLLM's `serve`, and what quire does with it: one table, data only.
 
-`LLM` and the command line take vLLM's settings by it (`vllm_compat.py`), and docs/use/vllm-flags.md
-is made of it (`python -m quire.cli.migrating`).
+`LLM` and the command line read vLLM's settings from it (`vllm_compat.py`). `python -m
+quire.cli.migrating` writes it into the pages docs/use/vllm-flags*.md.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-# Reasons that many have in common.
+# Reasons of several settings.
 TEXT = "prompts are text"
-NO_ADAPTERS = "adapters are not supported yet"
-ONE_WAY = "there is one way to do it here, with the same results"
-GROUP = "ranks find each other by --nnodes, --node-rank and --master-addr"
-COPIES = "one server has all copies of a model, or each has its own"
-COMPILATION = "--compilation says how steps are recorded"
-ONE_LOG = "the log has one form, on standard error; --log-level says how much"
-NO_REQUEST_LOG = "requests are not logged"
-STATES = "states are kept as they are computed"
+NO_ADAPTERS = "quire loads no adapters (LoRA)"
+ONE_WAY = "quire has one implementation, with the same results"
+GROUP = "use --nnodes, --node-rank and --master-addr"
+COPIES = "one server runs all replicas of a model, or each replica has its own server"
+COMPILATION = "use --compilation to choose the kind of CUDA graphs"
+ONE_LOG = "--log-format and --log-level control the log, on standard error"
+NO_REQUEST_LOG = "quire does not log requests"
+STATES = "states are cached in the data type of the computation"
 
 
 @dataclass(frozen=True)
 class VllmSetting:
-    """One of vLLM's settings.
+    """A setting of vLLM.
 
-    is_same: it is one of ours, under the same name; reason: how it differs, if it does.
-    becomes: otherwise, the one of ours that it becomes a part of.
-    harmless: of others, values that may be ignored, as they ask for what is so anyway; None is all
-    of them, none at all is (). reason: why it may be ignored, or why not, and what to do.
+    is_same: quire has it under the same name; reason: how it differs, if it does.
+    becomes: the setting of quire that it becomes a part of.
+    harmless: values that may be ignored, because they ask for the behaviour of quire. None is all
+    values, () is no value. reason: why it is ignored or refused, and what to use instead.
     is_switch: a flag without a value; several: with any number of them. short: other spellings.
     """
 
@@ -64,291 +64,309 @@ SERVER = {
     "port": _same(),
     "uds": _same(),
     "root_path": _same(),
-    "api_key": _same("of all but /health, /ready, /ping, the page of /docs; vLLM's of /v1 alone"),
-    "allowed_origins": _same("none if absent; vLLM allows all"),
-    "allowed_methods": _value("all methods are allowed to those origins", "*", '["*"]'),
-    "allowed_headers": _value("all headers are allowed to those origins", "*", '["*"]'),
-    "allow_credentials": _switch("keys are sent in a header, and there are no cookies", False),
+    "api_key": _same(
+        "for all paths but /health, /ready, /ping, the page of /docs; in vLLM for /v1 only"
+    ),
+    "allowed_origins": _same("none by default; vLLM allows all"),
+    "allowed_methods": _value("allowed origins may use all methods", "*", '["*"]'),
+    "allowed_headers": _value("allowed origins may send all headers", "*", '["*"]'),
+    "allow_credentials": _switch("keys come in a header, never in a cookie", False),
     "ssl_keyfile": _same(),
     "ssl_certfile": _same(),
-    "ssl_ca_certs": _value("put a proxy in front that asks for clients' certificates"),
-    "ssl_cert_reqs": _value("put a proxy in front that asks for clients' certificates", 0),
-    "ssl_ciphers": _value("Python's choice is taken; put a proxy in front for another one"),
-    "enable_ssl_refresh": _switch("start the server anew with a new certificate", False),
-    "middleware": _value("filter by --hooks (docs/extend/hooks.md), or put a proxy in front"),
-    "api_server_count": _same("vLLM has as many as copies of the model", short="-asc"),
+    "ssl_ca_certs": _value("put a proxy that checks clients' certificates in front"),
+    "ssl_cert_reqs": _value("put a proxy that checks clients' certificates in front", 0),
+    "ssl_ciphers": _value("Python's default ciphers are used; put a proxy in front for others"),
+    "enable_ssl_refresh": _switch("restart the server with the new certificate", False),
+    "middleware": _value("use --hooks (docs/extend/hooks.md), or put a proxy in front"),
+    "api_server_count": _same("vLLM starts one per replica of the model", short="-asc"),
     "headless": _switch(GROUP, False),
     "grpc": _switch("the server speaks HTTP", False),
     "grpc_port": _value("the server speaks HTTP"),
-    "shutdown_timeout": _same("vLLM's is 0: requests end at once"),
-    "h11_max_incomplete_event_size": _ignored("heads have 64 KiB at most, bodies --max-body-bytes"),
-    "h11_max_header_count": _ignored("heads have 64 KiB at most"),
+    "shutdown_timeout": _same("in vLLM 0: requests end at once"),
+    "h11_max_incomplete_event_size": _ignored("headers may have 64 KiB, bodies --max-body-bytes"),
+    "h11_max_header_count": _ignored("headers may have 64 KiB"),
     "sse_keep_alive_interval": _same(),
     "disable_fastapi_docs": _same(),
-    "enable_offline_docs": _ignored("the page of /docs loads nothing from elsewhere", True),
+    "enable_offline_docs": _ignored("the page of /docs always works offline", True),
     "enable_request_id_headers": _ignored("every answer has X-Request-Id", True),
     "enable_server_load_tracking": _ignored("/load always answers", True),
     "enable_tokenizer_info_endpoint": _ignored("/tokenizer_info always answers", True),
-    "enable_scale_out": _switch("its endpoints are not here; prompts may be token ids", False),
-    "tokens_only": _switch("leave it out: prompts may be token ids, answers, too", False),
-    "disable_frontend_multiprocessing": _ignored("--api-server-count says how many", True),
-    "fail_on_environ_validation": _ignored("few variables of the environment are read", True),
+    "enable_scale_out": _switch(
+        "its endpoints do not exist here; send prompts as token ids", False
+    ),
+    "tokens_only": _switch("remove it: prompts and outputs may be token ids", False),
+    "disable_frontend_multiprocessing": _ignored("use --api-server-count", True),
+    "fail_on_environ_validation": _ignored("quire reads few environment variables", True),
 }
 ANSWERS = {
     "served_model_name": _same(
-        "of [several models](../operate/several-models.md) each is named as `NAME=MODEL`"
+        "name each of [several models](../operate/several-models.md) by `NAME=MODEL`"
     ),
     "response_role": _same(),
     "chat_template": _same(),
-    "chat_template_content_format": _value("the template tells it", "auto"),
+    "chat_template_content_format": _value("the chat template determines it", "auto"),
     "trust_request_chat_template": _same(),
     "default_chat_template_kwargs": _same(),
-    "reasoning_effort_map": _value("templates get reasoning_effort as it is"),
+    "reasoning_effort_map": _value("templates get reasoning_effort unchanged"),
     "return_tokens_as_token_ids": _same(),
     "enable_force_include_usage": _same(),
-    "enable_prompt_tokens_details": _ignored("the usage always has them", True),
+    "enable_prompt_tokens_details": _ignored("the usage always includes them", True),
     "enable_per_request_metrics": _same(),
-    "per_request_spec_decode_metrics": _ignored("--enable-per-request-metrics has them", True),
+    "per_request_spec_decode_metrics": _ignored("use --enable-per-request-metrics", True),
     "stream_interval": _same(),
-    "tool_call_parser": _same("told by the template, where vLLM wants a name"),
-    "tool_parser_plugin": _value("formats are rows of a table (docs/use/tools.md)", ""),
-    "tool_server": _value("tools are called by clients"),
-    "tool_strict_level": _value("a tool's definition says it: strict"),
+    "tool_call_parser": _same("detected from the chat template, where vLLM needs a name"),
+    "tool_parser_plugin": _value("add a format as a row of a table (docs/use/tools.md)", ""),
+    "tool_server": _value("the server runs no tools; clients call them"),
+    "tool_strict_level": _value("set strict in the tool's definition"),
     "enable_auto_tool_choice": _ignored("tool calls are always read", True),
-    "exclude_tools_when_tool_choice_none": _switch("they are always left out then", True),
-    "reasoning_parser": _same("told by the template, where vLLM wants a name"),
-    "reasoning_parser_plugin": _value("formats are rows of a table (docs/use/tools.md)", ""),
-    "reasoning_config": _value("the format tells it", "{}"),
+    "exclude_tools_when_tool_choice_none": _switch("tools are always removed then", True),
+    "reasoning_parser": _same("detected from the chat template, where vLLM needs a name"),
+    "reasoning_parser_plugin": _value("add a format as a row of a table (docs/use/tools.md)", ""),
+    "reasoning_config": _value("the reasoning format determines it", "{}"),
     "enable_reasoning": _ignored("reasoning is always read", True),
-    "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
-    "structured_outputs_config.backend": _ignored("llguidance is the one for all grammars"),
-    "guided_decoding_backend": _ignored("llguidance is the one for all grammars"),
+    "structured_outputs_config": _ignored("llguidance compiles all grammars"),
+    "structured_outputs_config.backend": _ignored("llguidance compiles all grammars"),
+    "guided_decoding_backend": _ignored("llguidance compiles all grammars"),
     "fingerprint_mode": _value("answers have no system_fingerprint", "none"),
     "fingerprint_value": _value("answers have no system_fingerprint"),
-    "cohere_is_reasoning_model": _ignored("there are no endpoints of Cohere's form", True),
-    "cohere_format": _ignored("there are no endpoints of Cohere's form"),
-    "enable_flash_late_interaction": _ignored("there is no late interaction", True),
+    "cohere_is_reasoning_model": _ignored("quire has no endpoints in Cohere's format", True),
+    "cohere_format": _ignored("quire has no endpoints in Cohere's format"),
+    "enable_flash_late_interaction": _ignored("quire has no late interaction", True),
 }
 MODEL = {
-    "model": _same("the model may also stand first"),
+    "model": _same("the first argument may be the model, too"),
     "tokenizer": _same(),
     "tokenizer_revision": _same(),
     "revision": _same(),
-    "code_revision": _ignored("code from a model's repository is never run"),
+    "code_revision": _ignored("quire never runs code from a model's repository"),
     "trust_remote_code": _switch(
-        "code from a model's repository is never run, only quire's and the transformers package's",
+        "quire runs only its own code and the transformers package's, none from a repository",
         False,
     ),
-    "tokenizer_mode": _value("there is one tokenizer, from tokenizer.json", "auto"),
-    "skip_tokenizer_init": _switch("the tokenizer is loaded if the model has one", False),
-    "tokenizer_pool_size": _ignored("texts are tokenised in threads"),
-    "renderer_num_workers": _ignored("templates run in processes, as many as are needed"),
+    "tokenizer_mode": _value("the tokenizer always comes from tokenizer.json", "auto"),
+    "skip_tokenizer_init": _switch("quire loads the tokenizer if the model has one", False),
+    "tokenizer_pool_size": _ignored("threads tokenise texts"),
+    "renderer_num_workers": _ignored("processes render templates, as many as are needed"),
     "hf_config_path": _value("change config.json's values by --hf-overrides"),
     "hf_overrides": _same("a JSON object; in Python a dictionary, not a function"),
     "hf_token": _value("set the environment variable HF_TOKEN"),
-    "config_format": _value("config.json is read", "auto", "hf"),
-    "rope_scaling": _value("give it by --hf-overrides"),
-    "rope_theta": _value("give it by --hf-overrides"),
+    "config_format": _value("quire reads config.json", "auto", "hf"),
+    "rope_scaling": _value("set it in --hf-overrides"),
+    "rope_theta": _value("set it in --hf-overrides"),
     "model_impl": _same("auto, quire, transformers; vllm counts as quire"),
-    "model_class_overrides": _value("an architecture is one file here (docs/extend/models.md)"),
+    "model_class_overrides": _value("add an architecture as a file (docs/extend/models.md)"),
     "dtype": _same(),
     "seed": _same(),
-    "max_model_len": _same("auto and -1: what fits the memory"),
+    "max_model_len": _same("auto and -1 take the longest length that fits the memory"),
     "max_logprobs": _same(),
-    "logprobs_mode": _value("logprobs are those before sampling's changes", "raw_logprobs"),
-    "quantization": _same(
-        "rounds the weights: fp8, int8, int4, none. Names of a checkpoint's own format (awq, gptq,"
-        " compressed-tensors ...) count as absent: its files say it"
+    "logprobs_mode": _value(
+        "log-probabilities are computed before penalties and filters", "raw_logprobs"
     ),
-    "quantization_config": _value("--quantization and --quantization-group-size say it", "{}"),
-    "allow_deprecated_quantization": _ignored("docs/use/quantisation.md lists what is read", True),
-    "generation_config": _same("auto, or none (vllm is the same); no folder"),
+    "quantization": _same(
+        "fp8, int8, int4 or none, for weights as they load. A checkpoint's own format (awq, gptq,"
+        " compressed-tensors ...) is read from its files and needs no name"
+    ),
+    "quantization_config": _value("use --quantization and --quantization-group-size", "{}"),
+    "allow_deprecated_quantization": _ignored(
+        "docs/use/quantisation.md lists the supported formats", True
+    ),
+    "generation_config": _same("auto or none; vllm means none; no folder"),
     "override_generation_config": _same(),
-    "runner": _same("auto, generate and pooling"),
+    "runner": _same("auto, generate or pooling"),
     "convert": _same(),
-    "task": _value("--runner and --convert say it", "auto", "generate"),
+    "task": _value("use --runner and --convert", "auto", "generate"),
     "pooler_config": _same(
         "with seq_pooling_type or pooling_type, and use_activation or normalize"
     ),
     "enable_prompt_embeds": _switch("send prompts as text or token ids", False),
     "logits_processors": _same(
-        "names that installed packages bring (docs/extend/logits-processors.md), no paths"
+        "names from installed packages (docs/extend/logits-processors.md), no paths"
     ),
-    "io_processor_plugin": _value("filter by --hooks (docs/extend/hooks.md)"),
-    "disable_sliding_window": _switch("a model's windows are obeyed", False),
+    "io_processor_plugin": _value("use --hooks (docs/extend/hooks.md)"),
+    "disable_sliding_window": _switch("sliding windows are always applied", False),
     "disable_cascade_attn": _ignored("answers do not depend on it", True),
-    "use_fp64_gumbel": _ignored("a request's noise is the same bits everywhere", True),
-    "enable_return_routed_experts": _switch("which experts were chosen is not told", False),
-    "return_sampling_mask": _switch("it is not told", False),
-    "enable_trace_replay": _switch(
-        "quire replay runs recordings (docs/operate/recording.md)", False
+    "use_fp64_gumbel": _ignored("a request's noise has the same bits on every device", True),
+    "enable_return_routed_experts": _switch("responses do not contain the chosen experts", False),
+    "return_sampling_mask": _switch("responses do not contain the mask", False),
+    "enable_trace_replay": _switch("use quire replay (docs/operate/recording.md)", False),
+    "enable_sleep_mode": _switch(
+        "sleep mode is not supported; a restart maps the stored weights", False
     ),
-    "enable_sleep_mode": _switch("there is no sleep; a start maps the weights", False),
     "enable_cumem_allocator": _ignored(ONE_WAY, True),
-    "enable_nccl_comm_suspend": _ignored("there is no sleep", True),
-    "diffusion_config": _value("models write one token after the other", short="-dc"),
-    "watermark_config": _value("answers are not marked"),
-    "weight_transfer_config": _value("weights are those of the model's files"),
-    "additional_config": _value("there is nothing that would read it", "{}"),
+    "enable_nccl_comm_suspend": _ignored("sleep mode is not supported", True),
+    "diffusion_config": _value("diffusion models are not supported", short="-dc"),
+    "watermark_config": _value("outputs are not watermarked"),
+    "weight_transfer_config": _value("weights come from the model's files"),
+    "additional_config": _value("no part of quire reads it", "{}"),
 }
 LOADING = {
-    "load_format": _same("auto, safetensors, dummy; a GGUF file is known by its name"),
+    "load_format": _same("auto, safetensors or dummy; quire recognises a GGUF file by its content"),
     "download_dir": _value("set the environment variable HF_HOME"),
     "safetensors_load_strategy": _ignored("weights are mapped from their files"),
     "safetensors_prefetch_num_threads": _ignored("weights are mapped from their files"),
     "safetensors_prefetch_block_size": _ignored("weights are mapped from their files"),
     "model_loader_extra_config": _value("weights are mapped from their files", "{}"),
     "max_parallel_loading_workers": _ignored("weights are mapped from their files"),
-    "ignore_patterns": _ignored("only safetensors files and texts are fetched", several=True),
-    "use_tqdm_on_load": _ignored("a terminal is shown a bar, a log is not", True),
-    "pt_load_map_location": _ignored("weights are safetensors"),
+    "ignore_patterns": _ignored("only safetensors and text files are downloaded", several=True),
+    "use_tqdm_on_load": _ignored("a terminal gets a progress bar, a log none", True),
+    "pt_load_map_location": _ignored("weights are safetensors files"),
 }
 CACHE = {
     "block_size": _same(),
-    "gpu_memory_utilization": _same("--device-memory-utilization is the same"),
+    "gpu_memory_utilization": _same("--device-memory-utilization is another name"),
     "kv_cache_memory_bytes": _same(),
-    "kv_cache_dtype": _same("auto, int8, fp8 (fp8_e4m3)"),
-    "kv_cache_dtype_skip_layers": _value("all layers store alike"),
-    "calculate_kv_scales": _switch("scales are the checkpoint's, or 1", False),
+    "kv_cache_dtype": _same("auto, int8 or fp8 (fp8_e4m3)"),
+    "kv_cache_dtype_skip_layers": _value("all layers have the same data type"),
+    "calculate_kv_scales": _switch("scales come from the checkpoint, or are 1", False),
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "enable_prefix_caching": _same(),
     "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),
-    "prefix_cache_retention_interval": _value("pin what must stay: --pin-prefix, /v1/prefixes"),
-    "prefix_match_unit": _ignored("whole blocks are matched"),
-    "kv_sharing_fast_prefill": _switch("all layers are computed", False),
+    "prefix_cache_retention_interval": _value("pin a prefix instead: --pin-prefix or /v1/prefixes"),
+    "prefix_match_unit": _ignored("prefixes match by whole blocks"),
+    "kv_sharing_fast_prefill": _switch("quire computes all layers of a prompt", False),
     "kv_offloading_size": _value("use --kv-host-gb, in units of 10**9 bytes, not 2**30"),
-    "kv_offloading_backend": _value("--kv-host-gb and --kv-disk-dir are quire's own", "native"),
-    "swap_space": _value("swap space is as large as the KV pool", 0, 4),
+    "kv_offloading_backend": _value("use --kv-host-gb or --kv-disk-dir", "native"),
+    "swap_space": _value("the swap space is as large as the KV pool", 0, 4),
     "mamba_backend": _ignored(ONE_WAY),
     "mamba_ssu_algorithm": _ignored(ONE_WAY),
-    "mamba_block_size": _value("states are kept at the ends of blocks: --block-size"),
+    "mamba_block_size": _value("states are stored at the ends of blocks; set --block-size"),
     "mamba_cache_dtype": _value(STATES, "auto"),
     "mamba_ssm_cache_dtype": _value(STATES, "auto"),
-    "mamba_cache_mode": _ignored("which states are kept follows from what they are worth"),
+    "mamba_cache_mode": _ignored("quire stores the states that save the most work"),
     "enable_mamba_cache_stochastic_rounding": _switch(STATES, False),
     "mamba_cache_philox_rounds": _ignored(STATES),
     "use_replayssm": _switch(STATES, False),
     "replayssm_buffer_len": _ignored(STATES),
-    "offload_backend": _ignored("weights stay on the device"),
-    "cpu_offload_gb": _value("weights stay on the device", 0),
-    "cpu_offload_params": _ignored("weights stay on the device", several=True),
-    "offload_group_size": _value("weights stay on the device", 0),
-    "offload_num_in_group": _ignored("weights stay on the device"),
-    "offload_prefetch_step": _ignored("weights stay on the device"),
-    "offload_params": _ignored("weights stay on the device", several=True),
+    "offload_backend": _ignored("weights always stay on the device"),
+    "cpu_offload_gb": _value("weights always stay on the device", 0),
+    "cpu_offload_params": _ignored("weights always stay on the device", several=True),
+    "offload_group_size": _value("weights always stay on the device", 0),
+    "offload_num_in_group": _ignored("weights always stay on the device"),
+    "offload_prefetch_step": _ignored("weights always stay on the device"),
+    "offload_params": _ignored("weights always stay on the device", several=True),
 }
 SCHEDULER = {
-    "max_num_seqs": _same("64 on a CPU, 256 on a GPU if absent"),
+    "max_num_seqs": _same("by default 64 on a CPU, 256 on a GPU"),
     "max_num_batched_tokens": _same(
-        "if absent 8192 on a GPU, on a CPU what takes about 250 ms, as measured"
+        "by default 8192 on a GPU, on a CPU as many as take about 250 ms"
     ),
     "max_num_scheduled_tokens": _value("use --max-num-batched-tokens"),
     "max_num_active_seqs": _value("use --max-num-seqs"),
     "max_num_queued_reqs": _same(),
     "max_num_queued_tokens": _value("use --max-num-queued-reqs"),
     "long_prefill_token_threshold": _same(),
-    "long_prefill_token_threshold_adaptive": _ignored("two-level serves short prompts first", True),
-    "max_num_partial_prefills": _ignored("any number of prompts may be in a step"),
-    "max_long_partial_prefills": _ignored("--long-prefill-token-threshold bounds one of them"),
-    "scheduling_policy": _same(
-        "vLLM's is fcfs. fcfs and priority are fifo here: a request's priority always counts"
+    "long_prefill_token_threshold_adaptive": _ignored(
+        "the policy two-level computes short prompts first", True
     ),
-    "scheduler_cls": _value("packages bring policies (docs/extend/policies.md)"),
+    "max_num_partial_prefills": _ignored("a step may have any number of prompts"),
+    "max_long_partial_prefills": _ignored("--long-prefill-token-threshold limits each long prompt"),
+    "scheduling_policy": _same(
+        "vLLM's default is fcfs. fcfs and priority mean fifo; a request's priority always counts"
+    ),
+    "scheduler_cls": _value("add a policy from a package (docs/extend/policies.md)"),
     "scheduler_reserve_full_isl": _ignored("--watermark keeps blocks free", True),
-    "scheduler_delay_factor": _value("nothing is delayed", 0),
-    "num_scheduler_steps": _value("--pipeline-depth says how many steps are in flight", 1),
-    "num_lookahead_slots": _ignored("blocks for guesses are taken as there are some"),
+    "scheduler_delay_factor": _value("quire never delays prompts", 0),
+    "num_scheduler_steps": _value("--pipeline-depth sets the number of steps in flight", 1),
+    "num_lookahead_slots": _ignored("blocks for draft tokens are allocated with the tokens"),
     "preemption_mode": _same(),
-    "watermark": _same("vLLM's is 0"),
+    "watermark": _same("vLLM's default is 0"),
     "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
-    "prefill_schedule_interval": _value("prompts go on in each step", 1),
-    "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
-    "disable_async_output_proc": _ignored("texts are made beside the steps", True),
-    "disable_hybrid_kv_cache_manager": _switch("windows have groups of their own", False),
-    "use_v2_block_manager": _ignored("there is one way to manage blocks", True),
+    "prefill_schedule_interval": _value("prompts continue in every step", 1),
+    "async_scheduling": _ignored("pipeline_depth sets the number of steps in flight", True),
+    "disable_async_output_proc": _ignored("detokenization runs in parallel with the steps", True),
+    "disable_hybrid_kv_cache_manager": _switch(
+        "layers with windows have their own cache groups", False
+    ),
+    "use_v2_block_manager": _ignored("quire has one block manager", True),
 }
 PARALLEL = {
     "tensor_parallel_size": _same(short="-tp"),
     "pipeline_parallel_size": _same(short="-pp"),
     "data_parallel_size": _same(short="-dp"),
     "decode_context_parallel_size": _same(short="-dcp"),
-    "prefill_context_parallel_size": _value("long prompts are computed in chunks", 1, short="-pcp"),
+    "prefill_context_parallel_size": _value(
+        "quire computes long prompts in chunks", 1, short="-pcp"
+    ),
     "dcp_comm_backend": _ignored(ONE_WAY),
     "dcp_q_replicate": _ignored(ONE_WAY, True),
-    "dcp_kv_cache_interleave_size": _value("blocks are dealt out whole"),
-    "cp_kv_cache_interleave_size": _value("blocks are dealt out whole"),
+    "dcp_kv_cache_interleave_size": _value("each rank of a group holds a part of every block"),
+    "cp_kv_cache_interleave_size": _value("each rank of a group holds a part of every block"),
     "enable_expert_parallel": _same(short="-ep"),
-    "enable_eplb": _switch("experts stay where they are", False),
-    "eplb_config": _value("experts stay where they are", "{}"),
-    "expert_placement_strategy": _value("experts are dealt out in their order", "linear"),
-    "enable_ep_weight_filter": _ignored("a rank reads its own experts alone", True),
-    "enable_elastic_ep": _switch("the number of ranks stays as it is", False),
+    "enable_eplb": _switch("experts stay on their ranks", False),
+    "eplb_config": _value("experts stay on their ranks", "{}"),
+    "expert_placement_strategy": _value("experts are distributed in their order", "linear"),
+    "enable_ep_weight_filter": _ignored("a rank reads only its own experts", True),
+    "enable_elastic_ep": _switch("the number of ranks is fixed", False),
     "all2all_backend": _ignored(ONE_WAY),
     "enable_dbo": _ignored(ONE_WAY, True),
     "dbo_decode_token_threshold": _ignored(ONE_WAY),
     "dbo_prefill_token_threshold": _ignored(ONE_WAY),
     "ubatch_size": _ignored(ONE_WAY),
     "enable_batch_sharded_sampling": _ignored("each rank samples its part of the tokens", True),
-    "distributed_executor_backend": _same("auto, uni, mp, ray"),
+    "distributed_executor_backend": _same("auto, uni, mp or ray"),
     "nnodes": _same(short="-n"),
     "node_rank": _same(short="-r"),
     "master_addr": _same(),
     "master_port": _same(),
-    "distributed_timeout_seconds": _ignored("--node-wait-s bounds the start, heartbeats the rest"),
-    "cpu_distributed_timeout_seconds": _ignored("--node-wait-s bounds the start"),
+    "distributed_timeout_seconds": _ignored(
+        "--node-wait-s limits the start; heartbeats watch the rest"
+    ),
+    "cpu_distributed_timeout_seconds": _ignored("--node-wait-s limits the start"),
     "data_parallel_rank": _value(COPIES, short="-dpn"),
     "data_parallel_start_rank": _value(COPIES, short="-dpr"),
     "data_parallel_size_local": _value(COPIES, short="-dpl"),
     "data_parallel_address": _value(COPIES, short="-dpa"),
     "data_parallel_rpc_port": _value(COPIES, short="-dpp"),
-    "data_parallel_backend": _value("--distributed-executor-backend says it", "mp", short="-dpb"),
+    "data_parallel_backend": _value("use --distributed-executor-backend", "mp", short="-dpb"),
     "data_parallel_hybrid_lb": _switch(COPIES, False, short="-dph"),
     "data_parallel_external_lb": _switch(COPIES, False, short="-dpe"),
     "data_parallel_multi_port_external_lb": _switch(COPIES, False, short="-dpm"),
     "data_parallel_supervisor_port": _value(COPIES),
-    "dp_supervisor_probe_interval_s": _ignored("/health tells of all copies"),
-    "dp_supervisor_probe_timeout_s": _ignored("/health tells of all copies"),
-    "dp_supervisor_probe_failure_threshold": _ignored("/health tells of all copies"),
-    "dp_sync_interval": _ignored("copies do not wait for each other"),
-    "disable_nccl_for_dp_synchronization": _ignored("copies do not wait for each other", True),
-    "disable_custom_all_reduce": _ignored("there is one way to add", True),
+    "dp_supervisor_probe_interval_s": _ignored("/health reports all replicas"),
+    "dp_supervisor_probe_timeout_s": _ignored("/health reports all replicas"),
+    "dp_supervisor_probe_failure_threshold": _ignored("/health reports all replicas"),
+    "dp_sync_interval": _ignored("replicas do not wait for each other"),
+    "disable_nccl_for_dp_synchronization": _ignored("replicas do not wait for each other", True),
+    "disable_custom_all_reduce": _ignored("quire has one implementation", True),
     "device_ids": _value("set the environment variable CUDA_VISIBLE_DEVICES"),
-    "numa_bind": _ignored("copies of a model share the cores out by themselves", True),
+    "numa_bind": _ignored("replicas of a model divide the cores themselves", True),
     "numa_bind_nodes": _value("use numactl"),
     "numa_bind_cpus": _value("use taskset"),
-    "ray_workers_use_nsight": _switch("start a rank by nsys yourself", False),
-    "worker_cls": _value("there is one kind of worker", "auto"),
-    "worker_extension_cls": _value("there is one kind of worker", ""),
+    "ray_workers_use_nsight": _switch("start a rank under nsys yourself", False),
+    "worker_cls": _value("quire has one kind of worker", "auto"),
+    "worker_extension_cls": _value("quire has one kind of worker", ""),
     "enable_fault_tolerance": _switch("use --restart-engine", False),
     "fault_tolerance_config": _value("use --restart-engine", "{}"),
     "watchdog_config": _ignored("the supervisor watches the engine's heartbeat"),
 }
 KERNELS = {
     "device": _same(),
-    "enforce_eager": _same("of no effect on a CPU, where nothing is recorded"),
-    "attention_backend": _same("auto, cpu, torch, reference, triton"),
-    "attention_config": _value("--attention-backend says it", "{}", short="-ac"),
+    "enforce_eager": _same("no effect on a CPU, which records no graphs"),
+    "attention_backend": _same("auto, cpu, torch, reference or triton"),
+    "attention_config": _value("use --attention-backend", "{}", short="-ac"),
     "compilation_config": VllmSetting(COMPILATION, short=("-cc",)),
     "optimization_level": VllmSetting(COMPILATION, short=("-O",)),
     "performance_mode": _ignored("--max-num-batched-tokens trades latency for throughput"),
-    "cudagraph_capture_sizes": _ignored("sizes are recorded as they are used", several=True),
-    "max_cudagraph_capture_size": _ignored("sizes are recorded as they are used"),
-    "max_seq_len_to_capture": _ignored("graphs are for every length"),
-    "cudagraph_metrics": _switch("they are not counted", False),
+    "cudagraph_capture_sizes": _ignored("graphs are recorded for the sizes in use", several=True),
+    "max_cudagraph_capture_size": _ignored("graphs are recorded for the sizes in use"),
+    "max_seq_len_to_capture": _ignored("graphs work for every length"),
+    "cudagraph_metrics": _switch("quire does not count them", False),
     "kernel_config": _ignored(ONE_WAY),
     "ir_op_priority": _ignored(ONE_WAY),
     "moe_backend": _ignored(ONE_WAY),
-    "linear_backend": _ignored("the fastest that a device has is taken"),
+    "linear_backend": _ignored("quire takes the fastest kernel of the device"),
     "gdn_prefill_backend": _ignored(ONE_WAY),
     "kda_prefill_backend": _ignored(ONE_WAY),
-    "enable_flashinfer_autotune": _ignored("kernels are quire's own", True),
-    "enable_bf16x3_router_gemm": _ignored("kernels are quire's own", True),
+    "enable_flashinfer_autotune": _ignored("quire has its own kernels", True),
+    "enable_bf16x3_router_gemm": _ignored("quire has its own kernels", True),
 }
 SPECULATION = {
-    "speculative_config": _same("methods ngram, suffix, draft_model, eagle3", short="-sc"),
-    "spec_method": _part("speculative_config", "the method of speculative_config"),
-    "spec_model": _part("speculative_config", "the model of speculative_config"),
-    "spec_tokens": _part("speculative_config", "its num_speculative_tokens"),
+    "speculative_config": _same(
+        "methods ngram, suffix, draft_model, eagle3, forced and none", short="-sc"
+    ),
+    "spec_method": _part("speculative_config", "the method in speculative_config"),
+    "spec_model": _part("speculative_config", "the model in speculative_config"),
+    "spec_tokens": _part("speculative_config", "num_speculative_tokens in speculative_config"),
     "speculative_model": _value("use --speculative-config"),
     "num_speculative_tokens": _value("use --speculative-config"),
 }
@@ -400,34 +418,36 @@ MEDIA = {
 OBSERVATION = {
     "log_level": _same(),
     "disable_log_stats": _same(),
-    "uvicorn_log_level": _ignored("--log-level is for everything"),
-    "disable_uvicorn_access_log": _ignored("there is no access log", True),
-    "disable_access_log_for_endpoints": _ignored("there is no access log"),
+    "uvicorn_log_level": _ignored("--log-level applies to all loggers"),
+    "disable_uvicorn_access_log": _ignored("quire has no access log", True),
+    "disable_access_log_for_endpoints": _ignored("quire has no access log"),
     "logging_config": _ignored(ONE_LOG),
     "log_config_file": _ignored(ONE_LOG),
-    "aggregate_engine_logging": _ignored("each copy has its own line", True),
-    "log_error_stack": _ignored("errors of the server are logged with their stack", True),
+    "aggregate_engine_logging": _ignored("each replica logs its own line", True),
+    "log_error_stack": _ignored("server errors are always logged with their stack", True),
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "disable_log_requests": _ignored(NO_REQUEST_LOG, True),
     "enable_log_outputs": _switch(NO_REQUEST_LOG, False),
     "enable_log_deltas": _ignored(NO_REQUEST_LOG, True),
     "max_log_len": _ignored(NO_REQUEST_LOG),
-    "show_hidden_metrics_for_version": _ignored("no metric is hidden"),
+    "show_hidden_metrics_for_version": _ignored("quire does not hide metrics"),
     "custom_histogram_buckets": _value("the buckets are fixed"),
-    "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's is gRPC unless its environment says so"),
+    "otlp_traces_endpoint": _same("OTLP over HTTP; vLLM's default is gRPC"),
     "collect_detailed_traces": _value("use --record and quire trace (docs/operate/recording.md)"),
-    "kv_cache_metrics": _switch("/v1/requests/ID tells what was cached", False),
-    "kv_cache_metrics_sample": _ignored("/v1/requests/ID tells what was cached"),
-    "enable_mfu_metrics": _switch("quire fit tells what a device could do", False),
-    "enable_layerwise_nvtx_tracing": _switch("quire verify compares layer by layer", False),
-    "enable_logging_iteration_details": _switch("--record keeps each step", False),
-    "jit_monitor_mode": _ignored("compilations are not watched"),
-    "jit_monitor_verbose": _ignored("compilations are not watched", True),
+    "kv_cache_metrics": _switch("/v1/requests/ID reports cached tokens", False),
+    "kv_cache_metrics_sample": _ignored("/v1/requests/ID reports cached tokens"),
+    "enable_mfu_metrics": _switch("quire fit shows what a device could do", False),
+    "enable_layerwise_nvtx_tracing": _switch(
+        "use quire verify, which compares layer by layer", False
+    ),
+    "enable_logging_iteration_details": _switch("use --record, which records each step", False),
+    "jit_monitor_mode": _ignored("quire does not monitor compilations"),
+    "jit_monitor_verbose": _ignored("quire does not monitor compilations", True),
     "profiler_config": _value("use --record and quire trace (docs/operate/recording.md)", "{}"),
 }
 TRANSFERS = {
-    "kv_transfer_config": _same("blocks go through --kv-store (docs/operate/handover.md)"),
-    "kv_events_config": _same("no tokens unless it says token_ids; the default is loopback"),
+    "kv_transfer_config": _same("blocks move through --kv-store (docs/operate/handover.md)"),
+    "kv_events_config": _same("token ids only with token_ids; the default address is loopback"),
     "ec_transfer_config": _value(TEXT),
     "ec_manager_config": _value(TEXT),
 }

@@ -409,10 +409,10 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
         helping = _helping(question, _quantised_on_gpu(config))
     advice = f"It would fit with {' or with '.join(helping)}."
     if not helping:
-        advice = "None of the settings makes it fit: take a smaller model or a larger device."
+        advice = "No setting makes it fit: use a smaller model or a larger device."
     return (
-        f"{question.name} does not fit {device.name} with {device.memory_bytes / MIB:,.0f} MiB:"
-        f" {lacking / MIB:,.0f} MiB are lacking for weights ({weights_bytes / MIB:,.0f} MiB),"
+        f"{question.name} does not fit {device.name} with {device.memory_bytes / MIB:,.0f} MiB."
+        f" {lacking / MIB:,.0f} MiB are missing for weights ({weights_bytes / MIB:,.0f} MiB),"
         f" workspace ({workspace / MIB:,.0f} MiB){graphs} and a KV pool{share} that holds"
         f" {request}. {advice}"
     )
@@ -510,9 +510,9 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
         workspace = workspace_of(config, question.own)
         left = question.device.memory_bytes - weights_bytes - workspace
         if config.cache.kv_cache_dtype == "int8" and not _has_int8(question.device, config):
-            yield "keys and values in int8 need the C++ core and a dtype that it has"
+            yield "keys and values in int8 need the C++ core and a dtype that it supports"
         if config.cache.kv_cache_dtype == "fp8":
-            yield "keys and values in fp8 are for GPUs; a CPU has int8"
+            yield "keys and values in fp8 need a GPU; a CPU supports int8"
     if pool is not None and pool > max(0, left):
         sizes = f"{pool / MIB:,.0f} MiB, but only {max(0, left) / MIB:,.0f} MiB"
         yield f"kv_cache_memory_bytes is {sizes} are left for it"
@@ -530,10 +530,10 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
     known |= found
     problems = {
         "lack": [name for name in wanted if name not in known],
-        "have other shapes than the config asks for:": [
+        "have other shapes than the config requires:": [
             name for name, shape in wanted.items() if known.get(name, ANY) not in (ANY, shape)
         ],
-        "hold tensors that no layer asks for:": [
+        "hold tensors that no layer uses:": [
             name
             for name in found
             if not (made.ignores(name) or any(own in wanted for own in made.names_of(name)))
@@ -563,9 +563,9 @@ def _stored_tensors(
         places = (p for p in file.tensors.values() if p.name not in OF_CONFIG)
         return _StoredTensors({name: ANY for p in places for name in our_names(p, spec)})
     if not has_weights(source.directory):
-        problem = "only the config was looked at: there are no weight files beside it"
+        problem = "only the config was checked: there are no weight files next to it"
         return _StoredTensors(problem=problem)
     try:
         return _StoredTensors(safetensors_shapes(weight_files(source.directory)))
     except ModelError as error:
-        return _StoredTensors(problem=f"the weight files could not be looked at: {error}")
+        return _StoredTensors(problem=f"the weight files could not be checked: {error}")

@@ -115,8 +115,8 @@ class Playback:
     def _write_frame(self, now: float, scheduler: Scheduler) -> None:
         if self.num_frames >= MOST_FRAMES:
             raise ConfigError(
-                f"the recording gives more than {MOST_FRAMES:,} frames; take fewer of them with a"
-                " larger --every, or one of its segments."
+                f"the recording has more than {MOST_FRAMES:,} frames; use a larger --every, or one"
+                " of its segments."
             )
         frame = self._tally.frame(self.num_frames + 1, now, scheduler.live_state())
         told = self._told

@@ -51,8 +51,8 @@ from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_mod
 
 MOST_CHARS = 160  # of a value that is shown
 IN_WORDS = {
-    State.CUT: "is cut off: its writer was killed, or still writes, or its end was lost",
-    State.DAMAGED: "is damaged: it is not what was written",
+    State.CUT: "is cut off: its writer was killed or is still running, or its end was lost",
+    State.DAMAGED: "is damaged: its content has changed",
 }
 
 
@@ -120,8 +120,8 @@ class Outcome:
         """Note the difference, for those who tell of what was recorded and not of what differs."""
         if self.difference is not None:
             self.notes.append(
-                f"this version of quire plans otherwise from step {self.difference.step_id} on;"
-                " what follows is not told. Use the version that made the recording."
+                f"this version of quire plans differently from step {self.difference.step_id} on;"
+                " later steps are not compared. Use the version that made the recording."
             )
 
     def summary(self) -> str:
@@ -147,7 +147,7 @@ class RecordedDigests:
 
     def end(self) -> None:
         if self._waiting and self.problem is None:
-            self.problem = _blocks(*self._next()), "no digests asked for"
+            self.problem = _blocks(*self._next()), "no digests requested"
 
     def __call__(self, sequences: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
@@ -253,7 +253,7 @@ class _Replay:
         found = None if plan is None else plain(plan_fields(plan, self.redaction))
         if found == call.plan:
             if not self.has_tokens and self.digests.problem is not None:
-                return self._difference(call, "what is looked up", *self.digests.problem)
+                return self._difference(call, "the look-up", *self.digests.problem)
             return None
         if found is None or call.plan is None:
             told = ["no plan" if each is None else "a plan" for each in (call.plan, found)]
@@ -294,7 +294,7 @@ def restored(segment: Segment, digester: Digester = digest_blocks) -> Scheduler:
     if version != STATE_VERSION:
         raise EngineError(
             f"{segment.path} begins with a state of version {version}, and this version of quire"
-            f" goes on from {STATE_VERSION}. Use the version that made the recording."
+            f" reads {STATE_VERSION}. Use the version that made the recording."
         )
     scheduler = restore(segment.snapshot)
     if not isinstance(scheduler, Scheduler):

@@ -223,7 +223,9 @@ def _check_sizes(recorded: KVManager, ours: KVManager) -> None:
 def _check(segments: list[Segment], scheduler: Scheduler) -> None:
     header = segments[0].header
     if not header["has_tokens"]:
-        raise ConfigError("this recording holds no tokens; the model needs --record-tokens.")
+        raise ConfigError(
+            "this recording holds no tokens; record with --record-tokens to replay the model."
+        )
     is_fresh = not scheduler.lifecycle.sequences and not any(
         p.num_indexed for p in scheduler.memory.kv.pools
     )

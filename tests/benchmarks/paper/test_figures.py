@@ -1,7 +1,6 @@
 """The papers' figures on short traces: every number lies in its band."""
 
 import importlib
-import itertools
 import math
 from pathlib import Path
 
@@ -9,12 +8,15 @@ import pytest
 
 from benchmarks.paper.catalogue import MODULES
 from benchmarks.paper.figure import REDUCED, Curve, Figure, Finding, HereRuns
-from benchmarks.paper.section import figures_of, rows_of, section
+from benchmarks.paper.pages import PAGES, pages_of
+from benchmarks.paper.section import figures_of, rows_of
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import SYSTEMS, serve
 from benchmarks.result_files import newest
 from quire.tools.workloads import SHAREGPT
 
+FOLDER = Path(__file__).parents[3] / "docs" / "results"
+MAX_LINES = 250  # of a page
 QUICK = ("table_1", "table_4_1", "host_time", "speculation", "real", "fidelity")
 
 
@@ -35,16 +37,15 @@ def test_numbers_are_in_their_bands() -> None:
         check(name)
 
 
-def test_the_page_has_the_numbers_of_the_last_run() -> None:
-    page = (
-        Path(__file__)
-        .parents[3]
-        .joinpath("docs", "results", "evaluation.md")
-        .read_text(encoding="utf-8")
-    )
-    figures = figures_of(newest("paper").rows)
-    for figure in itertools.chain(*figures.values()):
-        assert section(figure).strip() in page, figure.name
+def test_the_pages_have_the_numbers_of_the_last_run() -> None:
+    made = figures_of(newest("paper").rows)
+    assert {name for page in PAGES for name in page.modules} == set(MODULES) == set(made)
+    for name, text in pages_of(made).items():
+        assert (FOLDER / name).read_text("utf-8") == text, f"{name}: run make paper"
+        assert len(text.splitlines()) <= MAX_LINES, name
+    titles = [figure.title for each in made.values() for figure in each]
+    text = "".join(pages_of(made).values())
+    assert all(f"## {title}\n" in text for title in titles)
 
 
 def test_rows_of_figures_are_figures_again() -> None:

@@ -32,7 +32,6 @@ from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.scheduler.scheduler import Scheduler, Topic
 from quire.serve.llm import LLM
 from quire.serve.vllm_compat import VLLM_SETTINGS
-from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import (
     BLOCK,
     FULL,
@@ -40,7 +39,8 @@ from tests.scheduler.test_scheduler_machine import (
     WINDOW,
     SchedulerMachine,
 )
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.scheduler.state_machines import run_machine
 
 # ---- vLLM's side: fields, order and options as in its vllm/distributed/kv_events.py -------------
 
@@ -369,4 +369,4 @@ def test_what_an_engine_does_at_its_end_is_no_loss(caplog: pytest.LogCaptureFixt
     router.has_room = False
     doors.attachment.close()
     finish(doors, "b", [*range(50, 50 + 2 * BLOCK), 9])
-    assert len(router.batches) == 1 and "are lost" not in caplog.text
+    assert len(router.batches) == 1 and "were lost" not in caplog.text

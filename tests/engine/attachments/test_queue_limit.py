@@ -14,8 +14,8 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
 from quire.models.source import resolve_model
 from tests.engine.client.test_remote import SETTINGS, Served, request, token_ids
-from tests.engine.stand_in import attached
-from tests.serve.checkpoints import checkpoint
+from tests.support.engine.attachments import attached
+from tests.support.models.reference_checkpoints import checkpoint
 
 ROWS, QUEUED = 2, 3
 

@@ -17,14 +17,14 @@ from quire.scheduler.reuse.stores import Stores
 from quire.tools.replay import Outcome, replay_all
 from quire.tools.replay_model import replay_with_model
 from tests.engine.attachments.test_recorder import Recorded, bodies
-from tests.engine.recordings import begin_segment
-from tests.engine.stand_in import attached
-from tests.models.checkpoints import random_tokens
-from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import MixedStoresMachine, StoresMachine
-from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_host_tier import PARAMS
 from tests.serve.test_same_bits import open_llm
+from tests.support.engine.attachments import attached
+from tests.support.engine.recorded_runs import begin_segment
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
+from tests.support.scheduler.state_machines import run_machine
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

@@ -25,12 +25,12 @@ from quire.engine.recording.calls import END, UPDATE, PlanGuess, calls_of, end_o
 from quire.engine.recording.files import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.engine.recording.frames import State, read_frames
 from quire.tools.replay import Outcome, replay_all
-from tests.covering import pairwise
-from tests.engine.bench import POISON, prompt, with_poison
-from tests.engine.recordings import SALT, STOP, Run, begin_segment
-from tests.scheduler.programs import run_machine
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
+from tests.support.cases import pairwise
+from tests.support.engine.failing_core import POISON, prompt, with_poison
+from tests.support.engine.recorded_runs import SALT, STOP, Run, begin_segment
+from tests.support.scheduler.state_machines import run_machine
 
 
 def replayed(directory: Path) -> Outcome:

@@ -35,7 +35,7 @@ from tests.engine.client.test_remote import (
     token_ids,
     until_idle,
 )
-from tests.serve.checkpoints import checkpoint, reference_tokens
+from tests.support.models.reference_checkpoints import checkpoint, reference_tokens
 
 SIZE = 4
 LONG = [i % 90 + 3 for i in range(40)]

@@ -11,7 +11,7 @@ from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
 from quire.engine.client.output import OutputProcessor
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import tokenizer
+from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")
 EOS = TOK.eos_token_id or 0

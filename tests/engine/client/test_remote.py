@@ -23,8 +23,8 @@ from quire.engine.start.build import build_core
 from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.engine.wire.wire import core_codec
 from quire.models.source import resolve_model
-from tests.render.tiny import tokenizer
-from tests.serve.checkpoints import checkpoint, reference_tokens
+from tests.support.models.reference_checkpoints import checkpoint, reference_tokens
+from tests.support.render.tiny_tokenizers import tokenizer
 
 MAX_LEN = 96
 SETTINGS = {
@@ -240,7 +240,7 @@ def test_refusals_name_the_reason_and_leave_nothing_behind(served: Served) -> No
         with pytest.raises(RequestError, match="vocabulary"):
             await token_ids(client.generate(request("odd", [10**6])))
         params = SamplingParams(n=2)
-        with pytest.raises(RequestError, match="in pieces has one continuation"):
+        with pytest.raises(RequestError, match="in pieces has one output"):
             client.check(Request("open", PROMPT, params, seed=1, is_open=True))
         other = await RemoteClient.connect(served.path, None)
         both = [c.generate(request("same", max_tokens=80)) for c in (client, other)]

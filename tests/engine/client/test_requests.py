@@ -9,7 +9,7 @@ from quire.engine.client.requests import RequestMaker
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.render.structured import grammar_of
-from tests.render.tiny import tokenizer
+from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")
 DEFAULTS = GenerationDefaults(eos_token_ids=(2, 3))
@@ -52,7 +52,7 @@ def test_parameters_have_one_form() -> None:
         ({"choice": ["a", ""]}, "choice must be a list"),
         ({"json": 5}, "json must be a schema"),
         ({"regex": 5}, "regex must be a text"),
-        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "leave one out"),
+        ({"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}, "remove one"),
     ):
         with pytest.raises(RequestError, match=says) as raised:
             StructuredOutputsParams(**fields)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from quire.engine.client.output import OpenRequest, OutputProcessor
 from quire.engine.client.requests import RequestMaker
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
-from tests.render.tiny import tokenizer
+from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")
 PROMPT = TOK.encode("Hello")

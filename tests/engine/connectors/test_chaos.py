@@ -19,7 +19,7 @@ from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp
 from quire.engine.connectors.disk import LAYOUT, OLD_S, DiskStore
 from quire.engine.connectors.store import BODY, HEADER_BYTES, seal, unseal
 from quire.engine.connectors.worker import StoreWorker
-from tests.engine.connectors.stores import (
+from tests.support.engine.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
     PATIENCE_S,

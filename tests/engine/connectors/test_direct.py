@@ -21,7 +21,8 @@ from quire.engine.connectors.peer import PeerStore
 from quire.engine.connectors.peer_wire import SECRET
 from quire.engine.connectors.store import StoreError
 from quire.engine.connectors.worker import StoreWorker
-from tests.engine.connectors.stores import (
+from tests.engine.connectors.test_peer import NUM_BLOCKS, Engine, got
+from tests.support.engine.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
     Answers,
@@ -31,7 +32,6 @@ from tests.engine.connectors.stores import (
     key,
     sealed,
 )
-from tests.engine.connectors.test_peer import NUM_BLOCKS, Engine, got
 
 SIZE = BLOCK_BYTES[0]
 HAS_NIXL = importlib.util.find_spec("nixl") is not None

@@ -18,7 +18,7 @@ from quire.base.errors import ConfigError
 from quire.engine.connectors.disk import LAYOUT, OLD_S, PAUSE_S, TOUCH_S, DiskStore
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import block_key
-from tests.engine.connectors.stores import FINGERPRINT, digest, key
+from tests.support.engine.stores import FINGERPRINT, digest, key
 
 PLENTY = 1 << 30
 SIZE = 1000

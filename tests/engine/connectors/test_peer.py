@@ -22,7 +22,7 @@ from quire.engine.connectors.peer_wire import GET, MAGIC, SECRET, greet, introdu
 from quire.engine.connectors.served import MOST_CONNECTIONS, ServedBlocks
 from quire.engine.connectors.store import StoreError
 from quire.kv.pool import BlockPool
-from tests.engine.connectors.stores import (
+from tests.support.engine.stores import (
     FINGERPRINT,
     Answers,
     Memory,
@@ -258,7 +258,7 @@ def test_a_server_that_is_none_of_ours_or_cuts_values_off(peer: PeerStore) -> No
         thread = threading.Thread(target=answer)
         thread.start()
         other = PeerStore(f"127.0.0.1:{listener.getsockname()[1]}", 1)
-        with pytest.raises(StoreError, match="no engine of quire serves"):
+        with pytest.raises(StoreError, match="no quire engine serves"):
             other.find([key(1)])
         thread.join()
     with pytest.raises(StoreError, match="peer 127.0.0.1"):

@@ -17,8 +17,8 @@ from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker
 from tests.base.test_plugins import Site
-from tests.engine.connectors.store_servers import open_redis
-from tests.engine.connectors.stores import (
+from tests.support.engine.store_servers import open_redis
+from tests.support.engine.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
     PATIENCE_S,

@@ -6,8 +6,8 @@ import pytest
 
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import StoreError
-from tests.engine.connectors.store_servers import SmallRedisServer
-from tests.engine.connectors.stores import key, sealed
+from tests.support.engine.store_servers import SmallRedisServer
+from tests.support.engine.stores import key, sealed
 
 
 @pytest.fixture

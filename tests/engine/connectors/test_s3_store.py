@@ -9,8 +9,8 @@ from quire.base.kv_orders import Fetched, Kept, LookedUp
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker
-from tests.engine.connectors.store_servers import S3Server, s3_server
-from tests.engine.connectors.stores import (
+from tests.support.engine.store_servers import S3Server, s3_server
+from tests.support.engine.stores import (
     FINGERPRINT,
     Answers,
     Memory,

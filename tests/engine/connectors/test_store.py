@@ -25,7 +25,7 @@ from quire.engine.connectors.store import (
     unseal,
 )
 from quire.scheduler.snapshot import decode, encode
-from tests.engine.connectors.stores import BLOCK_BYTES, FINGERPRINT, contents, digest, sealed
+from tests.support.engine.stores import BLOCK_BYTES, FINGERPRINT, contents, digest, sealed
 
 SIZE = BLOCK_BYTES[0]
 
@@ -78,7 +78,7 @@ def test_other_blocks_are_refused_though_they_are_whole() -> None:
     foreign = seal(bytes(32), 0, digest(1), contents(1)) + contents(1)
     other_group = seal(FINGERPRINT, 1, digest(1), contents(1)) + contents(1)
     for value in (foreign, other_group, sealed(2)):
-        assert opened(value) == (None, "it is the block of another cache or of other tokens")
+        assert opened(value) == (None, "the block belongs to another cache or to other tokens")
     shorter = seal(FINGERPRINT, 0, digest(1), b"short") + b"short"
     assert opened(shorter) == (None, f"it has 5 bytes, and blocks of this group have {SIZE}")
 
@@ -86,7 +86,7 @@ def test_other_blocks_are_refused_though_they_are_whole() -> None:
 def test_what_is_refused_says_why() -> None:
     value = sealed(1)
     assert opened(b"")[1] == "it ends within its header"
-    assert opened(b"x" * 2000)[1] == "it is no block of quire"
+    assert opened(b"x" * 2000)[1] == "it is not a quire block"
     newer = value[:8] + (99).to_bytes(4, "little") + value[12:]
     assert opened(newer)[1] == "its format is 99, and this quire reads 1"
 

@@ -15,7 +15,7 @@ from quire.base.clock import FakeClock
 from quire.base.kv_orders import Answer, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order, Removed
 from quire.engine.connectors.store import Buffer, StoreError
 from quire.engine.connectors.worker import MOST_FAILURES, QUIET_S, STUCK_S, WAIT_S, StoreWorker
-from tests.engine.connectors.stores import (
+from tests.support.engine.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
     PATIENCE_S,

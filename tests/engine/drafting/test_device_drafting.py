@@ -18,7 +18,7 @@ from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
-from tests.engine.stand_in import drafter_of
+from tests.support.engine.attachments import drafter_of
 
 NGRAM = {
     "method": "ngram",

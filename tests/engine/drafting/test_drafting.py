@@ -12,7 +12,7 @@ from quire.engine.drafting import drafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.drafting.drafting import Drafting
 from quire.scheduler.core.sequence import Sequence
-from tests.engine.stand_in import drafter_of
+from tests.support.engine.attachments import drafter_of
 
 
 @pytest.fixture(autouse=True)

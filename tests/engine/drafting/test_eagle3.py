@@ -19,7 +19,7 @@ from quire.base.outputs import RequestOutput
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.models.source import resolve_model
 from quire.tools.fit import Device, fit
-from tests.models.heads import (
+from tests.support.models.eagle_heads import (
     DEMO_SHAPE,
     HeadByDefinition,
     HeadShape,

@@ -19,7 +19,7 @@ from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.chat_template import ChatOptions
-from tests.engine.stand_in import drafter_of
+from tests.support.engine.attachments import drafter_of
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},
          "required": ["city"], "additionalProperties": False}  # fmt: skip

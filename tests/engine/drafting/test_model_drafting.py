@@ -18,8 +18,8 @@ from quire.models.source import ModelSource, resolve_model
 from quire.runner.build import build_runner
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
-from tests.render.tiny import fresh_directory, write_directory
-from tests.serve.checkpoints import checkpoint, text_checkpoint, write_checkpoint
+from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint, write_checkpoint
+from tests.support.render.tiny_tokenizers import fresh_directory, write_directory
 
 PROMPTS = [[5, 9, 13, 2, 40], [7] * 17, list(range(20, 60))]
 PARAMS = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)

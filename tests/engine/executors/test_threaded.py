@@ -23,8 +23,8 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.loop.in_flight import LEAD_S, SHARE, Pacing
 from quire.engine.observability.beating import BeatingExecutor
 from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader
-from tests.engine.bench import Bench, prompt, with_poison
-from tests.serve.checkpoints import checkpoint
+from tests.support.engine.failing_core import Bench, prompt, with_poison
+from tests.support.models.reference_checkpoints import checkpoint
 
 WAIT_S = 60.0  # a limit, not a time that passes
 

@@ -13,7 +13,7 @@ from quire.base.structured_outputs import StructuredOutputsParams
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
 from quire.render.structured import grammar_of
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import byte_level, gemma, llama, tokenizer
+from tests.support.render.tiny_tokenizers import byte_level, gemma, llama, tokenizer
 
 FAMILIES = ["demo", "byte_level", "llama", "gemma"]
 

@@ -33,10 +33,10 @@ from quire.engine.recording.files import read_recording
 from quire.engine.start.build import build_engine
 from quire.render.structured import grammar_of
 from quire.tools.replay import replay_all
-from tests.engine.guided import END, TEXTS, GuidedBench, lark, text_of, vocabulary
-from tests.engine.recordings import begin_segment
-from tests.scheduler.device import Curse, make_request
-from tests.updates import code_of, error_of, reason_of
+from tests.support.engine.guided_engine import END, TEXTS, GuidedBench, lark, text_of, vocabulary
+from tests.support.engine.recorded_runs import begin_segment
+from tests.support.engine.updates import code_of, error_of, reason_of
+from tests.support.scheduler.fake_device import Curse, make_request
 
 JSON = lark('%json {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}')
 WORDS = lark("/[a-d]{3,20}/")
@@ -287,12 +287,12 @@ def test_a_model_that_takes_no_grammar_says_why() -> None:
     bench = GuidedBench()
 
     def cannot():
-        raise ConfigError("this model has no tokenizer")
+        raise ConfigError("needs a tokenizer, which this model does not have")
 
     bench.grammars._compiler._make_vocabulary = cannot
     bench.add("0", WORDS)
     bench.finish()
-    assert error_of(bench.ends["0", 0]) == "this model has no tokenizer"
+    assert error_of(bench.ends["0", 0]) == "needs a tokenizer, which this model does not have"
     bench.core.limits = dataclasses.replace(bench.core.limits, takes_grammars=False)
     with pytest.raises(RequestError, match="structured output is disabled"):
         bench.add("1", WORDS)

@@ -19,10 +19,10 @@ from quire.engine.recording.files import read_recording
 from quire.scheduler.core.sequence import Sequence
 from quire.tools.replay import replay_all
 from tests.engine.grammars.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
-from tests.engine.guided import END, GuidedBench, allowed_ids, lark, vocabulary
-from tests.engine.stand_in import StandIn, draft_with
-from tests.scheduler.device import VOCAB, Curse, make_request, next_token
-from tests.updates import error_of, reason_of
+from tests.support.engine.attachments import StandIn, draft_with
+from tests.support.engine.guided_engine import END, GuidedBench, allowed_ids, lark, vocabulary
+from tests.support.engine.updates import error_of, reason_of
+from tests.support.scheduler.fake_device import VOCAB, Curse, make_request, next_token
 
 ENDS = lark('"a" /[0-9]/ "bc"')
 

@@ -12,8 +12,8 @@ from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.matchers import Wanted
 from quire.engine.grammars.vocabulary import make_vocabulary, num_words
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import tokenizer
-from tests.scheduler.device import make_request
+from tests.support.render.tiny_tokenizers import tokenizer
+from tests.support.scheduler.fake_device import make_request
 
 DEMO = Path("src/quire/demo")
 
@@ -102,9 +102,9 @@ def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
 
 
 def test_a_model_without_what_grammars_need_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer"):
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
         make_vocabulary(None, 100, [1])
-    with pytest.raises(ConfigError, match="never end"):
+    with pytest.raises(ConfigError, match="needs an end token"):
         make_vocabulary(the("demo"), 2000, [])
     for family in ("wordpiece", "metaspace"):  # no model that writes text has these
         with pytest.raises(ConfigError, match="llguidance does not know"):

@@ -31,12 +31,18 @@ from quire.models.source import resolve_model
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
-from tests.engine.loop.fake_attachment import FakeAttachment
-from tests.engine.loop.token_limit import TokenLimit
-from tests.engine.stand_in import attached
-from tests.scheduler.device import Curse, FakeDevice, FakeExecutor, expected_tokens, make_request
-from tests.serve.checkpoints import checkpoint
-from tests.updates import read, reason_of
+from tests.support.engine.attachments import attached
+from tests.support.engine.fake_attachment import FakeAttachment
+from tests.support.engine.token_limit import TokenLimit
+from tests.support.engine.updates import read, reason_of
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.scheduler.fake_device import (
+    Curse,
+    FakeDevice,
+    FakeExecutor,
+    expected_tokens,
+    make_request,
+)
 
 BLOCK, LENGTH = 4, 64
 GROUP = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
@@ -384,7 +390,7 @@ def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str)
     core = make_core()
     ask(core)
     core.attach(FakeAttachment(raises_in=method))
-    with pytest.raises(EngineError, match="cannot go on: ValueError: fake was made to fail"):
+    with pytest.raises(EngineError, match="cannot continue: ValueError: fake was made to fail"):
         core.step()
     assert core.has_failed
     with pytest.raises(EngineError, match="has stopped: .*fake was made to fail"):
@@ -393,7 +399,7 @@ def test_an_engine_stops_with_an_attachment_that_requests_depend_on(method: str)
 
 def test_an_engine_that_fails_at_a_door_has_stopped_too() -> None:
     core = make_core(FakeAttachment(raises_in="hear"))
-    with pytest.raises(EngineError, match="cannot go on: ValueError"):
+    with pytest.raises(EngineError, match="cannot continue: ValueError"):
         ask(core)
     with pytest.raises(EngineError, match="has stopped"):
         core.step()

@@ -15,9 +15,10 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import BeamOutput
 from quire.scheduler.core import planning
 from quire.scheduler.core.plans import PlanBuilder
-from tests.covering import pairwise
-from tests.engine.bench import Bench
-from tests.serve.checkpoints import (
+from tests.support.cases import pairwise
+from tests.support.engine.failing_core import Bench
+from tests.support.engine.updates import error_of, read
+from tests.support.models.reference_checkpoints import (
     checkpoint,
     pool_bytes,
     reference_beams,
@@ -25,7 +26,6 @@ from tests.serve.checkpoints import (
     reference_tokens,
     twins_checkpoint,
 )
-from tests.updates import error_of, read
 
 PROMPT = (7, 3, 9, 1, 12, 44, 5, 80, 23, 61)
 OTHERS = ([5, 6, 7], [90, 2, 2, 8, 41], [*PROMPT[:8], 50])

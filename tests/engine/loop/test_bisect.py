@@ -20,10 +20,14 @@ from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.engine.loop.recovery import bisect_step, combine, leave_out, restrict
-from tests.covering import pairwise
-from tests.engine.bench import POISON, VOCAB, Bench, prompt, with_poison
-from tests.serve.checkpoints import pool_bytes, reference_tokens, write_checkpoint
-from tests.updates import error_of
+from tests.support.cases import pairwise
+from tests.support.engine.failing_core import POISON, VOCAB, Bench, prompt, with_poison
+from tests.support.engine.updates import error_of
+from tests.support.models.reference_checkpoints import (
+    pool_bytes,
+    reference_tokens,
+    write_checkpoint,
+)
 
 GREEDY_TOKENS = 6
 

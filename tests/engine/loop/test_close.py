@@ -18,9 +18,9 @@ from quire.base.kv_orders import (
 )
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.connectors.connections import Connections
-from tests.engine.bench import Bench, prompt
-from tests.scheduler.device import make_request
-from tests.serve.checkpoints import checkpoint
+from tests.support.engine.failing_core import Bench, prompt
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.scheduler.fake_device import make_request
 
 
 class SlowWorker:

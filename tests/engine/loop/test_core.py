@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from quire.base.errors import EngineError, RequestError
 from quire.base.messages import Abort
 from quire.base.plan import Plan
-from tests.engine.bench import MAX_LEN, POISON, VOCAB, Bench, prompt, with_poison
-from tests.serve.checkpoints import checkpoint, write_checkpoint
-from tests.updates import error_of
+from tests.support.engine.failing_core import MAX_LEN, POISON, VOCAB, Bench, prompt, with_poison
+from tests.support.engine.updates import error_of
+from tests.support.models.reference_checkpoints import checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, Deferred, dump, encode
 from tests.engine.loop.test_attachment import ask as ask_for
 from tests.engine.loop.test_attachment import make_core
-from tests.engine.stand_in import attached
+from tests.support.engine.attachments import attached
 
 if native_core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

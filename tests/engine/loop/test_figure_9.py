@@ -15,7 +15,7 @@ from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import VOCAB, FakeDevice, FakeExecutor, make_request
+from tests.support.scheduler.fake_device import VOCAB, FakeDevice, FakeExecutor, make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)
 SIZE, WIDTH = 4, 4

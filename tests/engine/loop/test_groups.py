@@ -11,10 +11,10 @@ from quire.base.errors import RequestError
 from quire.base.messages import Abort, Request
 from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams
-from tests.covering import pairwise
-from tests.engine.bench import Bench
-from tests.serve.checkpoints import checkpoint, pool_bytes
-from tests.updates import read
+from tests.support.cases import pairwise
+from tests.support.engine.failing_core import Bench
+from tests.support.engine.updates import read
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 PROMPT = [7, 3, 9, 1, 12, 44, 5, 80, 23, 61]  # two full blocks of four, and half of one
 OTHERS = {"a": [5, 6, 7], "b": [90, 2, 2, 8, 41], "c": PROMPT[:8] + [50]}

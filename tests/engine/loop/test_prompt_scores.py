@@ -16,9 +16,9 @@ from quire.base.events import Event, Preempted
 from quire.base.messages import Request, Unpin
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate
-from tests.engine.bench import Bench, prompt, with_poison
-from tests.serve.checkpoints import checkpoint, pool_bytes, reference_logits
-from tests.updates import read
+from tests.support.engine.failing_core import Bench, prompt, with_poison
+from tests.support.engine.updates import read
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes, reference_logits
 
 SCORED = {"prompt_logprobs": 0, "ignore_eos": True}
 

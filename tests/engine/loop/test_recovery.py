@@ -31,9 +31,9 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.runner.build import BuiltRunner, build_runner
-from tests.engine.bench import prompt
-from tests.serve.checkpoints import checkpoint, pool_bytes
-from tests.updates import read
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.updates import read
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 MAX_LEN = 48
 GUILTY = 1000  # the seed of a request that brings its fault with it, to its prompt,

@@ -22,8 +22,8 @@ from quire.engine.observability.metrics import EngineMetrics
 from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.reuse import held
-from tests.models.checkpoints import random_tokens
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.checkpoints import random_tokens
+from tests.support.models.reference_checkpoints import checkpoint
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 STORY = "Once upon a time there was a little fox. One day the fox went into the forest. "
@@ -332,7 +332,7 @@ def test_blocks_of_another_name_are_not_gone_on_from(
         reference.finish(source)
     fork, tokens = Fork(source.request_id, 0, 5), reference.story[:9]
     asked = msgspec.structs.replace(source, request_id="other", fork=fork, prompt_token_ids=tokens)
-    with pytest.raises(RequestError, match=f"the {[*other][0]} of what it goes on from"):
+    with pytest.raises(RequestError, match=f"{[*other][0]} must be the same as that of the source"):
         reference.client.add(msgspec.structs.replace(asked, **other))
     if runs:
         reference.finish(source)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quire.base.messages import Draft, Drafted
-from tests.covering import pairwise
-from tests.engine.bench import Bench, prompt, with_poison
 from tests.engine.loop.test_beams import Searches
 from tests.engine.loop.test_groups import OTHERS, PROMPT, Groups
-from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.support.cases import pairwise
+from tests.support.engine.failing_core import Bench, prompt, with_poison
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 LONG = prompt(3, 30)
 

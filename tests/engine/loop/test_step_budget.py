@@ -25,8 +25,8 @@ from quire.runner.derive import derive_config
 from quire.runner.step_size import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_tokens, first_budget
 from quire.serve.llm import LLM
 from quire.tools.replay import replay_all
-from tests.ops.figures import keep_figures, own_figures
 from tests.runner.test_memory_plan import shape
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 WEIGHTS = 0.44e9  # of Qwen3-0.6B that each token is multiplied with
 THREADS = 2

@@ -8,8 +8,8 @@ import pytest
 from quire.base.messages import Abort, MeasuredRates
 from quire.ops.attention import host_blocks
 from tests.engine.loop.test_groups import Groups
-from tests.ops.late_streams import LateStreams
-from tests.serve.checkpoints import checkpoint, pool_bytes, reference_tokens
+from tests.support.kernels.late_streams import LateStreams
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes, reference_tokens
 
 PROMPTS = {"a": [5, 6, 7], "b": [90, 2, 2, 8, 41], "c": [7, 3, 9, 1, 12, 44, 5, 80]}
 LENGTH = 40

@@ -9,7 +9,7 @@ from quire.engine.observability import live
 from quire.engine.observability.live import LiveFrames
 from quire.kv.pool import BlockPool
 from tests.scheduler.test_pins import BLOCK, Bench
-from tests.scheduler.watched import random_run
+from tests.support.scheduler.watched_scheduler import random_run
 
 LINE = list(range(17))  # four full blocks and a token
 

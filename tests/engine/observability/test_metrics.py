@@ -26,8 +26,8 @@ from quire.base.step_outputs import StepReader
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics, RequestTimes
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.listening import listen
-from tests.updates import read
+from tests.support.engine.updates import read
+from tests.support.scheduler.events import listen
 
 MAX_LEN = 1000
 PICKERS_ASK = (  # of the endpoint pickers of llm-d and the Gateway API's, and of vLLM's dashboard

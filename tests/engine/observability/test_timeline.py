@@ -10,8 +10,8 @@ import pytest
 from quire.base.events import Admitted, Finished, Planned, Preempted, Queued, Stepped
 from quire.base.plan import Plan
 from quire.engine.observability.timeline import MOST_ITEMS, Timelines, as_data, in_words
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run
 
 BLOCK = 4
 

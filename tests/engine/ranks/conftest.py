@@ -1,18 +1,10 @@
-"""Ranks of this process are forks of one that has imported all that a rank imports."""
+"""Start the ranks of tests as forks (tests/support/processes/forks.py)."""
 
 from collections.abc import Iterator
 
 import pytest
 
-import quire.engine.wire.spawn
-from tests.forked import Zygote
-
-
-@pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote("quire.engine.ranks.rank_main")
-    yield made
-    made.close()
+from tests.support.processes.forks import SiteForkedPopen, forked_children
 
 
 @pytest.fixture
@@ -21,7 +13,9 @@ def executed_ranks() -> None:
 
 
 @pytest.fixture(autouse=True)
-def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "executed_ranks" not in request.fixturenames:
-        zygote = request.getfixturevalue("zygote")
-        monkeypatch.setattr(quire.engine.wire.spawn, "subprocess", zygote)
+def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "executed_ranks" in request.fixturenames:
+        yield
+        return
+    with forked_children(SiteForkedPopen):
+        yield

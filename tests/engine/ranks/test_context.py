@@ -8,8 +8,8 @@ import pytest
 
 from quire import LLM
 from quire.base.errors import ConfigError
-from tests.engine.ranks.scenarios import COMMON, Answers, alone, answers_of, asked, told
-from tests.serve.checkpoints import pool_bytes, text_checkpoint
+from tests.support.engine.scenarios import COMMON, Answers, alone, answers_of, asked, told
+from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
 
 TWO = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
 FOUR = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}

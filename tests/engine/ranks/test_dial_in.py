@@ -51,7 +51,7 @@ def test_who_does_not_is_refused_and_told_of_once(
             assert arrivals.get(timeout=5).role is Role.RANK
     assert arrivals.empty()
     [line] = [record.getMessage() for record in caplog.records]
-    assert "from 127.0.0.1" in line and "does not know the secret" in line
+    assert "from 127.0.0.1" in line and "does not have the secret" in line
 
 
 def test_strangers_are_hung_up_on_and_others_come_in(
@@ -105,7 +105,7 @@ def test_a_core_must_prove_itself_too() -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(EngineError, match="does not know the secret"):
+        with pytest.raises(EngineError, match="does not have the secret"):
             dial(address, SECRET, Role.RANK, 0)
         thread.join(5)
         listener.close()
@@ -135,7 +135,7 @@ def test_what_a_connection_is_for_is_part_of_the_proof() -> None:
         said = rank.recv(200)
         assert SECRET not in said
         between_core.sendall(said.replace(ROLE.pack(Role.RANK, 0), ROLE.pack(Role.RANK, 1)))
-        assert "does not know the secret" in str(errors.get(timeout=5))
+        assert "does not have the secret" in str(errors.get(timeout=5))
         rank.close()
         for thread in threads:
             thread.join(5)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.ranks.scenarios import Answers, alone, answers_of
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.engine.scenarios import Answers, alone, answers_of
+from tests.support.models.reference_checkpoints import text_checkpoint
 
 MP = {"distributed_executor_backend": "mp"}
 TWO = {"tensor_parallel_size": 2}

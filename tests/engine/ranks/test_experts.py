@@ -8,9 +8,9 @@ from quire.base.cache_config import CacheConfig
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.ranks.executor import RankExecutor
-from tests.engine.ranks.scenarios import COMMON, WORDS
-from tests.serve.checkpoints import LLAMA_LIKE, checkpoint
-from tests.serve.processes import wait_until
+from tests.support.engine.scenarios import COMMON, WORDS
+from tests.support.models.reference_checkpoints import LLAMA_LIKE, checkpoint
+from tests.support.processes.servers import wait_until
 
 EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 NUM_TOKENS, CHOSEN = 8, 3

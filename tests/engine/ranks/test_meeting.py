@@ -68,7 +68,7 @@ def test_what_one_sets_others_of_its_group_find(core: Core) -> None:
 def test_a_core_that_is_gone_is_an_error(core: Core) -> None:
     store = CoreStore(core.connect(), "a")
     core.close()
-    with pytest.raises(RuntimeError, match="the core is gone"):
+    with pytest.raises(RuntimeError, match="the connection to the core ended"):
         store.set("x", "y")
 
 

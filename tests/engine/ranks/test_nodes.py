@@ -28,9 +28,9 @@ from quire.engine.ranks.dial_in import Address, Door
 from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep
 from quire.engine.ranks.node import Node, rank_token, ranks_of_node
 from quire.engine.ranks.remote import RemoteRanks
-from tests.engine.ranks.scenarios import COMMON, NUM_ASKED, alone, answers_of
-from tests.serve.checkpoints import checkpoint, text_checkpoint
-from tests.serve.processes import children_of, is_running, wait_until
+from tests.support.engine.scenarios import COMMON, NUM_ASKED, alone, answers_of
+from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
+from tests.support.processes.servers import children_of, is_running, wait_until
 
 SECRET = "a secret of this test, and of no other"
 StartNode = Callable[..., "subprocess.Popen[str]"]

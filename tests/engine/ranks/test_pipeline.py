@@ -7,9 +7,9 @@ import pytest
 
 from quire import LLM
 from quire.base.errors import ConfigError
-from tests.engine.ranks.scenarios import COMMON, alone, answers_of
 from tests.engine.ranks.test_executor import compare
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.engine.scenarios import COMMON, alone, answers_of
+from tests.support.models.reference_checkpoints import text_checkpoint
 
 STAGES = {"pipeline_parallel_size": 2}
 BOTH = STAGES | {"tensor_parallel_size": 2}

@@ -27,9 +27,9 @@ from quire.base.errors import (
 from quire.base.messages import Request
 from quire.engine.ranks.launch import Ranks
 from quire.models.source import resolve_model
-from tests.engine.ranks.scenarios import COMMON, WORDS
-from tests.serve.checkpoints import checkpoint
-from tests.serve.processes import children_of, is_running, kill, wait_until
+from tests.support.engine.scenarios import COMMON, WORDS
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.processes.servers import children_of, is_running, kill, wait_until
 
 SOON_S = 2.0
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
@@ -161,7 +161,7 @@ def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions(
         kill(pid, signal.SIGCONT)
         assert llm.generate(WORDS, GREEDY, use_tqdm=False)
         params = SamplingParams(logits_processors=[lambda ids, logits: logits])
-        with pytest.raises(RequestError, match="function cannot go to an engine in another"):
+        with pytest.raises(RequestError, match="function cannot be sent to an engine in another"):
             llm.generate(WORDS, params, use_tqdm=False)
 
 

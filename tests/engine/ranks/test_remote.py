@@ -18,10 +18,10 @@ from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, EngineError, RankLost
 from quire.engine.ranks.launch import Ranks
 from quire.models.source import resolve_model
-from tests.engine.ranks.keepers import LocalStarter
-from tests.engine.ranks.scenarios import COMMON, alone, answers_of
-from tests.serve.checkpoints import checkpoint, text_checkpoint
-from tests.serve.processes import children_of, is_running, kill, wait_until
+from tests.support.engine.remote_ranks import LocalStarter
+from tests.support.engine.scenarios import COMMON, alone, answers_of
+from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
+from tests.support.processes.servers import children_of, is_running, kill, wait_until
 
 SOON_S = 2.8  # a keeper is silent for two seconds, and then somebody has to look
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
@@ -142,7 +142,7 @@ def test_what_the_starter_meets_with_is_raised_as_it_is() -> None:
 
 NODE = """
 import os, subprocess, sys
-from tests.engine.ranks.keepers import KEEP
+from tests.support.engine.remote_ranks import KEEP
 keeper = subprocess.Popen([sys.executable, "-c", KEEP, *sys.argv[1:]], stdin=0)
 print(keeper.pid, flush=True)
 keeper.wait()

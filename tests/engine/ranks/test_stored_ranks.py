@@ -15,11 +15,11 @@ from quire import LLM, SamplingParams
 from quire.cli.main import main
 from quire.ops.native import core
 from quire.render.renderer import RenderedPrompt
-from tests.engine.ranks.scenarios import COMMON, WORDS
-from tests.models import quantised_writers as writers
-from tests.models.checkpoints import write_own
 from tests.models.test_rank_formats import INNER, OF_TYPE
-from tests.render.tiny import fresh_directory
+from tests.support.engine.scenarios import COMMON, WORDS
+from tests.support.models import quantised_writers as writers
+from tests.support.models.checkpoints import write_own
+from tests.support.render.tiny_tokenizers import fresh_directory
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 TWO = {"tensor_parallel_size": 2}

@@ -24,9 +24,9 @@ from quire.engine.recording.frames import (
     read_frames,
 )
 from quire.tools.replay import Outcome, replay_all
-from tests.cli.commands import run as command
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run, begin_segment
+from tests.support.commands import run as command
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run, begin_segment
 
 FIRST_FORMAT = b"quire recording\n"
 
@@ -267,7 +267,8 @@ def test_a_last_segment_that_is_missing(segments: Path) -> None:
     fourth.unlink()
     outcome = replayed(segments)
     assert outcome.state is State.CUT and outcome.num_segments == 4
-    assert "segment-000003.rec" in outcome.notes[0] and "goes on with" in outcome.notes[0]
+    assert "segment-000003.rec" in outcome.notes[0]
+    assert "the segment that continues it" in outcome.notes[0]
     fifth.unlink()
     assert replayed(segments).state is State.CUT
 

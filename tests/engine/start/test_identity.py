@@ -11,8 +11,8 @@ from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.ops.formats import variants
 from quire.runner.build import BuiltRunner, build_runner
-from tests.ops.figures import keep_figures, own_figures
-from tests.serve.checkpoints import checkpoint
+from tests.support.kernels.kernel_speeds import keep_figures, own_figures
+from tests.support.models.reference_checkpoints import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.engine.start.build import build_core, build_engine
 from quire.engine.start.preflight import check_before_loading
 from quire.models.source import resolve_model, resolve_source
-from tests.cli.commands import run
+from tests.support.commands import run
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 40,

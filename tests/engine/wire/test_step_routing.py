@@ -8,7 +8,7 @@ import numpy as np
 from quire.base.step_outputs import Finish, RowName, SequenceUpdate, StepOutputs, StepReader
 from quire.engine.wire.step_routing import StepRouter
 from quire.engine.wire.wire import LENGTH, client_codec, core_codec
-from tests.updates import read
+from tests.support.engine.updates import read
 
 
 def tokens(*lines: tuple[int, int]) -> StepOutputs:

@@ -17,8 +17,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, EngineError
 from tests.gpu.test_runner import GREEDY, PROMPTS, SAMPLED
-from tests.serve.checkpoints import checkpoint
-from tests.serve.processes import children_of, kill, wait_until
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.processes.servers import children_of, kill, wait_until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
 
 
 def test_every_exchange_over_nccl(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.gpu.ranks.exchanges", str(tmp_path / "store")]
+    command = [sys.executable, "-m", "tests.support.engine.exchanges", str(tmp_path / "store")]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), "cuda"], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -15,9 +15,9 @@ from quire.render.answers import table
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Part, joined
 from quire.render.answers.syntax import CallFormat, content_marks
-from tests.render.answers.goldens import GOLDENS, NOW, TOOLS, WEATHER, Golden
 from tests.render.answers.test_parser import cuts, without_ids
-from tests.render.answers.vocabulary import Vocabulary, accepts, closings, marks_of
+from tests.support.render.answers import GOLDENS, NOW, TOOLS, WEATHER, Golden
+from tests.support.render.byte_vocabulary import Vocabulary, accepts, closings, marks_of
 
 
 def parsed(asked: AskedAnswer, pieces: list[str]) -> list[Part]:

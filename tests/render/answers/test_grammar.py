@@ -10,7 +10,7 @@ from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK
-from tests.render.answers.vocabulary import Vocabulary, accepts
+from tests.support.render.byte_vocabulary import Vocabulary, accepts
 
 F = Tool("f", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, True)
 G = Tool("g")
@@ -40,7 +40,7 @@ def test_a_named_tool_is_that_one() -> None:
     assert fault(asked, CALL_G) == ""
     assert fault(asked, CALL_F)
     assert fault(asked, CALL_G + CALL_G)
-    with pytest.raises(RequestError, match="'h', which is none of tools"):
+    with pytest.raises(RequestError, match="'h', which is not in tools"):
         AskedAnswer(QWEN, (F, G), NamedTool("h")).grammar({})
     with pytest.raises(RequestError, match="start the server with --tool-call-parser") as caught:
         AskedAnswer(AnswerFormat(), (F, G), "required").grammar({})

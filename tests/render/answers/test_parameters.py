@@ -16,7 +16,7 @@ from quire.render.answers.format import AnswerFormat, AskedAnswer
 from quire.render.answers.parts import CallArguments, CallBegun
 from quire.render.answers.schema_types import typed, types_of
 from quire.render.answers.syntax import Tool
-from tests.render.answers.vocabulary import Vocabulary, accepts
+from tests.support.render.byte_vocabulary import Vocabulary, accepts
 
 CODER = AnswerFormat(table.QWEN3_CODER)
 VOCABULARY = Vocabulary(["<tool_call>", "</tool_call>"])
@@ -185,6 +185,6 @@ def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
     names = {f"d{i}": {"type": "integer"} for i in range(4000)}
     one = asked({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
     begun = time.process_time()
-    with pytest.raises(RequestError, match="ask for less"):
+    with pytest.raises(RequestError, match="use a smaller one"):
         one.grammar(VOCABULARY.added)
     assert time.process_time() - begun < 2.0

@@ -28,7 +28,7 @@ def test_what_a_description_says() -> None:
         ({"type": "function"}, "needs a function with a name"),
         ({"type": "function", "function": "f"}, "needs a function with a name"),
         ({"type": "function", "function": {"name": ""}}, "needs a function with a name"),
-        ({"type": "function", "function": {"name": "f"}}, "another tool is called 'f'"),
+        ({"type": "function", "function": {"name": "f"}}, "another tool is also called 'f'"),
         ({"function": {"name": "g", "parameters": "object"}}, "must be a JSON schema, got str"),
     ],
 )

@@ -15,8 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests.render.golden.cases import FORMATS, ROOT, Case, read_cases, reference, text_difference
-from tests.render.golden.vocabularies import BUILDERS, config
+from tests.support.render.golden_cases import (
+    FORMATS,
+    ROOT,
+    Case,
+    read_cases,
+    reference,
+    text_difference,
+)
+from tests.support.render.golden_vocabularies import BUILDERS, config
 
 MAX_DIFF = 60  # lines shown per file
 

@@ -38,11 +38,11 @@ from quire.runner.gpu import graphs
 from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.pieces import CutAtAttention, Pieces
 from quire.runner.model_runner import ModelRunner
-from tests.runner.gpu.fake_cuda import FakeCuda
-from tests.runner.gpu.late_device import LateDevice, stand_in
 from tests.runner.gpu.test_kernel_ops import KINDS, devices, run, run_on_the_host  # noqa: F401 (a fixture)
 from tests.runner.gpu.test_model_runner import SETTINGS
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.fake_cuda import FakeCuda
+from tests.support.runner.late_device import LateDevice, stand_in
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 COMPUTE, SIDE = "stream 1", "stream 2"

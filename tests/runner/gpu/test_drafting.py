@@ -4,7 +4,7 @@ import pytest
 
 from quire.engine.drafting.draft_pace import StepTimes
 from tests.runner.test_drafting import PARAMS, PROMPTS, Counts, answers, engine
-from tests.serve.checkpoints import checkpoint
+from tests.support.models.reference_checkpoints import checkpoint
 
 
 @pytest.mark.parametrize("architecture", ["mistral", pytest.param("llama", marks=pytest.mark.slow)])

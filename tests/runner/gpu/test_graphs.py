@@ -14,7 +14,7 @@ from quire.runner.gpu.pieces import record
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import ladder
 from quire.runner.step_ops import Needs
-from tests.runner.gpu.late_device import LateDevice
+from tests.support.runner.late_device import LateDevice
 
 PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 
@@ -162,13 +162,13 @@ def test_a_damaged_memory_is_no_memory(text: str, tmp_path: Path, caplog: Any) -
     used = UsedSizes(tmp_path, [])
     used.path.write_text(text, encoding="utf-8")
     assert used.read() == []
-    assert "is not known" in caplog.text
+    assert "cannot be read" in caplog.text
 
 
 def test_a_memory_that_cannot_be_written(tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "file").write_text("")
     UsedSizes(tmp_path / "file" / "below", []).write([])
-    assert "is not kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
 def test_a_recording_that_fails_ends_its_graph() -> None:

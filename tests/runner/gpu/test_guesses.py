@@ -10,7 +10,7 @@ from quire.base.events import Planned, Stepped
 from quire.base.sampling_params import StructuredOutputsParams
 from quire.engine.drafting.draft_pace import StepTimes
 from tests.runner.gpu.test_kernel_ops import devices, told  # noqa: F401 (a fixture)
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.models.reference_checkpoints import text_checkpoint
 
 
 def answers(**settings: Any) -> tuple[list[Any], int]:

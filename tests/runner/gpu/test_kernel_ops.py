@@ -6,7 +6,7 @@ runs the kernels.
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.gpu import graphs
 from quire.runner.step_ops import StepShape
-from tests.runner.gpu.late_device import LateDevice, on_the_host, stand_in, without_core
-from tests.serve.checkpoints import checkpoint
+from tests.support.cases import slow_but
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.late_device import LateDevice, on_the_host, stand_in, without_core
 
 SETTINGS = {
     "dtype": "float32",
@@ -151,11 +152,6 @@ KINDS["filters and logprobs"] = [*KINDS["filters"][:2], *KINDS["logprobs"]]
 def wanted(kind: str) -> list[Any]:
     """What a round on the host tells."""
     return run_on_the_host(KINDS[kind], rounds=1, max_logprobs=-1)
-
-
-def slow_but(kinds: Iterable[str], *quick: str) -> list[Any]:
-    """The kinds, of which all but the quick ones wait for `make test-long`."""
-    return [k if k in quick else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
 
 
 # The first round of what is recorded below begins with steps that are launched as they are, too.

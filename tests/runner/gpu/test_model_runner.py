@@ -25,11 +25,12 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.gpu import slots
 from quire.runner.gpu.pieces import Pieces
-from tests.runner.gpu.late_device import LateDevice, on_the_host
-from tests.runner.gpu.test_kernel_ops import devices, slow_but  # noqa: F401 (a fixture)
-from tests.runner.masked import allowed, with_masks
-from tests.serve.checkpoints import checkpoint
-from tests.updates import read
+from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
+from tests.support.cases import slow_but
+from tests.support.engine.updates import read
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.late_device import LateDevice, on_the_host
+from tests.support.runner.row_masks import allowed, with_masks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
 

@@ -12,9 +12,9 @@ from quire.engine.executors.threaded import DeviceThread
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner
 from tests.engine.loop.test_recovery import PLACES, Cell, Engine, assert_same, run_program
-from tests.runner.gpu.late_device import LateDevice, stand_in
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
-from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
+from tests.support.runner.late_device import LateDevice, stand_in
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
 

@@ -17,7 +17,7 @@ from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampling_flags import SamplingFlags
 from quire.runner.step_ops import Asked, StepOps
 from quire.runner.torch_ops import TorchOps
-from tests.runner.gpu.late_device import LateDevice
+from tests.support.runner.late_device import LateDevice
 
 
 def rows_of(device: Any, how: str) -> DeviceRows:

@@ -5,7 +5,7 @@ import torch
 
 from quire.runner.gpu.slots import SlotRing
 from quire.runner.row_updates import RowUpdates
-from tests.runner.gpu.late_device import LateDevice
+from tests.support.runner.late_device import LateDevice
 
 
 def test_a_slot_waits_until_it_was_read() -> None:

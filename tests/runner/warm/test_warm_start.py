@@ -30,10 +30,10 @@ from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import LOAD_S, WarmModel
 from quire.runner.warm.start import start_warm
 from quire.runner.warm.warm_runner import WarmRunner
-from tests.engine.stand_in import attached
-from tests.models.checkpoints import random_tokens, write_checkpoint
-from tests.models.gguf_writer import Q8_0, convert
-from tests.updates import error_of, read
+from tests.support.engine.attachments import attached
+from tests.support.engine.updates import error_of, read
+from tests.support.models.checkpoints import random_tokens, write_checkpoint
+from tests.support.models.gguf_writer import Q8_0, convert
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)

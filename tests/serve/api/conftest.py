@@ -18,7 +18,7 @@ from quire.engine.start.build import Engine, build_engine
 from quire.serve.api.api_process import ApiServer, uvicorn_config
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 MODEL = "demo"
 MakeContext = Callable[..., ApiContext]

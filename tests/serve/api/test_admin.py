@@ -11,8 +11,8 @@ from quire.base.errors import ConfigError
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import wait_until
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.direct_engine import wait_until
+from tests.support.serve.fake_client import FakeClient
 
 KEYS = ("one", "two", "boss")
 ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0}

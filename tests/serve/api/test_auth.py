@@ -79,7 +79,7 @@ def test_without_keys_everybody_may(api: TestClient) -> None:
 
 
 def test_an_urgent_key_must_be_a_key_and_is_not_shown() -> None:
-    with pytest.raises(ConfigError, match="names 1 of 2 keys that api_key does not") as refused:
+    with pytest.raises(ConfigError, match="has 1 of 2 keys that are not in api_key") as refused:
         ServerConfig(api_key=("one",), urgent_api_key=("one", "s3cret"))
     assert "s3cret" not in str(refused.value)
     with pytest.raises(ConfigError, match="pin_share must be in"):

@@ -12,8 +12,8 @@ from quire.base.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from tests.serve.api.fake_client import FakeClient
-from tests.serve.checkpoints import text_checkpoint
+from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.serve.fake_client import FakeClient
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]

@@ -14,9 +14,9 @@ from quire.serve.api.app import create_app
 from quire.serve.api.auth import tenant_of
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import wait_until
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_sse import CHAT, LONG, REQUESTS, events, held, open_connection
+from tests.support.serve.direct_engine import wait_until
+from tests.support.serve.fake_client import FakeClient
 
 __all__ = ["held"]  # a fixture
 LATE = "the request took longer than its timeout_s=2 (2.010 s, 0 output tokens); raise timeout_s."

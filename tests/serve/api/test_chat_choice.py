@@ -18,7 +18,7 @@ from quire.serve.api.jobs import PromptJob
 from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reasoning_count import ReasoningCount
-from tests.serve.api.direct import twin
+from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 ASKED = AskedAnswer(AnswerFormat(HERMES, THINK), (Tool("f"),))

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from quire.render.chat_template import ChatOptions
-from tests.serve.api.direct import direct
+from tests.support.serve.direct_engine import direct
 
 TOOLS: list[dict[str, Any]] = [
     {

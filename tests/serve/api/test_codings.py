@@ -63,12 +63,12 @@ def test_what_cannot_be_read_says_what_can(small: TestClient, coding: str) -> No
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (PACKED[:-9], "ends too early"),
-        (PACKED[:30], "ends too early"),
-        (PACKED + b"more", "goes on behind its end"),
-        (PACKED + PACKED, "goes on behind its end"),
-        (BODY, "cannot be read as such"),
-        (PACKED[:-8] + bytes(8), "cannot be read as such"),
+        (PACKED[:-9], "it ends too early"),
+        (PACKED[:30], "it ends too early"),
+        (PACKED + b"more", "it has data after its end"),
+        (PACKED + PACKED, "it has data after its end"),
+        (BODY, "it is not valid in that encoding"),
+        (PACKED[:-8] + bytes(8), "it is not valid in that encoding"),
     ],
     ids=lambda value: value if isinstance(value, str) else "body",
 )

@@ -6,7 +6,7 @@ Covers `serve/api/answers.py`.
 import openai
 import pytest
 
-from tests.serve.api.direct import direct, text_of, twin
+from tests.support.serve.direct_engine import direct, text_of, twin
 
 PROMPT = "Once upon a time"
 IDS = [100, 200, 300, 400]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.serve.processes import Server
+from tests.support.processes.servers import Server
 
 PROMPTS = ("prompt", "messages", "tokens", "input")
 REQUIRED = {"POST /v1/messages": ("max_tokens",)}  # beside prompts

@@ -20,8 +20,8 @@ from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks
-from tests.serve.api.fake_client import FakeClient
-from tests.serve.pooling_checkpoints import pooling_checkpoint
+from tests.support.models.pooling_checkpoints import pooling_checkpoint
+from tests.support.serve.fake_client import FakeClient
 
 TEXTS = ["a fox", "The capital of France is", "a dog and a cat"]
 
@@ -159,7 +159,7 @@ def test_models_are_asked_for_what_they_do(
         error = ask(api, path, 400, input="a")
         assert "generates text" in error["message"] and "--runner pooling" in error["message"]
     error = ask(embedder, "/v1/completions", 400, prompt="a")
-    assert "this engine pools" in error["message"]
+    assert "this engine returns embeddings" in error["message"]
     assert ask(embedder, "/v1/chat/completions", 400, messages=[{"role": "user", "content": "a"}])
 
 

@@ -7,7 +7,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.api.test_embeddings import ask, serving_model, vectors
-from tests.serve.encoder_checkpoints import encoder_checkpoint, inputs_of, logits_of, states_of
+from tests.support.models.encoder_checkpoints import (
+    encoder_checkpoint,
+    inputs_of,
+    logits_of,
+    states_of,
+)
 
 QUERY = "a quick fox"
 DOCUMENTS = ["The lazy dog sleeps on.", "keys and values in blocks", "the quick brown fox jumps"]
@@ -41,7 +46,7 @@ def test_generating_is_refused(scorer: TestClient) -> None:
     bodies = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
     for path in (*bodies, "/v1/chat/completions", "/v1/messages"):
         body = bodies.get(path, messages)
-        assert "this engine pools" in ask(scorer, path, 400, **body)["message"], path
+        assert "this engine returns embeddings" in ask(scorer, path, 400, **body)["message"], path
     assert "gives classes, not embeddings" in ask(scorer, status=400, input="a")["message"]
 
 

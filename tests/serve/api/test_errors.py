@@ -61,7 +61,7 @@ def error_of(response: Response) -> dict[str, Any]:
         (
             '{"messages": [{"role": "user", "content": "a"}], "chat_template": "/etc/passwd"}',
             "chat_template",
-            "takes no templates from requests",
+            "templates from requests are disabled",
         ),
         ('{"prompt": "a", "add_special_tokens": "perhaps"}', "add_special_tokens", "true or false"),
     ],

@@ -66,7 +66,7 @@ def test_what_clients_send_with_every_request_is_no_error(api: TestClient, path:
 
 def test_a_document_names_all_of_them() -> None:
     """But for those that are other endpoints' fields here."""
-    page = (Path(__file__).parents[3] / "docs" / "start" / "move.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "start" / "from-llamacpp.md").read_text()
     section = page.partition("## Fields of other engines\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", section))
     ours = {name for kind, _ in BODIES.values() for name in kind.model_fields}

@@ -13,7 +13,7 @@ from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 TEXT = "one two three. one two three. one two three. one two"
 MESSAGES = [{"role": "user", "content": TEXT}]

@@ -14,7 +14,7 @@ from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 TEXT = "Once upon a time there was a little fox who lived in a forest with its mother. " * 3
 # As vLLM's proxy and llm-d's sidecar begin a request.

@@ -19,9 +19,9 @@ from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import direct, text_of, twin, wait_until
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS
 from tests.serve.api.test_sse import hang_up, open_connection
+from tests.support.serve.direct_engine import direct, text_of, twin, wait_until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]

@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 from quire.base.config import ServerConfig
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from tests.engine.bench import POISON, Troubled
 from tests.serve.api.conftest import MODEL, small_engine
-from tests.serve.api.fake_client import FakeClient
+from tests.support.engine.failing_core import POISON, Troubled
+from tests.support.serve.fake_client import FakeClient
 
 HEADERS = {"X-Request-Id": "mine-42"}
 GUILTY = [5, 6, POISON, 8]

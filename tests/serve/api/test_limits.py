@@ -22,7 +22,7 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TimedProtocol
 from quire.serve.api.limits import generating
 from tests.serve.api.conftest import MODEL, MakeContext, serving
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 LIMIT = 1024
 JSON = {"Content-Type": "application/json"}

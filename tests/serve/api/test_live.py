@@ -19,9 +19,9 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.live import live_events
 from quire.serve.api.live_events import difference, snapshot
 from quire.serve.api.sse import ALIVE, DONE
-from tests.scheduler.watched import blocks_of, random_run
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.fake_client import FakeClient, live_over_the_wire
+from tests.support.scheduler.watched_scheduler import blocks_of, random_run
+from tests.support.serve.fake_client import FakeClient, live_over_the_wire
 
 KEYS = ("one", "boss")
 

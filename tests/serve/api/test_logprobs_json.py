@@ -13,7 +13,7 @@ import transformers
 
 import quire
 from quire.serve.api.logprobs_json import TokenNames
-from tests.serve.api.direct import direct, twin
+from tests.support.serve.direct_engine import direct, twin
 
 PROMPT = "Once upon a time"
 DEMO = Path(quire.__file__).parent / "demo"

@@ -17,8 +17,8 @@ from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import direct
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.direct_engine import direct
+from tests.support.serve.fake_client import FakeClient
 
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO: list[Any] = [{"role": "user", "content": "Hello, how are you?"}]

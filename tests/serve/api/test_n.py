@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from quire.render.chat_template import ChatOptions
 from quire.serve.api.context import ApiContext
-from tests.serve.api.direct import direct
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS, arguments_of
+from tests.support.serve.direct_engine import direct
 
 PROMPTS = ["Once upon a time", "The cat", "Why"]
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_page_in_browser import (
     answered,
     browser,
@@ -22,6 +21,7 @@ from tests.serve.api.test_page_in_browser import (
     sync_api,
     texts,
 )
+from tests.support.serve.fake_client import FakeClient
 
 __all__ = ["browser", "client", "page"]  # fixtures
 # Pixels of a chart that have ink, in a column at this share of its width.
@@ -40,7 +40,7 @@ def test_enter_while_an_answer_is_written_says_why_nothing_is_sent(
     page.wait_for_selector("[aria-busy=true] > .text:not(:empty)")
     num_requests = len(client.requests)
     say(page, "And then?")
-    told = page.get_by_text("An answer is still being written")
+    told = page.get_by_text("An answer is still being generated")
     told.wait_for()
     assert page.get_by_label("Your message").input_value() == "And then?"
     assert len(client.requests) == num_requests
@@ -103,7 +103,7 @@ def test_charts_show_nothing_between_moments_that_have_nothing_in_common(
     path = tmp_path / "frames.jsonl"
     path.write_text("\n".join(json.dumps(frame) for frame in busy_idle_busy()))
     open_recording(page, path)
-    slider = page.get_by_label("Moment of the recording")
+    slider = page.get_by_label("Position in the recording")
     axes = 3
     for title in ("Throughput", "Time to first token", "Time per token"):
         chart = page.locator("figure", has_text=title).locator("canvas")
@@ -114,7 +114,7 @@ def test_charts_show_nothing_between_moments_that_have_nothing_in_common(
     slider.fill("0")
     first = page.locator("figure", has_text="Time to first token")
     assert first.locator(".latest").inner_text() == ""
-    assert "nothing yet" in first.locator("canvas").get_attribute("aria-label")
+    assert "no data yet" in first.locator("canvas").get_attribute("aria-label")
     assert first.locator("canvas").evaluate(INK, 0.5) == 0
 
 

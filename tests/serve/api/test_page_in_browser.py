@@ -19,9 +19,9 @@ import pytest
 from quire.serve.api.context import ApiContext
 from quire.tools.playback import write_playback
 from quire.tools.replay import Outcome
-from tests.engine.recordings import Run
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_live import Viewer
+from tests.support.engine.recorded_runs import Run
+from tests.support.serve.fake_client import FakeClient
 
 sync_api = pytest.importorskip("playwright.sync_api")
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -116,17 +116,19 @@ def test_a_chat_by_keyboard_alone_that_outlives_the_page(page: Any) -> None:
     page.get_by_role("button", name="Edit").press("Enter")
     page.keyboard.press("Control+A")
     page.keyboard.type("Tell me a story.")
-    page.get_by_role("button", name="Send anew").press("Enter")
+    page.get_by_role("button", name="Resend").press("Enter")
     answered(page, 1)
     assert texts(page, "user") == ["Tell me a story."]
     assert page.locator(".message.assistant").count() == 1
-    page.get_by_role("button", name="The version before this").press("Enter")
+    page.get_by_role("button", name="Previous version").press("Enter")
     assert (texts(page, "user"), texts(page, "assistant")) == (["Who are you?"], [answer])
     assert page.evaluate("document.activeElement.textContent") == "›", "the focus is lost"
 
 
 def test_a_fork_shares_blocks_and_its_count_is_seen(page: Any, client: FakeClient) -> None:
-    page.get_by_label("Said before everything").fill("You know every animal of the forest. " * 5)
+    page.get_by_label("Sent before the first message").fill(
+        "You know every animal of the forest. " * 5
+    )
     say(page, "Tell me a story about a fox.")
     answered(page, 1)
     client.hold()
@@ -187,14 +189,14 @@ def test_tools_and_the_form_of_an_answer(page: Any) -> None:
 
     page.route("**/v1/chat/completions", answer)
     page.get_by_text("Tools", exact=True).click()
-    box = page.get_by_label("Tools, a JSON list")
+    box = page.get_by_label("Tools (JSON list)")
     box.fill("[{")
     say(page, "How is the weather?")
-    page.get_by_text("Look at tools in the settings").wait_for()
+    page.get_by_text("Correct tools in the settings").wait_for()
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     box.fill(json.dumps(tools))
-    page.get_by_text("Form of the answer").click()
-    page.get_by_label("JSON schema of the answer").fill('{"type": "object"}')
+    page.get_by_text("Structured output").click()
+    page.get_by_label("JSON schema").fill('{"type": "object"}')
     page.get_by_label("Your message").press("Enter")
     page.get_by_label("Result of weather").fill("rain")
     assert page.locator(".call pre").inner_text() == '{\n  "place": "<b>Oslo"\n}'
@@ -210,11 +212,9 @@ def test_tools_and_the_form_of_an_answer(page: Any) -> None:
 
 @pytest.mark.slow
 def test_an_answer_in_a_form_that_the_model_is_held_to(page: Any) -> None:
-    page.get_by_text("Form of the answer").click()
+    page.get_by_text("Structured output").click()
     schema = {"type": "object", "properties": {"good": {"type": "boolean"}}, "required": ["good"]}
-    page.get_by_label("JSON schema of the answer").fill(
-        json.dumps(schema | {"additionalProperties": False})
-    )
+    page.get_by_label("JSON schema").fill(json.dumps(schema | {"additionalProperties": False}))
     say(page, "Is it good?")
     answered(page, 1)
     assert set(json.loads(texts(page, "assistant")[0])) == {"good"}
@@ -246,7 +246,7 @@ def test_what_a_model_writes_is_text(page: Any) -> None:
 
 def test_tokens_show_what_else_might_have_been_and_fork_there(page: Any) -> None:
     page.get_by_role("tab", name="Tokens").click()
-    page.get_by_role("button", name="Write", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.wait_for_selector(".token:nth-child(20)")
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
     page.locator(".token").first.focus()
@@ -281,7 +281,7 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
     let_go_of_all(client)
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_label("Prompt", exact=True).fill("A fox went to the river and the sea. " * 8)
-    page.get_by_role("button", name="Write", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.wait_for_selector(".token:nth-child(3)")
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
     client.hold(after_steps=3)
@@ -290,7 +290,7 @@ def test_a_fork_of_what_is_kept_shares_blocks_and_one_of_what_is_not_has_its_tok
     page.locator(".token-card").nth(1).locator(".token:nth-child(3)").wait_for()
     page.get_by_role("tab", name="Engine").click()
     page.wait_for_selector("canvas.map:not([data-shared='0']):not([data-held='0'])")
-    assert page.locator("[aria-label=Held] tbody tr:visible").count() == 1
+    assert page.locator("[aria-label=Retained] tbody tr:visible").count() == 1
     client.release()
     page.get_by_role("tab", name="Tokens").click()
     page.get_by_role("button", name="Stop").wait_for(state="hidden")
@@ -339,7 +339,7 @@ def test_the_map_shows_who_holds_blocks_and_the_dead_engine_comes_back(
     page.get_by_text("40 prompt tokens, at most 200 out").wait_for()
     page.keyboard.press("Escape")
     client.kill()
-    page.get_by_text("goes on by itself").wait_for()
+    page.get_by_text("updates resume").wait_for()
     page.locator("[data-state='engine away']").wait_for()
     client.revive()
     client.release()
@@ -366,7 +366,7 @@ def test_a_recording_is_played(page: Any, tmp_path: Path) -> None:
         viewer.take(frame)
         used.append(sum(state == 2 for state in viewer.known["groups"][0]["states"]))
     open_recording(page, path)
-    slider, map_ = page.get_by_label("Moment of the recording"), page.locator("canvas.map")
+    slider, map_ = page.get_by_label("Position in the recording"), page.locator("canvas.map")
     num = len(frames)
     for at in (num // 2, 3, num - 2, 0):
         slider.fill(str(at))
@@ -384,11 +384,11 @@ def test_a_recording_is_played(page: Any, tmp_path: Path) -> None:
     assert slider.input_value() == str(num - 1)
     assert map_.get_attribute("data-used") == str(used[-1])
     page.get_by_role("button", name="Back to live").press("Enter")
-    page.get_by_text("Live, while this is shown").wait_for()
+    page.get_by_text("Live while this view is open").wait_for()
     page.set_input_files("input[type=file]", {
         "name": "no.jsonl", "mimeType": "text/plain", "buffer": b"{}\nnothing",
     })  # fmt: skip
-    page.get_by_text("no.jsonl holds no frames").wait_for()
+    page.get_by_text("no.jsonl has no frames").wait_for()
 
 
 NUM_BLOCKS = 10_000
@@ -482,7 +482,7 @@ def test_all_can_be_read_in_light_and_dark_and_on_a_phone(page: Any) -> None:
     page.locator(".message.user").get_by_role("button", name="Fork").click()
     answered(page, 2)
     page.get_by_role("tab", name="Tokens").click()
-    page.get_by_role("button", name="Write", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
     page.wait_for_selector(".token:nth-child(20)")
     page.locator(".token").nth(3).focus()
     for theme in ("dark", "light", "dark"):
@@ -515,7 +515,7 @@ def test_everything_is_reached_by_tab_and_arrows(page: Any) -> None:
     page.keyboard.press("ArrowLeft")
     for _ in range(40):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.textContent") == "Write":
+        if page.evaluate("document.activeElement.textContent") == "Generate":
             break
     page.keyboard.press("Enter")
     page.get_by_role("button", name="Stop").wait_for(state="hidden")

@@ -14,8 +14,8 @@ from quire.serve.api.peers import Peers
 from quire.serve.api.responses.ids import process_of
 from quire.serve.api.responses.state import Responses
 from tests.serve.api.conftest import MakeContext, serving, small_engine
-from tests.serve.api.fake_client import FakeClient
-from tests.serve.api.responses.given import GREEDY, PATH, Json, events_in
+from tests.support.serve.fake_client import FakeClient
+from tests.support.serve.official_types import GREEDY, PATH, Json, events_in
 
 MINE, THEIRS = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
 BODY: Json = GREEDY | {"input": "Hello", "max_output_tokens": 6}

@@ -23,9 +23,9 @@ from quire.engine.start.build import Engine, build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL, serving
-from tests.serve.api.direct import wait_until
-from tests.serve.api.fake_client import FakeClient
 from tests.serve.api.test_sse import hang_up, open_connection
+from tests.support.serve.direct_engine import wait_until
+from tests.support.serve.fake_client import FakeClient
 
 URL = "/v1/prefixes"
 IDS = list(range(5, 45))  # 2 blocks of 16, and 8 tokens
@@ -271,8 +271,8 @@ def test_the_openai_client_works_as_before(url: str) -> None:
         ({"prompt": [99999]}, "prompt", "token id 99999 is not in the vocabulary"),
         ({"prompt": [5] * 512}, "prompt", "max_model_len - 1 = 511"),
         ({"prompt": [5] * 340}, "prompt", "22 of 42 KV blocks, and half of them may be"),
-        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools", "for messages"),
-        ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "for messages"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools", "messages only"),
+        ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "messages"),
         ({"messages": []}, "messages", "messages is empty"),
         ({"messages": "Hi"}, "messages", "must be a list"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "needs a content"),

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.api.test_embeddings import ask, serving_model, vectors
-from tests.serve.pooling_checkpoints import class_logits, pooling_checkpoint
+from tests.support.models.pooling_checkpoints import class_logits, pooling_checkpoint
 
 QUERY, DOCUMENTS = "a fox", ["The capital of France is", "a dog and a cat", "a fox"]
 SCORE_PATHS = ["/score", "/v1/score"]

@@ -93,7 +93,7 @@ def test_a_unix_socket_replaces_one_that_nobody_listens_on(tmp_path: Path) -> No
     path = tmp_path / "api"
     first = bind_unix(path)
     first.listen()
-    with pytest.raises(ConfigError, match="another server listens there"):
+    with pytest.raises(ConfigError, match="another server is listening there"):
         bind_unix(path)
     first.close()
     with bind_unix(path) as second, socket.socket(socket.AF_UNIX) as client:

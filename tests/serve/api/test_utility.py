@@ -19,7 +19,7 @@ from quire.serve.api.rendering import check_model, checked_template
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 from tests.serve.api.conftest import MODEL, MakeContext
-from tests.serve.api.fake_client import FakeClient
+from tests.support.serve.fake_client import FakeClient
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -183,7 +183,7 @@ def test_sizes_of_prompts() -> None:
 def test_templates_of_requests(make_context: MakeContext) -> None:
     """Never a file of the server, even where templates are trusted."""
     text = "{{ messages[0].content }}"
-    with pytest.raises(ApiError, match="takes no templates"):
+    with pytest.raises(ApiError, match="templates from requests are disabled"):
         checked_template(make_context(), text)
     trusting = make_context(trust_request_chat_template=True)
     assert checked_template(trusting, text) == text

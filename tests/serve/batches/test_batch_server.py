@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.api.direct import text_of, wait_until
-from tests.serve.batches.inputs import request, write
-from tests.serve.processes import Server, is_running, kill
+from tests.support.processes.servers import Server, is_running, kill
+from tests.support.serve.batch_files import request, write
+from tests.support.serve.direct_engine import text_of, wait_until
 
 FLAGS = ("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M")
 

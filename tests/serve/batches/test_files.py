@@ -14,7 +14,7 @@ from quire.serve.api.batches import directory, files_routes
 from quire.serve.api.batches.directory import FilesDirectory
 from quire.serve.api.batches.file_store import FileRecord, FileStore, Upload
 from tests.serve.api.conftest import MakeContext
-from tests.serve.batches.kept import serving
+from tests.support.serve.batch_server import serving
 
 BOUNDARY = "quire-boundary"
 

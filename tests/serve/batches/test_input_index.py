@@ -8,7 +8,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.serve.api.batches.lines import LineError, id_of
-from tests.serve.batches.inputs import index_of, request, write
+from tests.support.serve.batch_files import index_of, request, write
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 

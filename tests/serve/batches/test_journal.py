@@ -13,7 +13,7 @@ from quire.serve.api.batches.input_index import InputIndex
 from quire.serve.api.batches.journal import Journal
 from quire.serve.api.batches.lines import Failure, OutputLine, Response, shown_id
 from quire.serve.api.batches.tally import Tally
-from tests.serve.batches.inputs import index_of, request, write
+from tests.support.serve.batch_files import index_of, request, write
 
 BODY = (
     b'{"usage":{"prompt_tokens":7,"completion_tokens":2,'

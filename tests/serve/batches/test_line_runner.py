@@ -17,7 +17,7 @@ from quire.serve.api.batches.journal import Journal
 from quire.serve.api.batches.line_runner import LineOptions, LineRunner
 from quire.serve.api.batches.slots import Slots
 from tests.serve.api.conftest import MakeContext
-from tests.serve.batches.inputs import index_of, read, request, write
+from tests.support.serve.batch_files import index_of, read, request, write
 
 
 class Scripted:

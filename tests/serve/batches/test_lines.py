@@ -12,7 +12,7 @@ from quire.serve.api.batches.lines import (
     id_of,
     parse_line,
 )
-from tests.serve.batches.inputs import request
+from tests.support.serve.batch_files import request
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 

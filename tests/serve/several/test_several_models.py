@@ -23,9 +23,9 @@ import pytest
 from websockets.sync.client import connect
 
 from quire import LLM, SamplingParams
-from tests.serve.checkpoints import text_checkpoint
-from tests.serve.pooling_checkpoints import with_modules
-from tests.serve.processes import Server, children_of, is_running, kill, wait_until
+from tests.support.models.pooling_checkpoints import with_modules
+from tests.support.models.reference_checkpoints import text_checkpoint
+from tests.support.processes.servers import Server, children_of, is_running, kill, wait_until
 
 PROMPTS = ["The fox", "Once upon a time", "12 and 7"]
 SETTINGS: dict[str, Any] = {"dtype": "float32", "disable_log_stats": True, "max_num_seqs": 4}
@@ -362,7 +362,7 @@ def test_without_restart_engine_the_dead_stay_dead_and_the_last_one_ends_the_ser
     assert answer(server, "a", "x")
     kill(core_of(server, "a"))
     assert server.process.wait(60) == 1
-    server.wait_for_line("there is no model left to serve")
+    server.wait_for_line("no model is left to serve")
 
 
 @pytest.mark.slow

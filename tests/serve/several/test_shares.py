@@ -11,8 +11,8 @@ from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES
 from quire.serve.several.needs import ModelNeeds, Needs
 from quire.serve.several.shares import described, pool_budget, split
 from quire.serve.several.sizes import least, needs_of
-from tests.serve.checkpoints import text_checkpoint
-from tests.serve.encoder_checkpoints import encoder_checkpoint
+from tests.support.models.encoder_checkpoints import encoder_checkpoint
+from tests.support.models.reference_checkpoints import text_checkpoint
 
 NO_OWN = [None, None, None]
 MODELS = [  # weights, workspace, one sequence, most

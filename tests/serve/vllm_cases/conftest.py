@@ -6,9 +6,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.api.test_embeddings import serving_model
-from tests.serve.pooling_checkpoints import pooling_checkpoint
-from tests.serve.processes import Server
-from tests.serve.vllm_cases.given import Asked
+from tests.support.models.pooling_checkpoints import pooling_checkpoint
+from tests.support.processes.servers import Server
+from tests.support.serve.vllm_cases import Asked
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """`python -m tests.serve.vllm_cases.table`: writes the cases into docs/results/vllm-cases.md.
 
-The rows are the docstrings of the cases beside this file. What is between the two marks is written
-anew, the rest of the page stays.
+The page counts the cases of each file and lists those that differ. A case's text is its docstring.
+The text between the two marks is made again; the rest of the page stays.
 """
 
 import ast
@@ -24,6 +24,15 @@ class Case:
     difference: str
 
 
+@dataclass(frozen=True)
+class Topic:
+    """The cases of one file."""
+
+    title: str
+    file: str
+    cases: tuple[Case, ...]
+
+
 def main() -> int:
     """Write the page; returns the exit status."""
     PAGE.write_text(page(PAGE.read_text("utf-8")), "utf-8")
@@ -33,17 +42,21 @@ def main() -> int:
 def page(text: str) -> str:
     """Return a page with the cases as they are now. Raises ValueError for one without the marks."""
     before, begin, rest = text.partition(BEGIN)
-    _, end, behind = rest.partition(END)
+    _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{PAGE} has no lines {BEGIN} and {END}, between which the cases go.")
-    topics = dict(topics_of_cases())
-    num = sum(map(len, topics.values()))
-    num_different = sum(bool(case.difference) for cases in topics.values() for case in cases)
-    head = f"{num} cases: {num - num_different} are the same, {num_different} differ."
-    return f"{before}{BEGIN}\n\n{head}\n\n" + "\n".join(map(_table, topics.items())) + END + behind
+    topics = list(topics_of_cases())
+    num = sum(len(topic.cases) for topic in topics)
+    differing = [case for topic in topics for case in topic.cases if case.difference]
+    lines = [f"{num} cases: {num - len(differing)} are the same, {len(differing)} differ.", ""]
+    lines += ["| topic | cases | file |", "|---|---|---|"]
+    lines += [f"| {topic.title} | {len(topic.cases)} | `{topic.file}` |" for topic in topics]
+    lines += ["", "## Differences", "", "| case | here |", "|---|---|"]
+    lines += [f"| {case.what} | {case.difference} |" for case in differing]
+    return f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
-def topics_of_cases() -> Iterator[tuple[str, list[Case]]]:
+def topics_of_cases() -> Iterator[Topic]:
     """Yield each file's topic and cases, in the order of the files."""
     for path in sorted(HERE.glob("test_*.py")):
         tree = ast.parse(path.read_text("utf-8"))
@@ -52,7 +65,8 @@ def topics_of_cases() -> Iterator[tuple[str, list[Case]]]:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         ]  # fmt: skip
         if any(map(is_case, tests)):
-            yield ast.get_docstring(tree) or path.name, [_case(node) for node in tests]
+            name = path.relative_to(HERE.parents[2]).as_posix()
+            yield Topic(ast.get_docstring(tree) or path.name, name, tuple(map(_case, tests)))
 
 
 def is_case(node: ast.FunctionDef) -> bool:
@@ -66,12 +80,6 @@ def _case(node: ast.FunctionDef) -> Case:
             [why] = mark.args
             return Case(what, str(ast.literal_eval(why)))
     return Case(what, "")
-
-
-def _table(topic: tuple[str, list[Case]]) -> str:
-    name, cases = topic
-    rows = [f"| {case.what} | {case.difference or 'the same'} |" for case in cases]
-    return "\n".join([f"### {name}", "", "| case | here |", "|---|---|", *rows, ""]) + "\n"
 
 
 if __name__ == "__main__":

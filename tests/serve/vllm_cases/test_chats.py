@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.vllm_cases.given import ASK, Asked, differs, refused, text_of
+from tests.support.serve.vllm_cases import ASK, Asked, differs, refused, text_of
 
 
 def test_one(asked: Asked) -> None:
@@ -211,9 +211,9 @@ def test_effort(asked: Asked) -> None:
     assert found.choices[0].message.content
 
 
-@differs("there is no `system_fingerprint`")
+@differs("absent")
 def test_fingerprint(asked: Asked) -> None:
-    """the fingerprint of a system"""
+    """`system_fingerprint` of an answer"""
     assert asked.chat().system_fingerprint is None
 
 

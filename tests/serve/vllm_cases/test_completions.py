@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.vllm_cases.given import PROMPT, Asked, differs, refused, text_of
+from tests.support.serve.vllm_cases import PROMPT, Asked, differs, refused, text_of
 
 
 def test_one(asked: Asked) -> None:
@@ -239,9 +239,9 @@ def test_out_of_range(asked: Asked, field: str) -> None:
     assert refused(asked.complete, **{field: BAD[field]})["param"] == field
 
 
-@differs("a `suffix` fills in where the model has tokens for it; vLLM refuses it always")
+@differs("`suffix` works with models that have tokens for infilling; vLLM always rejects it")
 def test_suffix(asked: Asked) -> None:
-    """a suffix"""
+    """`suffix` in a completion"""
     assert refused(asked.complete, suffix=" the end.")["param"] == "suffix"
 
 

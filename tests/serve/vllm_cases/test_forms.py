@@ -1,4 +1,4 @@
-"""Answers of a form"""
+"""Structured output"""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.serve.vllm_cases.given import Asked, refused, text_of
+from tests.support.serve.vllm_cases import Asked, refused, text_of
 
 CHOICES = ["Python", "Java", "C++", "Go"]
 REGEX = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.vllm_cases.given import PROMPT, Asked, differs, refused
+from tests.support.serve.vllm_cases import PROMPT, Asked, differs, refused
 
 
 def test_none(asked: Asked) -> None:
@@ -87,9 +87,9 @@ def test_all_prompt_logprobs(asked: Asked) -> None:
     assert refused(asked.complete, prompt_logprobs=-1)["param"] == "prompt_logprobs"
 
 
-@differs("they come with the first chunk; vLLM refuses them")
+@differs("the first chunk contains them; vLLM rejects the request")
 def test_prompt_logprobs_streamed(asked: Asked) -> None:
-    """prompt_logprobs of a stream"""
+    """`prompt_logprobs` in a stream"""
     first, *rest = asked.complete(prompt_logprobs=1, stream=True)
     whole = asked.complete(prompt_logprobs=1).choices[0].prompt_logprobs
     assert first.choices[0].prompt_logprobs == whole

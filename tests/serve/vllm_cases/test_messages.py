@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.vllm_cases.given import ASK, OTHER_TOOL, Asked, events_of
+from tests.support.serve.vllm_cases import ASK, OTHER_TOOL, Asked, events_of
 
 TOOL = {"name": "add", "description": "", "input_schema": OTHER_TOOL["function"]["parameters"]}
 BODY: dict[str, Any] = {"model": "demo", "max_tokens": 8, "messages": ASK, "temperature": 0}

@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.serve.api.test_embeddings import ask, vectors
-from tests.serve.vllm_cases.given import ASK, Asked, differs
+from tests.support.serve.vllm_cases import ASK, Asked, differs
 
 TEXT = "The best thing is that it is small"
 TEXTS = ["a fox", "The capital of France is", "a dog and a cat"]
@@ -85,9 +85,9 @@ def test_normalized(embedder: TestClient) -> None:
     np.testing.assert_allclose(off / np.linalg.norm(off), on, rtol=1e-6)
 
 
-@differs("the first ones are taken, and brought to length 1; vLLM asks the config whether it may")
+@differs("the first dimensions, normalised; vLLM allows this only if the config does")
 def test_dimensions(embedder: TestClient) -> None:
-    """fewer dimensions"""
+    """embeddings with fewer dimensions"""
     few, whole = (vectors(ask(embedder, input=TEXT, dimensions=each))[0] for each in (16, None))
     np.testing.assert_allclose(few, whole[:16] / np.linalg.norm(whole[:16]), rtol=1e-6)
 

@@ -7,8 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.serve.vllm_cases.given import OTHER_TOOL, Asked, differs
 from tests.serve.vllm_cases.test_forms import PERSON
+from tests.support.serve.vllm_cases import OTHER_TOOL, Asked, differs
 
 TOOL = {"type": "function", **OTHER_TOOL["function"]}
 
@@ -106,9 +106,9 @@ def test_unknown(asked: Asked, response_id: str) -> None:
         asked.openai.responses.retrieve(response_id)
 
 
-@differs("a 400 that names the field, as OpenAI's; vLLM's is a 404")
+@differs("400 that names the field, as OpenAI does; vLLM answers 404")
 def test_unknown_previous(asked: Asked) -> None:
-    """a previous response that there is not"""
+    """an unknown previous response"""
     error = wrong(asked, previous_response_id="resp_0_none")
     assert error["param"] == "previous_response_id"
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.base.version import QUIRE_VERSION
-from tests.serve.vllm_cases.given import ASK, Asked, differs
+from tests.support.serve.vllm_cases import ASK, Asked, differs
 
 
 def test_version(asked: Asked) -> None:
@@ -120,7 +120,7 @@ SERIES = (
 @differs("the names begin with `quire:`")
 @pytest.mark.parametrize("name", SERIES)
 def test_series(asked: Asked, name: str) -> None:
-    """the metrics' names"""
+    """names of the metrics"""
     asked.complete(n=2, temperature=1)
     assert f"\nquire:{name}" in asked.get("/metrics").text
 
@@ -134,7 +134,7 @@ def test_reset_prefix_cache(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("path", ["/invocations", "/sleep", "/pooling", "/v1/load_lora_adapter"])
-@differs("404: `/invocations`, `/sleep`, `/pooling` and adapters are not here")
+@differs("404 for `/invocations`, `/sleep`, `/pooling` and adapters")
 def test_not_here(asked: Asked, path: str) -> None:
-    """endpoints that vLLM has beside these"""
+    """other endpoints of vLLM"""
     assert asked.post(path, 404, model="demo")["message"]

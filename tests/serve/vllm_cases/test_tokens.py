@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.vllm_cases.given import ASK, TOOLS, Asked
+from tests.support.serve.vllm_cases import ASK, TOOLS, Asked
 
 TEXT = "This is a test."
 

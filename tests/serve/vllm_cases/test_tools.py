@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.serve.vllm_cases.given import ASK, OTHER_TOOL, TOOL, TOOLS, Asked, refused
+from tests.support.serve.vllm_cases import ASK, OTHER_TOOL, TOOL, TOOLS, Asked, refused
 
 NAMED = {"type": "function", "function": {"name": "add"}}
 MORE: dict[str, Any] = {"tools": TOOLS, "max_completion_tokens": 200}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.vllm_cases.given import Asked, refused
+from tests.support.serve.vllm_cases import Asked, refused
 
 BOTH = ["complete", "chat"]
 

@@ -17,7 +17,7 @@ from quire.tools.bench.arguments import add_serve_arguments
 from quire.tools.bench.datasets import BenchRequest
 from quire.tools.bench.metrics import RequestResult
 from quire.tools.http_client import HttpError
-from tests.tools.bench.fake_openai import FakeOpenAI, running
+from tests.support.serve.fake_openai import FakeOpenAI, running
 
 SMALL = "--disable-tqdm --num-prompts 6 --input-len 5 --output-len 7"
 

@@ -16,8 +16,8 @@ from quire.tools.simulate.recorded import (
     read_recorded,
     simulate_as_recorded,
 )
-from tests.engine.bench import prompt
-from tests.engine.recordings import Run
+from tests.support.engine.failing_core import prompt
+from tests.support.engine.recorded_runs import Run
 
 TOKENS = ("token_ids", "stop_token_ids", "eos_token_ids")
 

@@ -168,7 +168,7 @@ class EventPublisher:
         bound."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != SEQ_BYTES:
-            logger.warning("a request for missed KV events was not understood")
+            logger.warning("a request for missed KV events was malformed")
             return
         asker, _, first = frames
         with self._buffer_lock:

@@ -105,7 +105,9 @@ class HeldFiles(Attachment):
                 os.close(lock)
             else:
                 return cls(folder, lock, server, clock)
-        logger.warning("held requests will not survive a restart: no folder in %s: %s", top, why)
+        logger.warning(
+            "retained requests will not survive a restart: no folder in %s: %s", top, why
+        )
         return None
 
     def load(self) -> Iterator[PutBack]:
@@ -129,7 +131,7 @@ class HeldFiles(Attachment):
                 found.append((kept, left_s))
         if num_damaged:
             logger.warning(
-                "%d files of held requests in %s are damaged, and are left out",
+                "%d files of retained requests in %s are damaged and were skipped",
                 num_damaged,
                 self._folder,
             )
@@ -175,7 +177,9 @@ class HeldFiles(Attachment):
             except OSError as error:
                 _unlink(path)  # rather none than an old one
                 why = error.strerror or error
-                self._log.warn("held", f"a held request will not survive a restart: {path}: {why}")
+                self._log.warn(
+                    "held", f"a retained request will not survive a restart: {path}: {why}"
+                )
 
     def _kept(self, held: HeldRequest, tokens: Int32, at_unix_s: float) -> Kept:
         return Kept(
@@ -227,7 +231,7 @@ def _read(path: Path) -> Kept:
         raise ValueError("its checksum is wrong")
     kept = msgspec.msgpack.decode(data, type=Kept)
     if kept.version != VERSION or not kept.tokens or len(kept.tokens) % 4:
-        raise ValueError("it is of another version")
+        raise ValueError("it has another version")
     return kept
 
 

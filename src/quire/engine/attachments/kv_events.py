@@ -50,7 +50,7 @@ class KVEvents(Attachment):
             self._has_lost = not self._publisher.publish((time.time(), delta))
             if self._has_lost:
                 self._log.warn(
-                    "lost", "KV events are lost: too many wait, or none are sent any more."
+                    "lost", "KV events were lost: too many are waiting, or sending has stopped."
                 )
 
     def close(self, loop: Loop | None = None) -> None:
@@ -65,7 +65,10 @@ def publish_events(core: EngineCore, config: EngineConfig, core_id: int = 0) -> 
     if not events.is_on:
         return
     if not config.cache.enable_prefix_caching:
-        raise ConfigError(f"{NAME} tells of the prefix cache; leave it out, or set it on.")
+        raise ConfigError(
+            f"{NAME} reports the prefix cache, which is off; remove it, or set"
+            " enable_prefix_caching."
+        )
     kv = core.scheduler.memory.kv
     maker = EventMaker(kv.groups, kv.block_size, core_id)
     publisher = EventPublisher(events, maker.encode, core_id)

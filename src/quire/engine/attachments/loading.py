@@ -85,6 +85,9 @@ class Loading(Attachment):
         try:
             self._load()
         except BaseException as raised:
-            error = f"what this request needs cannot be loaded: {type(raised).__name__}: {raised}"
+            error = (
+                f"the code that this request needs cannot be loaded: {type(raised).__name__}:"
+                f" {raised}"
+            )
         self._loaded.put(error)
         self._on_ready()

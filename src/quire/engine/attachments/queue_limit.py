@@ -34,8 +34,8 @@ class QueueLimit(Attachment):
         room = limit + (0 if self._has_left_waiting else self._scheduler.num_free_rows)
         if num_waiting >= room:
             raise EngineBusy(
-                f"too many requests wait already ({num_waiting}, and max_num_queued_reqs is"
-                f" {limit}); try again in a moment, or start the engine with a larger one."
+                f"too many requests are waiting already ({num_waiting}, and max_num_queued_reqs is"
+                f" {limit}); try again in a moment, or raise max_num_queued_reqs."
             )
         return request
 

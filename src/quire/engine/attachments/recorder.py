@@ -196,7 +196,7 @@ class Recorder(DoorWatcher):
             item = self._segment(now)
         except EngineError as error:
             logger.warning("recording ends: %s", error)
-            item = (END, "the state could not be kept")
+            item = (END, "the state could not be saved")
         if self._is_on:
             self._put((END, GOES_ON))
         self._put(item)
@@ -251,7 +251,7 @@ def _writing_to(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"record={str(directory)!r} cannot be written ({error.strerror or error}); give a"
-            " directory that can be made or written to."
+            " directory that can be created or written to."
         ) from error
 
 

@@ -90,6 +90,6 @@ def _end_requests(loop: Loop) -> bool:
         for held in loop.held():
             loop.control(Hold(held.id, 0.0))
     except Exception as error:
-        logger.warning("what is cached is not kept: %s: %s", type(error).__name__, error)
+        logger.warning("cached blocks are not saved: %s: %s", type(error).__name__, error)
         return False
     return not loop.has_failed

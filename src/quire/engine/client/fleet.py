@@ -115,8 +115,8 @@ class FleetClient:
         if request.core_id is not None:
             if request.core_id not in usable:
                 raise EngineDead(
-                    f"core {request.core_id} of {len(self._cores)} is away; try again later, or"
-                    " leave the choice to the server."
+                    f"core {request.core_id} of {len(self._cores)} is not available; try again"
+                    " later, or let the server choose."
                 )
             usable = [request.core_id]
         assert self._choice is not None
@@ -151,7 +151,9 @@ class FleetClient:
     async def live(self, core: int = 0) -> LiveFrame:
         check_core(core, len(self._cores))
         if core not in self._usable():
-            raise EngineDead(f"core {core} of {len(self._cores)} is away; try again later.")
+            raise EngineDead(
+                f"core {core} of {len(self._cores)} is not available; try again later."
+            )
         return await self._clients[core].live()
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
@@ -245,7 +247,7 @@ class FleetClient:
         found = [number for number, core in enumerate(self._cores) if core.is_usable]
         if not found:
             raise EngineDead(
-                f"none of the engine's {len(self._cores)} processes is there; try again when"
+                f"none of the engine's {len(self._cores)} processes is available; try again when"
                 " /health answers 200."
             )
         return found
@@ -332,8 +334,8 @@ def _compared(ready: Ready) -> dict[str, object]:
 
 def _unlike(number: int, difference: str) -> str:
     return (
-        f"core {number} is unlike the others, so it gets no requests ({difference}). All cores must"
-        " have the same model and settings; start the server anew."
+        f"core {number} differs from the others and gets no requests ({difference}). All cores"
+        " must have the same model and settings; restart the server."
     )
 
 

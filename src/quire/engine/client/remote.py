@@ -209,7 +209,7 @@ async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
         why = reason if error is None else error.message
         raise RequestError(f"the prefix was not pinned: {why}")
     if not found:
-        raise RequestError("the prefix was pinned, but its ttl_s is over already; raise it.")
+        raise RequestError("the prefix was pinned, but its ttl_s has passed already; raise ttl_s.")
     return found[0]
 
 
@@ -324,9 +324,9 @@ class RemoteClient:
     def _is_late(self, request: Request) -> None:
         taken_s = self._clock.now() - request.received_s
         why = (
-            f"the request took longer than its timeout_s={request.timeout_s:g} ({taken_s:.3f} s),"
-            " and the engine, which is busy or stuck, has not dropped it yet; raise timeout_s, or"
-            " try again when the server is less busy."
+            f"the request took longer than its timeout_s={request.timeout_s:g} ({taken_s:.3f} s)."
+            " The engine is busy or stuck and has not dropped it yet. Raise timeout_s, or try"
+            " again when the server is less busy."
         )
         self._finish(request.request_id, Finish("timeout", error=Failure(TIMED_OUT, why)))
 
@@ -337,8 +337,8 @@ class RemoteClient:
         num_bytes = self._writer.transport.get_write_buffer_size()
         if num_bytes > MOST_UNSENT_BYTES:
             raise EngineBusy(
-                f"the engine has not taken in {num_bytes} bytes of other requests yet; try again in"
-                " a moment."
+                f"the engine has not yet accepted {num_bytes} bytes of other requests; try again"
+                " in a moment."
             )
 
     def fail(self, request_id: str, error: BaseException) -> None:
@@ -451,9 +451,9 @@ class RemoteClient:
                 try:
                     await self._follow(reader)
                 except EngineError as error:
-                    logger.error("the core is cut off: %s", error)
+                    logger.error("the connection to the core failed: %s", error)
                 except Exception:
-                    logger.exception("a message of the core could not be handled; connecting anew")
+                    logger.exception("a message from the core could not be handled; reconnecting")
                 finally:
                     writer.close()
                     self._lose()

@@ -83,7 +83,7 @@ class DirectSource:
                     self._transfer.register(self._memory.regions())
                     self._description = self._transfer.describe()
                 except StoreError as error:
-                    logger.warning("KV blocks go to peers over TCP: %s", error)
+                    logger.warning("KV blocks are sent to peers over TCP: %s", error)
                     self._description = b""
             return self._description
 
@@ -157,7 +157,7 @@ class DirectReader:
     def _give_up(self, error: StoreError) -> None:
         """Use TCP until there is another connection. The buffer is not used again: what is late may
         still come there."""
-        logger.warning("a peer's KV blocks come over TCP: %s", error)
+        logger.warning("KV blocks are received from a peer over TCP: %s", error)
         self._num_failures += 1
         self._late.append(self._buffer)
         self._buffer = None

@@ -72,8 +72,8 @@ class DiskStore:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"the directory {str(self.directory)!r} for KV blocks cannot be made"
-                f" ({error.strerror}); give one that can be."
+                f"the directory {str(self.directory)!r} for KV blocks cannot be created"
+                f" ({error.strerror}); give another one."
             ) from error
         self._trimmer = Trimmer(self._top, SUFFIX, max_bytes, self._clock)
         self._remove_unfinished(self._clock.now())
@@ -198,9 +198,9 @@ class DiskStore:
         least = min(LEAST_FREE_SHARE * facts.f_blocks * facts.f_frsize, LEAST_FREE_BYTES)
         if free - aligned_bytes < least:
             raise OSError(
-                errno.ENOSPC, f"the disk has {free / 1e9:.2f} GB free, and the last"
-                f" {least / 1e9:.2f} GB are left alone",
-            )  # fmt: skip
+                errno.ENOSPC,
+                f"the disk has {free / 1e9:.2f} GB free, and must keep {least / 1e9:.2f} GB free",
+            )
 
     def _write(self, path: str, parts: Sequence[Buffer]) -> None:
         """Write a file. Raises OSError; then nothing is left behind."""
@@ -242,7 +242,7 @@ def shared_memory_store(address: str, max_bytes: int) -> DiskStore:
         )
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(
-            f"shm:{address} needs {SHARED_MEMORY}, which Linux has; take dir:PATH instead."
+            f"shm:{address} needs {SHARED_MEMORY}, which only Linux has; use dir:PATH instead."
         )
     facts = os.statvfs(SHARED_MEMORY)
     most_bytes = min(max_bytes, facts.f_blocks * facts.f_frsize // MAX_SHARE_OF_MEMORY)
@@ -250,8 +250,8 @@ def shared_memory_store(address: str, max_bytes: int) -> DiskStore:
     found = store.directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{store.directory} is not a directory of this user alone, and others could write what"
-            " the model has read; take another name."
+            f"{store.directory} is writable by other users, who could change cached blocks; use"
+            " another name."
         )
     return store
 

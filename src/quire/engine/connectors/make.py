@@ -33,7 +33,7 @@ def split_via(address: str) -> tuple[str, DirectTransfer | None]:
         return place, None
     if name not in TRANSFERS:
         raise ConfigError(
-            f"blocks cannot go by {name!r}; leave {VIA}{name} out, or take one of:"
+            f"blocks cannot be transferred by {name!r}; remove {VIA}{name}, or use one of:"
             f" {', '.join(TRANSFERS)}."
         )
     return place, TRANSFERS[name]()
@@ -93,8 +93,8 @@ def make_store(setting: str, max_bytes: int) -> BlockStore:
         raise type(error)(shown.scrub(str(error))) from None
     except Exception as error:
         raise ConfigError(
-            f"the KV store {shown!r} cannot be made: {type(error).__name__}:"
-            f" {_reason(error, shown)}. Correct the address, or take another store."
+            f"the KV store {shown!r} cannot be created: {type(error).__name__}:"
+            f" {_reason(error, shown)}. Correct the address, or use another store."
         ) from (None if shown.has_secret else error)  # whose text may hold parts of the address
     return store
 

@@ -41,8 +41,8 @@ class NamedPeers:
         if transfer.peer and number is None and self._numbers:
             self._log.warn(
                 "stranger",
-                f"a request names the peer {transfer.peer!r}, which is none of kv_store's, and it"
-                " is looked up in these; add it there if it is one of yours",
+                f"a request names the peer {transfer.peer!r}, which is not in kv_store. Only the"
+                " peers in kv_store are searched; add it there if you trust it",
             )
         stores = () if number is None else tuple(sorted((*self._others, number)))
         address = self.address if transfer.keeps else ""

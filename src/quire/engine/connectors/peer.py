@@ -93,7 +93,9 @@ class PeerStore:
 
     def _value(self, sock: socket.socket, length: int) -> memoryview:
         if length > MOST_BYTES:
-            raise StoreError(f"peer {self._address}: a value of {length} bytes is none of ours.")
+            raise StoreError(
+                f"peer {self._address}: a value of {length} bytes was not written by quire."
+            )
         if len(self._buffer) < length:
             self._buffer = bytearray(length)
         self._until_s += length / MIN_BYTES_PER_S
@@ -147,7 +149,7 @@ class PeerStore:
         sock.sendall(request(DESCRIBE, []))
         (length,) = LENGTH.unpack(receive(sock, LENGTH.size, until_s=self._until_s))
         if length > MOST_DESCRIPTION:
-            raise StoreError(f"a description of {length} bytes is none of ours.")
+            raise StoreError(f"a description of {length} bytes was not written by quire.")
         self._direct.connect(bytes(receive(sock, length, until_s=self._until_s)))
 
 

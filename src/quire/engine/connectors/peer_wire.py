@@ -56,9 +56,9 @@ def secret_for(host: str, kind: str) -> bytes:
     secret = os.environ.get(SECRET, "")
     if not secret.strip():
         raise ConfigError(
-            f"{kind}://{host} needs a secret, because everybody who reaches its port could read"
-            " what prompts left there, other users of this machine included: set the environment"
-            f" variable {SECRET} to the same long random text for all engines."
+            f"{kind}://{host} needs a secret, because any process that reaches its port could read"
+            f" cached prompts. Set the environment variable {SECRET} to the same long random text"
+            " for all engines."
         )
     return secret.encode()
 
@@ -92,7 +92,7 @@ def greet(sock: socket.socket, secret: bytes, timeout_s: float) -> None:
     answer = bytes(receive(sock, NONCE_BYTES + PROOF_BYTES, until_s=until_s))
     theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(proof, _proof(secret, b"client", mine, theirs)):
-        raise ConnectionError("a peer does not know the secret")
+        raise ConnectionError("a peer does not have the secret")
     sock.sendall(_proof(secret, b"server", mine, theirs))
 
 
@@ -101,15 +101,17 @@ def introduce(sock: socket.socket, secret: bytes, until_s: float | None = None) 
     a server that is none of ours, or has another secret."""
     head = bytes(receive(sock, len(MAGIC) + NONCE_BYTES, until_s=until_s))
     if not head.startswith(MAGIC):
-        raise StoreError("no engine of quire serves blocks there; check the address.")
+        raise StoreError("no quire engine serves blocks at this address; check it.")
     theirs, mine = head[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
     sock.sendall(mine + _proof(secret, b"client", theirs, mine))
     try:
         proof = bytes(receive(sock, PROOF_BYTES, until_s=until_s))
     except ConnectionError as error:
-        raise StoreError(f"it has another secret; set {SECRET} alike on both sides.") from error
+        raise StoreError(
+            f"it has another secret; set {SECRET} to the same value on both sides."
+        ) from error
     if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, mine)):
-        raise StoreError(f"it has another secret; set {SECRET} alike on both sides.")
+        raise StoreError(f"it has another secret; set {SECRET} to the same value on both sides.")
 
 
 def _proof(secret: bytes, side: bytes, server: bytes, client: bytes) -> bytes:
@@ -124,6 +126,6 @@ def receive_request(sock: socket.socket) -> tuple[int, list[bytes]]:
     """Return what is asked, and its keys. Raises OSError."""
     kind, num = HEAD.unpack(receive(sock, HEAD.size))
     if kind not in (FIND, GET, REMOVE, DESCRIBE, PLACES) or num > MOST_KEYS:
-        raise ConnectionError("a peer says what is no request")
+        raise ConnectionError("a peer sent an invalid request")
     data = bytes(receive(sock, num * KEY.size))
     return kind, [data[i : i + KEY.size] for i in range(0, len(data), KEY.size)]

@@ -77,7 +77,7 @@ class ServedBlocks:
             self._listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise ConfigError(
-                f"serve://{address} cannot be listened on ({error}); choose another port."
+                f"cannot listen on serve://{address} ({error}); choose another port."
             ) from error
         self.port: int = self._listener.getsockname()[1]
         logger.info("KV blocks are served to peers at %s, port %d", host, self.port)

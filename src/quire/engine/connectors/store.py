@@ -104,7 +104,7 @@ def unseal(
     body, data = view[: BODY.size], view[HEADER_BYTES:]
     magic, version, *name, length = _fields(body)
     if magic != MAGIC:
-        return None, "it is no block of quire"
+        return None, "it is not a quire block"
     if version != VERSION:
         return None, f"its format is {version}, and this quire reads {VERSION}"
     if length != len(data):
@@ -112,7 +112,7 @@ def unseal(
     if zlib.crc32(data, zlib.crc32(body)) != CHECKSUM.unpack_from(view, BODY.size)[0]:
         return None, "its checksum differs"
     if name != [fingerprint, group, digest]:
-        return None, "it is the block of another cache or of other tokens"
+        return None, "the block belongs to another cache or to other tokens"
     if length != num_bytes:
         return None, f"it has {length} bytes, and blocks of this group have {num_bytes}"
     return data, ""

@@ -379,7 +379,7 @@ class _Mover:
         name = type(self._store).__name__
         self._log.warn(
             "failed",
-            f"the KV store {name} failed, and what it was asked for counts as missing:"
+            f"the KV store {name} failed, and the requested blocks count as missing:"
             f" {type(error).__name__}: {self._scrub(str(error))}",
         )
 

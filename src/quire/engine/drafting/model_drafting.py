@@ -180,7 +180,7 @@ class ModelDrafting:
             answer = self._draft(order)
         except Exception as error:
             logger.warning(
-                "a draft model failed, and guesses no more for %d sequences: %s: %s",
+                "a draft model failed and stops drafting for %d sequences: %s: %s",
                 len(due), type(error).__name__, error,
             )  # fmt: skip
             for each in due:

@@ -121,7 +121,7 @@ class InProcessExecutor:
         except Exception as error:
             raise EngineError(
                 f"a step raised {message} and the device cannot be used any more ({error});"
-                " the process must be started again."
+                " restart the process."
             ) from error
 
 

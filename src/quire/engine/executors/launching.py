@@ -120,7 +120,7 @@ class _Steps:
             self.results.put(error)
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
-            self.results.put(_lost(f"a step met with {message}", message))
+            self.results.put(_lost(f"a step failed with {message}", message))
         self._num_answered += 1
         self.on_result()
 
@@ -158,5 +158,5 @@ def _raises(error: EngineError) -> Answer:
 
 def _lost(what: str, why: str) -> EngineError:
     return EngineError(
-        f"{what} and the device cannot be used any more ({why}); the process must be started again."
+        f"{what} and the device cannot be used any more ({why}); restart the process."
     )

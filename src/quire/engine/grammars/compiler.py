@@ -86,7 +86,7 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, QuireError):
         return str(error)
     if not isinstance(error, BadGrammar):
-        return f"what this request's grammar allows is unknown: {type(error).__name__}: {error}"
+        return f"this request's grammar failed: {type(error).__name__}: {error}"
     what = str(error)
     for said, limit in LIMITS.items():
         if said in what:

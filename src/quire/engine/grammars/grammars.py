@@ -124,7 +124,7 @@ class Grammars:
     def fill(self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, Sequence]) -> None:
         """Have the masks of a plan's masked rows made, behind the tokens that are known now and
         behind the plan's guesses. sequences: of its rows."""
-        assert self._filling is not None, "nobody has a grammar"
+        assert self._filling is not None, "no row has a grammar"
         masks, rows = self._masks, plan.masked_rows
         guesses = {draft.row: tuple(draft.token_ids.tolist()) for draft in plan.drafts}
         wanted = [self._want(row, sequences[row], guesses.get(row, ())) for row in rows.tolist()]
@@ -159,5 +159,5 @@ class Grammars:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException:  # as a panic of the library's is
-            logger.exception("guesses for %s", sequence.request.request_id)
+            logger.exception("draft tokens for %s", sequence.request.request_id)
             return []

@@ -139,7 +139,7 @@ class MaskMaker:
         """Return the follower of a grammar that is compiled anew. Copies share what they find out,
         up to a limit, and when one of them meets it, none is of any use any more."""
         guided = wanted.guided
-        assert guided is not None, "whoever has ended is not asked"
+        assert guided is not None, "an ended row has no mask"
         follower = guided.followers.get(wanted.index)
         if follower is not None and follower.matcher.is_error():
             guided.start_over(self._compiler.compile(guided.request.grammar, guided.compiled))

@@ -69,14 +69,14 @@ def make_vocabulary(
     """
     if tokenizer is None:
         raise ConfigError(
-            "this model has no tokenizer, so no grammar can say what its answer is to be; give the"
-            " engine one (tokenizer), or leave the grammar out."
+            "structured output needs a tokenizer, which this model does not have; set tokenizer,"
+            " or remove the grammar."
         )
     ends = tuple(token_id for token_id in end_token_ids if 0 <= token_id < vocab_size)
     if not ends:
         raise ConfigError(
-            "this model names no token that ends an answer (eos_token_id in generation_config.json"
-            " or config.json), so an answer with a grammar would never end; name one there."
+            "structured output needs an end token: this model has no eos_token_id in"
+            " generation_config.json or config.json; add one."
         )
     try:
         from llguidance import LLTokenizer
@@ -94,8 +94,8 @@ def make_vocabulary(
         tokens = plain.with_slices(LLTokenizer.general_slices())
     except Exception as error:
         raise ConfigError(
-            f"no grammar can be used with this model's tokenizer: llguidance does not know what its"
-            f" tokens are ({error}); leave the grammar out."
+            "structured output is not available for this model's tokenizer, because llguidance"
+            f" cannot read it ({error}); remove the grammar."
         ) from error
     return Vocabulary(vocab_size, num_tokens, ends, tokens)
 

@@ -270,7 +270,7 @@ class EngineCore(Front):
         for step in later:
             if step.has_run:
                 self.executor.next_result()
-        self._death = "it was interrupted while it repeated a step that had failed"
+        self._death = "it was interrupted while it repeated a failed step"
         scheduler = self.scheduler
         part = leave_out(failed.carried_out, failed.left_out)
         is_repeatable, has_stages = scheduler.may_repeat_steps, scheduler.has_stages
@@ -306,5 +306,7 @@ class EngineCore(Front):
             outputs = msgspec.structs.replace(outputs, details=[*dropped, *outputs.details])
         for update, finish in outputs.finished:
             if finish.reason == "error" and finish.error is not None:
-                logger.error("request %s failed: %s", update.request_id, finish.error.message)
+                name = update.request_id
+                about = {"request_id": name}
+                logger.error("request %s failed: %s", name, finish.error.message, extra=about)
         return outputs

@@ -101,7 +101,7 @@ class Front:
     def _failure(self, error: Exception) -> EngineError:
         """Note that this core cannot go on, and return what to raise."""
         self._death = f"{type(error).__name__}: {error}"
-        return EngineError(f"the engine cannot go on: {self._death}")
+        return EngineError(f"the engine cannot continue: {self._death}")
 
     # ---- attachments -------------------------------------------------------------------------
 

@@ -54,12 +54,12 @@ def repeat_step(
     plan. is_repeatable, has_stages: as `Scheduler.may_repeat_steps` and `has_stages` say.
     """
     if has_stages:
-        logger.warning("step %d failed; what is in flight begins anew: %s", plan.step_id, error)
+        logger.warning("step %d failed; all steps in flight are restarted: %s", plan.step_id, error)
         return give_all_up(plan, later, error)
     if is_repeatable:
         logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
         return bisect_step(executor, plan, masks)
-    logger.warning("step %d failed; its rows begin anew, one by one: %s", plan.step_id, error)
+    logger.warning("step %d failed; its rows are restarted one by one: %s", plan.step_id, error)
     return give_rows_up(executor, plan, error)
 
 

@@ -77,11 +77,11 @@ class Exposition(Collector):
         """Yield what the scheduler holds."""
         waiting, pins, tier, stores = view.num_waiting, view.pins, view.tier, view.stores
         gauge, counter = self._gauge, self._counter
-        yield gauge("num_requests_running", "Requests that hold a row.", view.num_running)
-        yield gauge("num_requests_waiting", "Requests that wait for a row.", waiting)
+        yield gauge("num_requests_running", "Running requests, which hold a row.", view.num_running)
+        yield gauge("num_requests_waiting", "Waiting requests, which need a row.", waiting)
         yield gauge(
             "num_requests_waiting_by_reason",
-            "Waiting requests by what they wait for (capacity: rows, blocks, tokens of a step).",
+            "Waiting requests by reason (capacity: rows, blocks or tokens of a step).",
             waiting,
             reason="capacity",
         )
@@ -90,29 +90,27 @@ class Exposition(Collector):
             "Share of the KV blocks that running sequences hold, from 0 to 1.",
             view.usage,
         )
-        yield gauge("pinned_prefixes", "Prefixes that are pinned.", pins.num_pins)
-        yield gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
-        help = "Sequences of ended requests that are held."
+        yield gauge("pinned_prefixes", "Pinned prefixes.", pins.num_pins)
+        yield gauge("pinned_kv_blocks", "KV blocks of pinned prefixes.", pins.num_blocks)
+        help = "Sequences of retained requests."
         yield gauge("held_requests", help, view.held.num_sequences)
-        yield gauge("held_tokens", "Tokens of what is held.", view.held.num_tokens)
+        yield gauge("held_tokens", "Tokens of retained requests.", view.held.num_tokens)
         yield self._cache_info(view.num_blocks)
         help = "Requests that began with a pinned prefix."
         yield counter("pinned_prefix_hits", help, pins.num_hits)
-        help = "Prompt tokens that they did not compute."
+        help = "Prompt tokens taken from pinned prefixes."
         yield counter("pinned_prefix_hit_tokens", help, pins.num_hit_tokens)
         if tier is not None:
             help = "Evicted blocks copied to host memory."
             yield counter("kv_blocks_offloaded", help, tier.num_offloaded)
-            help = "Blocks that host memory gave back as hits."
+            help = "Blocks loaded from host memory as prefix hits."
             yield counter("kv_blocks_loaded", help, tier.num_loaded)
         if stores is not None:
-            yield counter("kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched)
-            yield counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
-            yield counter(
-                "kv_bytes_fetched", "Bytes of blocks from stores.", stores.num_fetched_bytes
-            )
-            yield counter("kv_bytes_kept", "Bytes that were put there.", stores.num_kept_bytes)
-            help = "Blocks of prompts that were asked for in stores which were here already."
+            yield counter("kv_blocks_fetched", "Blocks loaded from stores.", stores.num_fetched)
+            yield counter("kv_blocks_kept", "Blocks saved to stores.", stores.num_kept)
+            yield counter("kv_bytes_fetched", "Bytes loaded from stores.", stores.num_fetched_bytes)
+            yield counter("kv_bytes_kept", "Bytes saved to stores.", stores.num_kept_bytes)
+            help = "Prompt blocks looked up in stores that this engine had cached already."
             yield counter("kv_blocks_not_moved", help, stores.num_here)
 
     def _of_ranks(self) -> Iterator[Metric]:
@@ -121,12 +119,12 @@ class Exposition(Collector):
             return
         seconds = {rank: times.seconds for rank, times in enumerate(self._ranks)}
         steps = {rank: times.num_steps for rank, times in enumerate(self._ranks)}
-        help = "Time that steps took, by rank, with waiting for others."
+        help = "Time of steps by rank, including waiting for other ranks."
         yield self._counters("rank_step_seconds", help, "rank", seconds)
         yield self._counters("rank_steps", "Steps, by rank.", "rank", steps)
         pairs = {rank: times.expert_pairs for rank, times in enumerate(self._ranks)}
         if any(pairs.values()):
-            help = "Pairs of a token and an expert of a mixture that a rank computed (CPUs)."
+            help = "Token-expert pairs that a rank computed (CPUs)."
             yield self._counters("rank_expert_pairs", help, "rank", pairs)
 
     def _cache_info(self, num_blocks: int) -> Metric:
@@ -141,27 +139,28 @@ class Exposition(Collector):
             ("prompt_tokens", "Prompt tokens, counted at the first token.",
              metrics.num_prompt_tokens),
             ("generation_tokens", "Tokens written.", metrics.num_generation_tokens),
-            ("prompt_tokens_cached", "Those of the prompt tokens that were in the prefix cache.",
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.",
              metrics.num_prompt_tokens_cached),
             ("prefix_cache_queries",
              "Prompt tokens of admitted requests, looked up in the prefix cache.",
              metrics.num_prefix_queries),
-            ("prefix_cache_hits", "Those of them that it had.", metrics.num_prefix_hits),
-            ("num_preemptions", "Times that a request lost its row.", metrics.num_preemptions),
+            ("prefix_cache_hits", "Prompt tokens of admitted requests found in the prefix cache.",
+             metrics.num_prefix_hits),
+            ("num_preemptions", "Number of preemptions.", metrics.num_preemptions),
         ):  # fmt: skip
             yield self._counter(name, help, number)
         if metrics.num_drafts:
-            help = "Steps of a row that tried guesses."
+            help = "Steps of rows that verified draft tokens."
             yield self._counter("spec_decode_num_drafts", help, metrics.num_drafts)
-            help = "Guesses that were tried."
+            help = "Draft tokens that were verified."
             yield self._counter("spec_decode_num_draft_tokens", help, metrics.num_guessed)
-            help = "Tokens that came because guesses were right."
+            help = "Draft tokens that were accepted."
             yield self._counter("spec_decode_num_accepted_tokens", help, metrics.num_accepted)
             name = "spec_decode_num_accepted_tokens_per_pos"
-            help = "Guesses that were right, by their place among those of a step, from 0."
+            help = "Accepted draft tokens by position in the draft, from 0."
             yield self._counters(name, help, "position", dict(enumerate(metrics.accepted_at)))
         yield from self._of_keys(metrics)
-        help = "Requests that ended, by how."
+        help = "Ended requests by reason."
         yield self._counters("request_success", help, "finished_reason", metrics.num_finished)
 
     def _of_keys(self, metrics: EngineMetrics) -> Iterator[Metric]:
@@ -169,11 +168,11 @@ class Exposition(Collector):
         if not metrics.of_keys:
             return
         for name, help, field in (
-            ("key_requests", "Requests that ended, by API key.", "num_requests"),
-            ("key_prompt_tokens", "Prompt tokens, by API key.", "num_prompt_tokens"),
-            ("key_prompt_tokens_cached", "Those of them that were in the prefix cache.",
+            ("key_requests", "Ended requests by API key.", "num_requests"),
+            ("key_prompt_tokens", "Prompt tokens by API key.", "num_prompt_tokens"),
+            ("key_prompt_tokens_cached", "Prompt tokens found in the prefix cache, by API key.",
              "num_cached_tokens"),
-            ("key_generation_tokens", "Tokens written in requests that ended, by API key.",
+            ("key_generation_tokens", "Output tokens of ended requests by API key.",
              "num_generation_tokens"),
         ):  # fmt: skip
             values = {key: getattr(usage, field) for key, usage in metrics.of_keys.items()}

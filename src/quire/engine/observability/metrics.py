@@ -40,22 +40,28 @@ FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "timeout", "
 TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
 HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
     {
-        "time_to_first_token_seconds": (REQUEST_S, "From the arrival to the first token."),
-        "inter_token_latency_seconds": (TOKEN_S, "Between two tokens of a request."),
+        "time_to_first_token_seconds": (REQUEST_S, "Time from arrival to the first token."),
+        "inter_token_latency_seconds": (TOKEN_S, "Time between two tokens of a request."),
         "request_time_per_output_token_seconds": (
             TOKEN_S,
-            "Mean time between the tokens of a request that had at least two.",
+            "Mean time between the tokens of a request with at least two tokens.",
         ),
-        "e2e_request_latency_seconds": (REQUEST_S, "From the arrival to the end."),
-        "request_queue_time_seconds": (REQUEST_S, "From the queue to the first admission."),
-        "request_inference_time_seconds": (REQUEST_S, "First admission to last token."),
-        "request_prefill_time_seconds": (REQUEST_S, "First admission to first token."),
-        "request_decode_time_seconds": (REQUEST_S, "First token to last token."),
+        "e2e_request_latency_seconds": (REQUEST_S, "Time from arrival to the end."),
+        "request_queue_time_seconds": (REQUEST_S, "Time in the queue until the first admission."),
+        "request_inference_time_seconds": (
+            REQUEST_S,
+            "Time from the first admission to the last token.",
+        ),
+        "request_prefill_time_seconds": (
+            REQUEST_S,
+            "Time from the first admission to the first token.",
+        ),
+        "request_decode_time_seconds": (REQUEST_S, "Time from the first token to the last token."),
         "request_prompt_tokens": (TOKENS, "Tokens of the prompt."),
         "request_generation_tokens": (TOKENS, "Tokens written."),
-        "request_params_max_tokens": (TOKENS, "max_tokens of requests that gave it."),
+        "request_params_max_tokens": (TOKENS, "max_tokens of requests that set it."),
         "request_params_n": (TIMES, "Sequences of a request: its n, best_of or beams."),
-        "request_num_preemptions": (TIMES, "How often a request lost its row and blocks."),
+        "request_num_preemptions": (TIMES, "Number of preemptions of a request."),
         "iteration_tokens_total": (STEP_TOKENS, "Tokens computed in a step."),
     }
 )

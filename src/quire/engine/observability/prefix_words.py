@@ -79,19 +79,19 @@ def in_words(report: PrefixReport, num_prompt: int, hides_others: bool = False) 
 def _why(report: PrefixReport, hides_others: bool) -> str:
     if report.num_other_tokens and not hides_others:
         return f"another cache salt has {report.num_other_tokens:,} tokens of it"
-    near = "another of yours" if hides_others else f"that of request {report.near_id}"
+    near = "another of your requests" if hides_others else f"that of request {report.near_id}"
     told = {
         OFF: "there is no prefix cache",
         UNREAD: "prompt_logprobs need the whole prompt computed",
-        COSTLY: "more is in host memory, but to load it would have taken longer than to compute it",
+        COSTLY: "more is in host memory, but loading it would have taken longer than computing it",
         COMPUTING: f"the next block was just being computed for {near}",
     }
     if report.miss in told:
         return told[report.miss]
     if report.miss == EVICTED:
         when = f" {report.lost_s:.1f} s before" if report.lost_s >= 0 else ""
-        return f"the next block was there, and was evicted{when}"
+        return f"the next block was cached, but was evicted{when}"
     if report.miss == NEW:
         at = f"from token {report.at_token:,} on it is new, where {near} ends"
-        return at if report.near_id else "nothing like the rest is known"
+        return at if report.near_id else "the rest matches no known prompt"
     return f"it differs from {near} at token {report.at_token:,}"

@@ -344,7 +344,7 @@ def in_words(line: Timeline, block_size: int, hides_others: bool = False) -> lis
     """Tell what happened, a sentence each."""
     told = [f"{_count(line.num_prompt_tokens, 'prompt token')}, {_limit(line)}"]
     if line.was_there:
-        told.append("was there before the recording began; what happened until then is not known")
+        told.append("began before the recording; its earlier events are not known")
     told += _waiting(line)
     if line.state == "waiting":
         return told
@@ -380,7 +380,9 @@ def _waiting(line: Timeline) -> list[str]:
     if line.num_others:
         long = "long " if line.num_others_long == line.num_others else ""
         waited += f" behind {_count(line.num_others, f'{long}prompt')}"
-        waited += f" ({_count(line.num_others_tokens, 'token')} of them were computed meanwhile)"
+        waited += (
+            f" ({_count(line.num_others_tokens, 'token')} of them were computed in the meantime)"
+        )
     if line.has_grammar and not lacked_grammar:
         waited += f", the first {_time(line.grammar_s - line.queued_s)} for its grammar"
     return [waited]

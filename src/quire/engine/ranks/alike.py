@@ -47,7 +47,7 @@ def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
         if there == here:
             continue
         if _shown(there) == _shown(here):
-            found.append(f"{name} has another secret there than on machine 0")
+            found.append(f"{name} has a different secret there than on machine 0")
         else:
             found.append(f"{name} is {_shown(there)} there and {_shown(here)} on machine 0")
     return ", ".join(found)

@@ -45,7 +45,7 @@ class CoreStore(Store):
         end_s = time.monotonic() + timeout.total_seconds()
         while not self.check(keys):
             if time.monotonic() > end_s:
-                raise RuntimeError(f"nobody has set {', '.join(keys)} within {timeout}")
+                raise RuntimeError(f"no rank has set {', '.join(keys)} within {timeout}")
             time.sleep(LOOK_S)
 
     def delete_key(self, key: str) -> bool:
@@ -65,8 +65,8 @@ class CoreStore(Store):
                 while not bodies:
                     data = self._socket.recv(READ_BYTES)
                     if not data:
-                        raise RuntimeError("the core is gone")
+                        raise RuntimeError("the connection to the core ended")
                     bodies = list(self._frames.feed(data))
                 return self._codec.decode(bodies[0])
             except OSError as error:
-                raise RuntimeError(f"the core is gone ({error})") from None
+                raise RuntimeError(f"the connection to the core ended ({error})") from None

@@ -112,7 +112,7 @@ class Door:
                     return
                 continue
             if not self._strangers.acquire(blocking=False):
-                self._refuse(sock, peer[0], "too many connect at the same time")
+                self._refuse(sock, peer[0], "too many ranks connect at the same time")
                 continue
             threading.Thread(target=self._prove, args=(sock, peer[0]), daemon=True).start()
 
@@ -131,7 +131,7 @@ class Door:
         if not self._has_warned:  # a stranger must not fill the log
             self._has_warned = True
             logger.warning(
-                "a connection from %s to %s was refused: %s; others that fail are not told of.",
+                "a connection from %s to %s was refused: %s; further failures are not logged.",
                 peer, self.address, why,
             )  # fmt: skip
 
@@ -145,10 +145,10 @@ def let_in(sock: socket.socket, secret: bytes) -> Arrival:
     data = _read(sock, len(MAGIC) + NONCE_BYTES + ROLE.size + PROOF_BYTES)
     head, proof = data[:-PROOF_BYTES], data[-PROOF_BYTES:]
     if not head.startswith(MAGIC):
-        raise EngineError("it is no rank of quire, or of another version")
+        raise EngineError("it is not a quire rank, or it has another version")
     nonce = head[len(MAGIC) : -ROLE.size]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", own, head)):
-        raise EngineError("it does not know the secret of this start")
+        raise EngineError("it does not have the secret of this start")
     role, rank = ROLE.unpack(head[-ROLE.size :])
     sock.sendall(_proof(secret, b"core", nonce, own))
     arrival = Arrival(Role(role), rank, sock)
@@ -161,17 +161,17 @@ def dial(address: Address, secret: bytes, role: Role, rank: int) -> socket.socke
     try:
         sock = socket.create_connection((address.host, address.port), LIMIT_S)
     except OSError as error:
-        raise Unreachable(f"nobody answers at {address}: {error}") from None
+        raise Unreachable(f"no core answers at {address}: {error}") from None
     try:
         sock.settimeout(LIMIT_S)
         greeting = _read(sock, len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
-            raise EngineError(f"{address} is no core of quire, or of another version.")
+            raise EngineError(f"{address} is not a quire core, or it has another version.")
         their, own = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         head = MAGIC + own + ROLE.pack(role, rank)
         sock.sendall(head + _proof(secret, b"rank", their, head))
         if not hmac.compare_digest(_read(sock, PROOF_BYTES), _proof(secret, b"core", own, their)):
-            raise EngineError(f"{address} does not know the secret of this start.")
+            raise EngineError(f"{address} does not have the secret of this start.")
     except OSError as error:
         sock.close()
         raise EngineError(

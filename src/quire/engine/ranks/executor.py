@@ -119,7 +119,7 @@ class RankExecutor:
         if isinstance(found, RankLost):
             raise found
         if found.error is not None:
-            raise EngineError(f"guessing failed: {found.error}")
+            raise EngineError(f"drafting failed: {found.error}")
         return found.answer
 
     def close(self) -> None:

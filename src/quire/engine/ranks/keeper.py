@@ -44,8 +44,8 @@ from quire.runner.memory_plan import available_cpu_bytes
 logger = logging.getLogger("quire")
 
 CORE_ENDED = "the core has ended"
-CORE_LOST = "the core is gone: its connection has ended, and it had said nothing"
-LEFT = "this machine was told to end"
+CORE_LOST = "the connection to the core ended without a message"
+LEFT = "this machine was shut down"
 WORDS_S = 0.5  # for the core to say why it ends, or to be gone, behind a rank that ended by itself
 ALIVE_S = 0.5  # between two signs of life
 STAGE_S = 300.0  # for the stage before to connect, which does so as soon as it starts
@@ -122,9 +122,9 @@ class _Keeper:
         parent = os.getppid()
         while not self._over.wait(ALIVE_S):
             if self._place.leaving.is_set():
-                why = "was ended in order: its machine was told to end"
+                why = "was stopped, because its machine was shut down"
             elif os.getppid() != parent:
-                why = "has lost its node: what has started its keeper has ended"
+                why = "has lost its node: the process that started its node process has ended"
             else:
                 self._send(Alive())
                 continue
@@ -264,7 +264,7 @@ class _Keeper:
                     elif stopped_since_s is None:
                         stopped_since_s = now_s
                     elif now_s - stopped_since_s >= CONFIRM_S:
-                        return Ending("was stopped (SIGSTOP); it is of no use", of_rank=True)
+                        return Ending("was stopped (SIGSTOP) and cannot be used", of_rank=True)
             finally:
                 os.close(ended)
 

@@ -95,11 +95,11 @@ class Lateness:
         """Say what is known of it, behind its name."""
         heard = self._heard[rank]
         beat, silent_s = heard.beat, now_s - heard.at_s
-        begun = f"was in step {beat.number}" if beat.number >= 0 else "had begun no step"
+        begun = f"was in step {beat.number}" if beat.number >= 0 else "had not begun a step"
         return (
-            f"is stuck: {what} was not over after {now_s - self._since_s:.1f} s. Its last sign of"
-            f" life came {silent_s:.1f} s ago: it {begun}, after {beat.num_exchanges} exchanges"
-            f" with other ranks{', ' if beat.where else ''}{beat.where}"
+            f"is stuck: {what} did not finish within {now_s - self._since_s:.1f} s. Its last"
+            f" heartbeat was {silent_s:.1f} s ago: it {begun}, after {beat.num_exchanges}"
+            f" exchanges with other ranks{', ' if beat.where else ''}{beat.where}"
         )
 
 

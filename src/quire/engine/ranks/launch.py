@@ -67,8 +67,8 @@ class Ranks:
         elif starter is None and config.parallel.nnodes > 1:
             if (number := config.parallel.node_rank) > 0:
                 raise ConfigError(
-                    f"node_rank={number} only keeps ranks, as `quire serve` does with it; engines"
-                    " and servers are on machine 0."
+                    f"node_rank={number} only runs ranks, through `quire serve`; engines and"
+                    " servers are on machine 0."
                 )
             devices = cuda_devices(config, config.parallel.num_ranks // config.parallel.nnodes)
             starter = NodeStarter(Node.of(config, devices), level)
@@ -279,9 +279,9 @@ def cuda_devices(config: EngineConfig, asked: int) -> list[str]:
         parallel = config.parallel
         of = "" if parallel.nnodes == 1 else f" on each of {parallel.nnodes} machines"
         raise ConfigError(
-            f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
-            f"{parallel.pipeline_parallel_size} needs {asked} CUDA devices{of}, and torch sees"
-            f" {num}; ask for fewer, or take device='cpu'."
+            f"tensor_parallel_size={parallel.tensor_parallel_size} x"
+            f" pipeline_parallel_size={parallel.pipeline_parallel_size} needs {asked} CUDA"
+            f" devices{of}, and torch sees {num}; lower them, or use device='cpu'."
         )
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (visible or [str(index) for index in range(num)])[:asked]

@@ -80,9 +80,9 @@ def rank_token() -> bytes:
     token = os.environ.get(TOKEN, "")
     if len(token) < FEWEST_CHARS:
         raise ConfigError(
-            f"ranks on several machines need a secret of at least {FEWEST_CHARS} characters: set"
-            f" {TOKEN} to the same one on all of them, for example to what `openssl rand -hex 32`"
-            f" prints (here it has {len(token)})."
+            f"ranks on several machines need a secret of at least {FEWEST_CHARS} characters. Set"
+            f" {TOKEN} to the same value on all of them (here it has {len(token)}). `openssl rand"
+            " -hex 32` prints a suitable one."
         )
     return token.encode()
 
@@ -120,7 +120,9 @@ class NodeStarter:
     def take_news(self) -> None:
         """See RankStarter: the only news is its end."""
         assert self._process is not None
-        raise EngineError(f"what keeps this machine's ranks has ended ({self._process.wait()}).")
+        raise EngineError(
+            f"the process that runs this machine's ranks has ended ({self._process.wait()})."
+        )
 
     def close(self) -> None:
         """See RankStarter: the child ends with its connections to the core."""
@@ -185,7 +187,7 @@ def serve_node(
     names, core = ", ".join(map(str, node.ranks)), Address(*node.core)
     while True:
         logger.info(
-            "this machine keeps ranks %s of %d of the core at %s", names,
+            "this machine runs ranks %s of %d of the core at %s", names,
             config.parallel.num_ranks, core,
         )  # fmt: skip
         how = _keep_when_there(node, leaving)
@@ -219,8 +221,8 @@ def _keep_when_there(node: Node, leaving: threading.Event) -> str:
         now_s = time.monotonic()
         if now_s - began_s > node.wait_s:
             raise EngineError(
-                f"no core came to {Address(*node.core)} within {node.wait_s:g} s ({reason}); is the"
-                " command with --node-rank 0 running there, with the same --master-addr and"
+                f"no core connected to {Address(*node.core)} within {node.wait_s:g} s ({reason});"
+                " is the command with --node-rank 0 running there, with the same --master-addr and"
                 " --master-port?"
             )
         if now_s - told_s > TELL_S:

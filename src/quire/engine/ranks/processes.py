@@ -290,7 +290,7 @@ class _Loop:
         self._look_s = now_s + LOOK_S
         for rank in self.ranks:
             if self.loss is None and rank.is_stopped(now_s):
-                self.lose(RankLost(f"{self._name(rank)} was stopped (SIGSTOP); it is of no use."))
+                self.lose(RankLost(f"{self._name(rank)} was stopped (SIGSTOP) and cannot be used."))
 
     def _read(self, rank: _Rank) -> None:
         """Take what a rank sends."""
@@ -310,7 +310,7 @@ class _Loop:
             rank.failed = message
         self.listener.hear(rank.number, message)
         if isinstance(message, Failed):
-            self.lose(RankLost(f"{self._name(rank)} cannot go on{rank.last_words}"))
+            self.lose(RankLost(f"{self._name(rank)} cannot continue{rank.last_words}"))
 
     def _pass_on(self, rank: _Rank) -> None:
         """Write what a rank has written on its stderr, and remember the end of it."""

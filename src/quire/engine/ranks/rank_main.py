@@ -219,7 +219,7 @@ class RankLoop:
         try:
             return Guessed.of(self._local.draft(message.order))
         except Exception as error:
-            logger.debug("guessing failed", exc_info=error)
+            logger.debug("drafting failed", exc_info=error)
             nothing = np.empty(0, np.int32)
             return Guessed(nothing, 0, 0.0, f"{type(error).__name__}: {error}")
 
@@ -248,7 +248,7 @@ def main() -> int:
             str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
         )
         if not isinstance(error, QuireError):
-            logger.error("the rank cannot go on", exc_info=error)
+            logger.error("the rank cannot continue", exc_info=error)
         with contextlib.suppress(CoreGone):
             link.send(Failed(kind, message))
         return NO_START

@@ -335,12 +335,12 @@ class _Loop:
             if rank.here is not None and now_s - rank.heard_s > SILENT_S:
                 self.lose(
                     RankLost(
-                        f"{self._name(rank)}: its {self._starter.keeper} gave no sign of life for"
+                        f"{self._name(rank)}: its {self._starter.keeper} sent no heartbeat for"
                         f" {SILENT_S:g} s."
                     )
                 )
             elif rank.hung_up_s is not None and now_s - rank.hung_up_s > ORPHANED_S:
-                self.lose(RankLost(f"{self._name(rank)} has hung up{rank.last_words}"))
+                self.lose(RankLost(f"{self._name(rank)} has disconnected{rank.last_words}"))
 
     def _absent(self) -> EngineError:
         assert self._door is not None
@@ -383,7 +383,7 @@ class _Loop:
             return "it is for another stage"
         if role in rank.sockets:
             where = f" by {rank.here.host}" if rank.here is not None else ""
-            return f"this rank is kept already{where}; is its node_rank another machine's, too?"
+            return f"this rank is running already{where}; is its node_rank another machine's, too?"
         return ""
 
     def _refuse(self, number: int, sock: socket.socket, why: str) -> None:
@@ -440,7 +440,7 @@ class _Loop:
             rank.failed = message
         self.listener.hear(rank.number, message)
         if isinstance(message, Failed):
-            self.lose(RankLost(f"{self._name(rank)} cannot go on{rank.last_words}"))
+            self.lose(RankLost(f"{self._name(rank)} cannot continue{rank.last_words}"))
 
     def _hear_keeper(self, rank: _Rank, message: FromKeeper) -> None:
         rank.heard_s = time.monotonic()

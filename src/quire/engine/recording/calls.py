@@ -246,7 +246,7 @@ def calls_of(items: Sequence[Any]) -> Iterator[Call]:
                     yield call
                 call = _call(kind, *item[1:])
             else:
-                assert call is not None, "what a call gave comes before the call"
+                assert call is not None, "a call's result comes before the call"
                 _add(call, kind, item[1:], guess)
     except RecordingDamaged:
         raise

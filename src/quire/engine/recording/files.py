@@ -150,7 +150,7 @@ def read_recording(path: Path) -> Iterator[Segment]:
                 before = segment
         if before is None:
             cores = sorted(each.name for each in path.glob("core-*"))
-            which = f"one of its {', '.join(cores)}" if cores else "what --record was given"
+            which = f"one of its {', '.join(cores)}" if cores else "the directory given to --record"
             raise ConfigError(f"there is no recording in {path}; give {which}.")
         yield _followed(before, None)
     except OSError as error:
@@ -166,7 +166,7 @@ def read_segment(path: Path) -> Segment:
     if frames is None:
         if found := OTHER_FORMAT.match(data):
             raise _other_format(path, int(found[1] or 1))
-        raise ConfigError(f"{path} is no recording of quire.")
+        raise ConfigError(f"{path} is not a quire recording.")
     if len(frames.bodies) < 2:
         state, problem = frames.state, frames.problem or "it has no snapshot"
         return Segment(path, {}, None, [], max(state, State.CUT), problem)
@@ -189,7 +189,7 @@ def _linked(before: Segment, segment: Segment) -> Segment:
         return segment  # there is a gap, which was told of the other one
     if segment.header["previous"] == before.crc:
         return dataclasses.replace(segment, follows=True)
-    problem = f"it does not go on where {before.path.name} ends: one between them is missing"
+    problem = f"it does not continue where {before.path.name} ends: one between them is missing"
     if segment.state is State.DAMAGED:
         problem = f"{problem}; {segment.problem}"
     return dataclasses.replace(segment, state=State.DAMAGED, problem=problem)
@@ -200,7 +200,9 @@ def _followed(segment: Segment, after: Segment | None) -> Segment:
     goes_on = segment.state is State.WHOLE and end_of(segment.items) == GOES_ON
     if not goes_on or (after is not None and (not after.is_readable or after.header["follows"])):
         return segment
-    return dataclasses.replace(segment, state=State.CUT, problem="what it goes on with is missing")
+    return dataclasses.replace(
+        segment, state=State.CUT, problem="the segment that continues it is missing"
+    )
 
 
 def _other_format(path: Path, number: object) -> ConfigError:

@@ -87,7 +87,7 @@ class Frames:
             if crc != self.crc:
                 return self._stop(State.DAMAGED, at, "the end does not fit what is before it")
             if begin < len(data):
-                return self._stop(State.DAMAGED, begin, "something stands behind the end")
+                return self._stop(State.DAMAGED, begin, "there is data after the end")
             return -1
         if length > MAX_FRAME_BYTES:
             return self._stop(State.DAMAGED, at, f"frame {num} claims {length:,} bytes")

@@ -125,8 +125,8 @@ def build_engine(
     num_cores = config.parallel.data_parallel_size
     if num_cores > 1:
         raise ConfigError(
-            f"data_parallel_size={num_cores}, but an engine in this process has one core; leave it"
-            " out, or take quire serve, LLM or AsyncLLM."
+            f"data_parallel_size={num_cores}, but an engine in this process has one core; remove"
+            " it, or use quire serve, LLM or AsyncLLM."
         )
     clock = clock or MonotonicClock()
     ranks = start_ranks(config)
@@ -281,8 +281,8 @@ def _check_record(config: EngineConfig) -> None:
     policy = config.scheduler.scheduling_policy
     if config.record is not None and policy not in POLICIES:
         raise ConfigError(
-            f"record={config.record!r} cannot keep the scheduling policy {policy!r}, which another"
-            f" package brings; leave record out, or take one of {', '.join(POLICIES)}."
+            f"record={config.record!r} cannot record the scheduling policy {policy!r}, which"
+            f" another package provides; remove record, or use one of {', '.join(POLICIES)}."
         )
     if config.record is not None:
         make_directory(Path(config.record))
@@ -336,8 +336,8 @@ def start_ranks(config: EngineConfig) -> Ranks | None:
         return None
     if config.cache.stores:
         raise ConfigError(
-            f"{config.cache.stores[0]} is for a model in the engine's own process; leave it out, or"
-            " distributed_executor_backend, and take one device."
+            f"{config.cache.stores[0]} is for a model in the engine's own process; remove it, or"
+            " remove distributed_executor_backend and use one device."
         )
     return Ranks(config)
 

@@ -36,13 +36,13 @@ def connect_stores(
         return
     if core.scheduler.stores is None:
         raise ConfigError(
-            f"{settings[0]} is of no use without prefix caching; leave it out, or set"
+            f"{settings[0]} has no effect without prefix caching; remove it, or set"
             " enable_prefix_caching."
         )
     if memory is None:
         raise ConfigError(
-            f"the attention backend {backend_name} keeps its blocks to itself, so there is no"
-            f" use of {settings[0]}; leave it out, or take another attention_backend."
+            f"the attention backend {backend_name} does not share its blocks, which {settings[0]}"
+            " needs; remove it, or use another attention_backend."
         )
     memory.keep_ready()
     answers: SimpleQueue[Answer] = SimpleQueue()

@@ -68,11 +68,11 @@ def read_entries(path: Path) -> list[Entry]:
         ) from error
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(
-            f"pin_prefix={str(path)!r} is no list of prefixes: {error}. Give a text in UTF-8, or"
-            ' .json as [{"prompt": "..."}] or [{"messages": [...]}].'
+            f"pin_prefix={str(path)!r} is not a list of prefixes: {error}. Give a text in UTF-8,"
+            ' or .json as [{"prompt": "..."}] or [{"messages": [...]}].'
         ) from error
     if entries == []:
-        raise ConfigError(f"pin_prefix={str(path)!r} holds no prefix; give one, or leave it out.")
+        raise ConfigError(f"pin_prefix={str(path)!r} holds no prefix; give one, or remove it.")
     return entries if isinstance(entries, list) else [entries]
 
 
@@ -87,7 +87,7 @@ def _request(entry: Entry, text: TextSide, name: str) -> Request:
     if entry.messages == []:
         raise RequestError("messages is empty; give at least one message.", "messages")
     if entry.messages is None and (entry.tools or entry.chat_template_kwargs):
-        raise RequestError("tools and chat_template_kwargs are for messages; leave them out.")
+        raise RequestError("tools and chat_template_kwargs apply to messages only; remove them.")
     rendered = text.renderer.render(
         entry.messages if entry.prompt is None else entry.prompt, options
     )

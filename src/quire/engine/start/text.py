@@ -74,9 +74,9 @@ def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSo
     found = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
     if found is not None:
         raise ConfigError(
-            f"the draft model {drafter.name} has other tokens than {source.name}: token {found} is"
-            f" {theirs.token(found)!r}, not {ours.token(found)!r}. Take a draft model of the same"
-            " family, with the same tokenizer."
+            f"the draft model {drafter.name} has a different vocabulary from {source.name}: token"
+            f" {found} is {theirs.token(found)!r}, not {ours.token(found)!r}. Use a draft model of"
+            " the same family, with the same tokenizer."
         )
 
 

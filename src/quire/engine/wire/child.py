@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from quire.engine.wire.logs import begin_logging
+
 PR_SET_PDEATHSIG = 1
 # Exit status of a process that could not start and has said why: starting it anew is no use.
 NO_START = 3
@@ -33,11 +35,10 @@ def main() -> None:
 
 def begin_child(log_level: str, name: str = "") -> None:
     """Set up the process; called first by the module. Ctrl-C in the terminal is for the parent
-    alone. name: what its lines in the log begin with."""
+    alone. name: of the process, for its lines in the log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # SIGABRT shows where a stuck process is
-    form = f"{name}: %(message)s" if name else "%(message)s"
-    logging.basicConfig(level=log_level.upper(), format=form, stream=sys.stderr)
+    begin_logging(log_level, name)
     logging.getLogger("quire").setLevel(log_level.upper())
     if log_level != "debug":
         logging.getLogger().setLevel(logging.WARNING)  # other libraries

@@ -43,7 +43,7 @@ def check_core(core_id: int | None, num_cores: int) -> None:
             f"are {num_cores} cores, 0 to {num_cores - 1}" if num_cores > 1 else "is one engine, 0"
         )
         raise RequestError(
-            f"data_parallel_rank={core_id}: there {there_are}; name one of these, or none.",
+            f"data_parallel_rank={core_id}: there {there_are}; choose one of these, or remove it.",
             "data_parallel_rank",
         )
 

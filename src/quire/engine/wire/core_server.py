@@ -213,8 +213,8 @@ class CoreServer:
         self._selector.unregister(self._listener)
         self._accept_again_s = self._clock.now() + ACCEPT_PAUSE_S
         logger.error(
-            "the engine cannot take a connection (%s); it tries again every %g s, and all else"
-            " goes on.",
+            "the engine cannot accept a connection (%s); it tries again every %g s, and open"
+            " connections continue.",
             error.strerror, ACCEPT_PAUSE_S,
         )  # fmt: skip
 
@@ -227,7 +227,7 @@ class CoreServer:
         try:
             messages = client.receive()
         except EngineError as error:
-            logger.error("client %d is cut off: %s", client.client_id, error)
+            logger.error("client %d was disconnected: %s", client.client_id, error)
             messages = None
         if messages is None:
             self._drop(client)

@@ -58,7 +58,7 @@ class Codec(Generic[T]):
         try:
             message: T = self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise EngineError(f"a message that is not one of ours: {error}") from error
+            raise EngineError(f"a message that is not quire's: {error}") from error
         return message
 
 

@@ -104,7 +104,7 @@ class GGUFTensor:
         if self.shape != wanted:
             raise ModelError(
                 f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
-                f" asks for {list(wanted)}: the file contradicts itself."
+                f" requires {list(wanted)}: the file contradicts itself."
             )
         offset = source.offset + self.offset
         self._taken(source)._fill(destination, as_blocks)
@@ -197,7 +197,7 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
         if len(shape) > 2 or (len(shape) == 1 and not place.kind.is_float):
             raise ModelError(
                 f"{file.path}: the tensor {place.name} of type {place.kind.name} has the shape"
-                f" {list(place.shape)}, which no layer of {spec.model_type} has."
+                f" {list(place.shape)}, which is not valid for a layer of {spec.model_type}."
             )
         stored = np.frombuffer(file.data(place), np.uint8).reshape(len(names), shape[0], -1)
         order = _row_order(place.name, file, spec, shape[0])

@@ -156,7 +156,7 @@ def _order(buffer: Buffer, wanted: list[Columns]) -> Columns:
     """Put sequences of columns side by side, each in its own order, and what nobody reads between
     them; the columns of each module that was merged into the layer stay among themselves."""
     if buffer.layer is None:
-        raise Unfollowed("results that are no linear layer's are read in another order")
+        raise Unfollowed("results of something other than a linear layer are read in another order")
     read = np.concatenate(wanted)
     if len(set(read.tolist())) != len(read):
         raise Unfollowed("results are read in two orders")

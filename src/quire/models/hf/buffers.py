@@ -36,7 +36,7 @@ def make_real(model: Any, name: str, module: nn.Module) -> None:
     for each, values in vars(module).items():
         if isinstance(values, torch.Tensor) and values.device == META:
             raise ModelError(
-                f"{type(model).__name__} cannot run: {name}.{each} is made in a way of its own."
+                f"{type(model).__name__} cannot run: {name}.{each} is computed by its own code."
             )
 
 

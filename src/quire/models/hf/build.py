@@ -64,7 +64,7 @@ def empty(found: Architecture, dtype: torch.dtype) -> Empty:
             model = found.model_class._from_config(config, dtype=dtype).eval()
     except Exception as error:  # whatever its code raises
         raise ModelError(
-            f"transformers cannot make {found.model_class.__name__}: {error}"
+            f"transformers cannot create {found.model_class.__name__}: {error}"
         ) from error
     return Empty(model, watch(model))
 

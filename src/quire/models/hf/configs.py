@@ -58,8 +58,8 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
     model_type = raw.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
-            f"transformers {__version__} knows no models of type {model_type!r}; a newer one may."
-            " Code that comes with a checkpoint is never run."
+            f"transformers {__version__} does not support models of type {model_type!r}; a newer"
+            " one may. Code that comes with a checkpoint is never run."
         )
     values = {name: value for name, value in raw.items() if name not in LEFT_OUT}
     try:
@@ -76,8 +76,8 @@ def architecture(raw: Mapping[str, Any]) -> Architecture:
         model_class = with_head(config)
     if model_class is None:
         raise ModelError(
-            f"transformers has no class that writes text for {config.model_type!r}; without one"
-            f" only these text parts run: {', '.join(PLAIN_HEADS)}."
+            f"transformers has no text-generation class for {config.model_type!r}; only these text"
+            f" parts run without one: {', '.join(PLAIN_HEADS)}."
         )
     if isinstance(model_class, tuple):
         model_class = model_class[0]
@@ -93,8 +93,8 @@ def _refuse(config: Any) -> None:
             )
     if config.model_type in HYBRID_TYPES:
         raise ModelError(
-            f"transformers' class of {config.model_type} cannot run over paged memory: layers that"
-            " remember a state run by quire's own classes."
+            f"transformers' class of {config.model_type} cannot run over paged memory: layers with"
+            " states need one of quire's classes."
         )
     _refuse_layers(config)
     for rope in _ropes(getattr(config, "rope_parameters", None)):
@@ -117,11 +117,11 @@ def _refuse_layers(config: Any) -> None:
             why = (
                 "attend within chunks of the sequence (attention_chunk_size)"
                 if kind == CHUNKS
-                else "keep a state, which the cache has no room for"
+                else "keep a state, which the cache does not support"
             )
             raise ModelError(
                 f"transformers' class of {config.model_type} cannot run over paged memory: its"
-                f" layers {reprlib.repr(layers)} are {kind!r} (layer_types) and {why}. Take a model"
+                f" layers {reprlib.repr(layers)} are {kind!r} (layer_types) and {why}. Use a model"
                 " whose layers all attend in full or within a window."
             )
 

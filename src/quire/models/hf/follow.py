@@ -139,7 +139,7 @@ def _rules(follower: Follower) -> dict[Any, Rule]:
     def gated(one: Terms, other: Terms) -> Terms:
         gate, up = (one, other) if one.activation else (other, one)
         if up.activation or not up.is_sum or len(up.terms) != 1 or len(gate.terms) != 1:
-            raise Unfollowed("an activation is multiplied by something that is no layer's result")
+            raise Unfollowed("an activation is multiplied by something other than a layer's result")
         return Terms((*gate.terms, *up.terms), f"{gate.activation} gate")
 
     def divide(func: Any, args: Any, kwargs: Any) -> Terms:
@@ -158,7 +158,7 @@ def _rules(follower: Follower) -> dict[Any, Rule]:
 
     def outer(_: Any, args: Any, __: Any) -> Terms:
         if args[0].shape[-1] != 1:
-            raise Unfollowed("a product of matrices beside the layers")
+            raise Unfollowed("a product of matrices outside the layers")
         return algebra.multiplied(of(args[0]), of(args[1]))
 
     def move(func: Any, args: Any, kwargs: Any) -> Terms:
@@ -182,7 +182,7 @@ def _rules(follower: Follower) -> dict[Any, Rule]:
                 own = f"{name}_tanh"
             inner = of(args[0])
             if not inner.is_sum or len(inner.terms) != 1:
-                raise Unfollowed("an activation of something that is no layer's result")
+                raise Unfollowed("an activation of something other than a layer's result")
             return Terms(inner.terms, own)
 
         return rule

@@ -146,7 +146,7 @@ class Lowering:
         if name not in ROW_WISE:
             raise Unfollowed(f"there is no operation for {name}")
         if (found.coefficient != 1.0).any():
-            raise Unfollowed("what an activation is applied to is scaled")
+            raise Unfollowed("the input of an activation is scaled")
         return self._emit(name, (Operand(found.source.reshape(-1)),), found.source.shape[1])
 
     def _emit(
@@ -190,7 +190,7 @@ def _by_token(terms: Terms) -> tuple[int, Column]:
             rows = [each.movedim(at + 1, 0).flatten(2).numpy() for each in fields]
             if all((each == each[0]).all() for each in rows):
                 return at, Column(*(each[0] for each in rows))
-    raise Unfollowed("tokens are mixed beside attention")
+    raise Unfollowed("tokens are mixed outside attention")
 
 
 def _is_of_own_token(term: algebra.Term, at: int) -> bool:

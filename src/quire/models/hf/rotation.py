@@ -57,7 +57,7 @@ def rotation(terms: Column, num_heads: int) -> Rotation:
     middle = len(rest) // 2
     order = np.concatenate((firsts, rest[:middle], seconds, rest[middle:]))
     if size % 2 or len(rest) % 2 or len(set(order.tolist())) != size:
-        raise Unfollowed("the dimensions that are rotated are no pairs of a head")
+        raise Unfollowed("the rotated dimensions are not pairs of a head")
     frequencies = np.concatenate((frequency[firsts], np.zeros(middle)))
     columns = read.reshape(num_heads, size)[:, order].reshape(-1)
     return Rotation(columns, order, frequencies, scale)
@@ -71,7 +71,7 @@ def _pairs(terms: Column) -> tuple[npt.NDArray[np.bool_], Ints, Ints, Ints, Floa
     turned = cosine.any(axis=0)
     counts = (cosine | plain).sum(axis=0), sine.sum(axis=0), live.sum(axis=0)
     if (counts[0] != 1).any() or (counts[1] != turned).any() or (counts[2] != 1 + turned).any():
-        raise Unfollowed("what a rotation would read is a sum of something else")
+        raise Unfollowed("the input of a rotation is a sum of something else")
 
     def of(mask: npt.NDArray[np.bool_], values: Ints | Floats) -> npt.NDArray[Any]:
         return np.asarray(np.where(mask, values, 0).sum(axis=0))

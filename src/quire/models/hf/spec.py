@@ -79,7 +79,7 @@ def _max_position(config: Any) -> int:
         if isinstance(found, int) and found > 0:
             return found
     raise ModelError(
-        f"config.json does not say how long sequences may be (none of {', '.join(LENGTHS)})."
+        f"config.json does not set the maximum sequence length (none of {', '.join(LENGTHS)})."
     )
 
 

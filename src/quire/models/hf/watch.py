@@ -110,7 +110,7 @@ def _why_it_fails(model: Any, found: Watch, error: Exception) -> str:
         return NO_ATTENTION
     reason = next(iter(str(error).strip().splitlines()), repr(error))
     where = found.running[-1] if found.running else found.name
-    return f"its forward pass, tried without memory, fails in {where}: {reason}"
+    return f"its forward pass, run without memory, fails in {where}: {reason}"
 
 
 def _check(found: Watch, num_layers: int | None) -> None:
@@ -143,7 +143,7 @@ def _watched_attention(
     layer = getattr(module, "layer_idx", None)
     where = f"layer {layer} ({type(module).__name__})"
     if layer is None:
-        raise found.error(f"{type(module).__name__} does not say which layer it is (layer_idx)")
+        raise found.error(f"{type(module).__name__} does not have its layer number (layer_idx)")
     if layer in found.attention:
         raise found.error(f"{where} attends more than once in a step")
     sizes = [each.shape[-1] for each in (query, key, value)]

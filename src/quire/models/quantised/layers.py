@@ -200,8 +200,8 @@ def quantised_layers(
                 part.check(headers)
         if found[layer].is_kept and is_gpu and len(found[layer].stretches(is_gpu=True)) > 1:
             raise ModelError(
-                f"{listed(list(parts))} are multiplied together, but stored in different ways, for"
-                " which GPUs have no kernel; --quantization none computes them in the dtype."
+                f"{listed(list(parts))} are multiplied together, but stored in different formats,"
+                " for which GPUs have no kernel; --quantization none computes them in the dtype."
             )
     return found
 
@@ -230,11 +230,13 @@ def _part(
         return None
     if missing:
         raise ModelError(
-            f"{module} is stored as {how.form}, but the weight files lack {listed(missing)}: its"
-            " download is not complete, or config.json is of another checkpoint."
+            f"{module} is stored as {how.form}, but the weight files lack {listed(missing)}: the"
+            " download is incomplete, or config.json belongs to another checkpoint."
         )
     if source.transposed and not form.turns:
-        raise ModelError(f"{module} is stored as {how.form}, which is read for other layers only.")
+        raise ModelError(
+            f"{module} is stored as {how.form}, which is supported for other layers only."
+        )
     for end, name in present.items():
         _check(name, headers[name], wanted[end])
     used = {end: name for end, name in present.items() if wanted[end].is_used}
@@ -255,13 +257,13 @@ def _check(name: str, header: TensorHeader, wanted: Wanted) -> None:
     if wanted.shapes and header.shape not in wanted.shapes:
         shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
         raise ModelError(
-            f"the tensor {name} has the shape {list(header.shape)}, but config.json asks for"
-            f" {shapes}: the config and the weights are not of one model."
+            f"the tensor {name} has the shape {list(header.shape)}, but config.json requires"
+            f" {shapes}: the config and the weights belong to different models."
         )
     if wanted.dtypes and header.dtype not in wanted.dtypes:
         raise ModelError(
-            f"the tensor {name} holds {header.dtype}, not {' or '.join(wanted.dtypes)} as"
-            " quantization_config has it: the config and the weights are not of one model."
+            f"the tensor {name} holds {header.dtype}, not {' or '.join(wanted.dtypes)} as in"
+            " quantization_config: the config and the weights belong to different models."
         )
 
 

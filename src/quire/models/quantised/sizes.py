@@ -33,8 +33,8 @@ def check_inputs(module: str, columns: Cut, step: int) -> None:
     """Raise ConfigError where a rank's inputs are no whole groups."""
     if columns.first % step or (columns.count % step and columns.count < columns.whole):
         raise ConfigError(
-            f"{module} is stored in groups of {step} inputs, and of its {columns.whole} inputs each"
-            f" of {columns.whole // columns.count} ranks has {columns.count}, which is no whole"
-            " number of groups. Take another tensor_parallel_size, or --quantization none, which"
-            " computes the weights in the dtype."
+            f"{module} is stored in groups of {step} inputs. Each of"
+            f" {columns.whole // columns.count} ranks has {columns.count} of its {columns.whole}"
+            " inputs, which is not a whole number of groups. Use another tensor_parallel_size,"
+            " or --quantization none, which computes the weights in the dtype."
         )

@@ -134,7 +134,7 @@ class AttentionBackend(ABC):
         Raises ConfigError in a backend that cannot."""
         raise ConfigError(
             f"attention_backend {self.name} cannot share a sequence's tokens with other ranks;"
-            " leave decode_context_parallel_size out."
+            " remove decode_context_parallel_size."
         )
 
     def prepare_states(self, step: AttentionStep) -> None:
@@ -242,7 +242,7 @@ class KVLayout:
 
 def _keeps_no_states(backend: AttentionBackend) -> ConfigError:
     return ConfigError(
-        f"attention_backend {backend.name} cannot run models whose layers remember a state."
+        f"attention_backend {backend.name} cannot run models whose layers have states."
     )
 
 
@@ -251,5 +251,5 @@ def refuse_kv_format(backend: str, layout: KVLayout) -> None:
     if layout.kv_format != "auto":
         raise ConfigError(
             f"attention_backend {backend} stores keys and values in the model's dtype, not as"
-            f" {layout.kv_format}; take cpu (on a CPU, with the C++ core) or triton (on a GPU)."
+            f" {layout.kv_format}. Use cpu (on a CPU, with the C++ core) or triton (on a GPU)."
         )

@@ -51,8 +51,8 @@ def make_backend(
         return TritonBackend(layout, scales=dict(scales or {}), deterministic=deterministic)
     if deterministic:
         raise ConfigError(
-            "deterministic needs attention_backend triton, which is for GPUs, not"
-            f" {name}; leave one of them out."
+            f"deterministic needs attention_backend triton, which is for GPUs, not {name}; remove"
+            " one of them."
         )
     if name in BACKENDS:
         return BACKENDS[name](layout)
@@ -78,12 +78,12 @@ def _check_fp8(name: str, layout: KVLayout) -> None:
         return
     if reason is None:
         raise ConfigError(
-            f"kv_cache_dtype fp8 is not for attention_backend {name}; leave attention_backend out,"
-            " or take triton."
+            f"kv_cache_dtype fp8 is not supported by attention_backend {name}; remove"
+            " attention_backend, or use triton."
         )
     raise ConfigError(
         f"kv_cache_dtype fp8 needs attention_backend triton, which cannot be used here: {reason};"
-        " take kv_cache_dtype int8 or auto."
+        " use kv_cache_dtype int8 or auto."
     )
 
 

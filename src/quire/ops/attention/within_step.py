@@ -30,8 +30,8 @@ def make_within_step(name: str, layout: KVLayout) -> AttentionBackend:
         return CoreWithinStep(layout)
     if name not in ("auto", "torch", "reference"):
         raise ConfigError(
-            f"attention_backend {name} is for models that keep keys and values, and the tokens of"
-            " this one see each other in both directions; leave it out, or take cpu or torch."
+            f"attention_backend {name} needs a KV cache, which this model does not have: its"
+            " tokens see each other in both directions. Remove it, or use cpu or torch."
         )
     return WithinStep(layout)
 

@@ -35,7 +35,7 @@ class Meeting:
             taken = take(self._parts)
             self._barrier.wait()
         except threading.BrokenBarrierError:
-            raise RankLost("Another rank has given up, or did not come in time.") from None
+            raise RankLost("Another rank has failed, or missed the deadline.") from None
         return taken
 
     def abort(self) -> None:

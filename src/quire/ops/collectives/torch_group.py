@@ -100,7 +100,7 @@ class GlooWaiting:
             work.wait()
         except RuntimeError as error:
             self.abort()
-            raise RankLost(f"Another rank is gone or does not answer: {error}") from None
+            raise RankLost(f"Another rank has ended or does not answer: {error}") from None
         if self._has_given_up.is_set():
             self._check()
 
@@ -112,7 +112,7 @@ class GlooWaiting:
     def _check(self) -> None:
         if self._has_given_up.is_set() or self._store.check([ABORTED]):
             self._has_given_up.set()
-            raise RankLost("Another rank has given up.")
+            raise RankLost("Another rank has failed.")
 
 
 def file_store(path: str, size: int) -> c10d.Store:
@@ -138,7 +138,7 @@ def gloo_group(
     try:
         backend = gloo(store, rank, size, options)
     except RuntimeError as error:
-        raise RankLost(f"Rank {rank} of {size} does not find the others: {error}") from None
+        raise RankLost(f"Rank {rank} of {size} cannot reach the other ranks: {error}") from None
     waiting = GlooWaiting(store)
     return TorchGroup(backend, (rank, size), waiting.finish, waiting.abort, in_order)
 
@@ -165,6 +165,6 @@ def nccl_group(
         try:
             begin().wait()  # the stream waits, not the host
         except RuntimeError as error:
-            raise RankLost(f"Another rank is gone or does not answer: {error}") from None
+            raise RankLost(f"Another rank has ended or does not answer: {error}") from None
 
     return TorchGroup(backend, (rank, size), finish, backend.abort, in_order)

@@ -67,7 +67,7 @@ def _named(
     made: Any = load_plugin(kind, name, _names(rows))().format()
     if not isinstance(made, row_class):
         raise ConfigError(
-            f"the {kind.noun} {name!r} gives a {type(made).__name__}; it must be a"
+            f"the {kind.noun} {name!r} provides a {type(made).__name__}; it must be a"
             f" {row_class.__name__}."
         )
     return made

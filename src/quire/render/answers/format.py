@@ -16,11 +16,11 @@ from quire.render.tokenizer import Tokenizer
 
 NO_CALLS = (
     "a tool cannot be forced: this model's chat template shows no format of tool calls; start the"
-    " server with --tool-call-parser, or leave tool_choice out."
+    " server with --tool-call-parser, or remove tool_choice."
 )
 NO_REASONING = (
-    "thinking_token_budget={}: there is no reasoning that is known of behind this prompt; leave it"
-    " out and bound the answer by max_tokens, or set --reasoning-parser."
+    "thinking_token_budget={}: no reasoning format is known for this prompt; remove it and use"
+    " max_tokens, or set --reasoning-parser."
 )
 
 
@@ -154,7 +154,7 @@ class AskedAnswer:
         if budget is not None and reasoning is None:
             raise RequestError(NO_REASONING.format(budget), "thinking_token_budget")
         if reasoning is None:
-            assert rest is not None, "then nothing but a budget is asked for"
+            assert rest is not None, "then only a budget is set"
             return lark.text(rest)
         rest = rest or self._anything(lark, reasoning)
         if self.has_reasoned:
@@ -201,9 +201,7 @@ class AskedAnswer:
         name = self.choice.name
         found = tuple(tool for tool in self.tools if tool.name == name)
         if not found:
-            raise RequestError(
-                f"tool_choice names {name!r}, which is none of tools.", "tool_choice"
-            )
+            raise RequestError(f"tool_choice names {name!r}, which is not in tools.", "tool_choice")
         return found
 
     def parser(self) -> AnswerParser:

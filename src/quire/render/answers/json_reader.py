@@ -61,7 +61,7 @@ def strict_json(text: str) -> object:
     RecursionError."""
 
     def refuse(word: str) -> None:
-        raise ValueError(f"{word} is no JSON")
+        raise ValueError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 

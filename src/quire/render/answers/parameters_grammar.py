@@ -13,7 +13,7 @@ from quire.render.lark import ANY_TEXT, Lark, regex
 from quire.render.structured import content_rule
 
 _DEFINITIONS = ("$defs", "definitions")
-NO_WORDS = "which cannot be told apart in the format of this model's calls"
+NO_WORDS = "which is ambiguous in the format of this model's calls"
 
 
 def parameters_rule(lark: Lark, body: ParametersBody, tool: Tool, field: str) -> str:

@@ -21,7 +21,7 @@ def tools_of(described: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
         function = described_function(tool, where)
         name: str = function["name"]
         if name in found:
-            message = f"{where}: another tool is called {name!r}, too; give each its own name."
+            message = f"{where}: another tool is also called {name!r}; give each its own name."
             raise RequestError(message, where)
         schema = function.get("parameters")
         if schema is not None and not isinstance(schema, Mapping):

@@ -35,7 +35,7 @@ class UsedSizes:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("what graphs were used is not known: %s: %s", self.path, error)
+            logger.warning("the list of used graphs cannot be read: %s: %s", self.path, error)
             return []
 
     def write(self, kinds: Iterable[Kind]) -> None:
@@ -46,7 +46,7 @@ class UsedSizes:
             passing.write_text(json.dumps({"graphs": sorted(kinds)}), encoding="utf-8")
             passing.replace(self.path)
         except OSError as error:
-            logger.warning("what graphs were used is not kept: %s", error)
+            logger.warning("the list of used graphs cannot be saved: %s", error)
 
 
 def default_directory() -> Path:

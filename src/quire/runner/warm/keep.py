@@ -45,7 +45,7 @@ def keep_start(
         try:
             _keep(path, native, native.model, weights_bytes, copy_bytes_per_s)
         except Untraceable as reason:
-            logger.debug("the start is not kept: %s", reason)
+            logger.debug("the warm start file cannot be saved: %s", reason)
 
 
 def _keep(

@@ -108,7 +108,7 @@ class WarmModel:
 
     def _build(self) -> "BuiltRunner":
         """Build the runner of a start with torch, over the memory of this one."""
-        logger.info("torch is imported, for what a request asks for")
+        logger.info("torch is imported, because a request needs it")
         # Steps go on meanwhile, and the first `np.unique` imports this. Such a step could wait for
         # Python's import lock, which the import of torch holds for long.
         importlib.import_module("numpy.ma")

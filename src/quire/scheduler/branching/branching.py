@@ -34,8 +34,8 @@ NOTHING_ALLOWED = Finish(
     "error",
     error=Failure(
         REQUEST_FAILED,
-        "the grammar and the other parameters of the request leave a beam search no token to go on"
-        " with before any of its beams has ended; ask for another form, or for no beam search.",
+        "the request's grammar and parameters leave its beam search without a token before any"
+        " beam has ended; change the grammar, or remove use_beam_search.",
     ),
 )
 

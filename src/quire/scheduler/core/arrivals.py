@@ -124,9 +124,9 @@ class Arrivals:
 
     def _too_long(self, num_prompt: int) -> str:
         return (
-            f"the prompt has grown to {num_prompt} tokens, which with its output is more than this"
-            f" engine can hold beside what is pinned (max_model_len {self._max_model_len}); send"
-            " less, lower max_tokens, or enlarge kv_cache_memory_bytes."
+            f"the prompt has grown to {num_prompt} tokens. With its output it does not fit next to"
+            f" the pinned prefixes (max_model_len {self._max_model_len}); send less, lower"
+            " max_tokens, or enlarge kv_cache_memory_bytes."
         )
 
 

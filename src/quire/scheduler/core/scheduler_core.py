@@ -274,8 +274,8 @@ class SchedulerCore:
         num, most_output = request.params.num_samples, request.params.max_tokens
         if num > self.rows.table.num_rows:
             raise RequestError(
-                f"{num} sequences at once are more than max_num_seqs={self.rows.table.num_rows};"
-                " ask for fewer (n, best_of) or raise max_num_seqs."
+                f"{num} sequences are more than max_num_seqs={self.rows.table.num_rows}; request"
+                " fewer (n, best_of) or raise max_num_seqs."
             )
         has_room = [extension.accept(request) for extension in self.extensions]
         sequence = self.arrivals.new_sequence(request, now)
@@ -285,9 +285,9 @@ class SchedulerCore:
             check_open(request.params)
         elif not self.arrivals.fits_at_all(sequence, sequence.limit, num):
             raise RequestError(
-                f"{num_prompt} prompt tokens and {num} x {most_output or self.max_model_len} output"
-                " tokens need more KV blocks than the pool has beside what is pinned. Lower"
-                " max_tokens or enlarge kv_cache_memory_bytes."
+                f"{num_prompt} prompt tokens and {num} x {most_output or self.max_model_len}"
+                " output tokens need more KV blocks than the pool has without pinned prefixes."
+                " Lower max_tokens or enlarge kv_cache_memory_bytes."
             )
         return sequence
 

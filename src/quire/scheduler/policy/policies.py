@@ -41,8 +41,8 @@ def make_policy(name: str) -> MakePolicy:
         head, number = policy.peek(), len(policy)
     except Exception as error:
         raise ConfigError(
-            f"the scheduling policy {name!r} cannot be made: {type(error).__name__}: {error}."
+            f"the scheduling policy {name!r} cannot be created: {type(error).__name__}: {error}."
         ) from error
     if head is not None or number:
-        raise ConfigError(f"the scheduling policy {name!r} is not empty when it is made.")
+        raise ConfigError(f"the scheduling policy {name!r} is not empty when it is created.")
     return found

@@ -109,7 +109,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
     def accept(self, request: Request) -> bool:
         """See Extension."""
         if request.request_id in self.by_id:
-            raise RequestError(f"a request {request.request_id!r} is held; choose another id.")
+            raise RequestError(f"a request {request.request_id!r} is retained; choose another id.")
         if request.keep_s:
             self.check(request)
         return False
@@ -149,16 +149,15 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         ):
             if all_ + more > most:
                 raise EngineBusy(
-                    f"keep_s: {all_} {what} are held or will be, and {more} more would be more than"
-                    f" the {most} that may be; let go what is not needed any more, or leave keep_s"
-                    " out.",
+                    f"keep_s: {all_} {what} are retained or will be, and {more} more would exceed"
+                    f" the limit of {most}. Release requests you no longer need, or remove keep_s.",
                     "keep_s",
                 )
             if share < 1.0 and own + more > max(1, int(share * most)):
                 raise EngineBusy(
-                    f"keep_s: {own} {what} of your key are held or will be, and with {more} more"
-                    f" they would exceed its share, {max(1, int(share * most))} of {most}; let go"
-                    " what is not needed any more, or leave keep_s out.",
+                    f"keep_s: {own} {what} of your key are retained or will be, and with {more}"
+                    f" more they would exceed its share, {max(1, int(share * most))} of {most}."
+                    " Release requests you no longer need, or remove keep_s.",
                     "keep_s",
                 )
 
@@ -279,7 +278,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         """Make the branch of a fork that has arrived, if what it continues is there; returns the
         sequence that it shares blocks with and that runs."""
         request, fork = sequence.request, sequence.request.fork
-        assert fork is not None, "it is no fork"
+        assert fork is not None, "it is not a fork"
         found = self.find_source(fork)
         if found is None:
             return None

@@ -89,7 +89,7 @@ class PinnedPrefixes(HitSource):
     def take_over(self, pins: list[Pin]) -> None:
         """Take the blocks of sequences that have computed their last token."""
         for pin in pins:
-            assert pin.sequence is not None, "nobody computes the prefix"
+            assert pin.sequence is not None, "no request computes the prefix"
             pin.sequence.blocks.advance(pin.num_tokens)
             pin.blocks, pin.sequence = self._kv.fork(pin.sequence.blocks), None
             self.ready.append(pin)

@@ -53,23 +53,24 @@ class Pins(Extension, StepExtension, CacheListener):
         """Raise RequestError if this prefix cannot be pinned; EngineBusy if only now."""
         if len(self._pinned.by_id) >= MOST_PINS:
             raise RequestError(
-                f"{MOST_PINS} prefixes are pinned already, and there can be no more; remove those"
-                " that are not needed any more."
+                f"{MOST_PINS} prefixes are pinned already, which is the limit; remove prefixes"
+                " that you no longer need."
             )
         needs, num_tokens = self._most_blocks(request), len(request.prompt_token_ids)
         self._check_share(request, needs)
         after = [need + held for need, held in zip(needs, self._pinned.reserved, strict=True)]
         if excess := self._memory.excess(after, MOST_PINNED):
             raise RequestError(
-                f"a prefix of {num_tokens} tokens would bring what is pinned to {excess.num_needed}"
-                f" of {excess.num_blocks} KV blocks, and half of them may be; remove pinned"
-                " prefixes that are not needed any more, or enlarge kv_cache_memory_bytes."
+                f"a prefix of {num_tokens} tokens would raise the pinned blocks to"
+                f" {excess.num_needed} of {excess.num_blocks} KV blocks, and the limit is half of"
+                " them. Remove pinned prefixes that you no longer need, or enlarge"
+                " kv_cache_memory_bytes."
             )
         for sequence in self._lifecycle.sequences.values():
             if not self._leaves_room_for(sequence, after):
                 raise EngineBusy(
-                    f"a prefix of {num_tokens} tokens cannot be pinned now: a request that is open"
-                    " would lack the memory; try again in a moment."
+                    f"a prefix of {num_tokens} tokens cannot be pinned now, because an open"
+                    " request needs the memory; try again in a moment."
                 )
 
     def _check_share(self, request: Request, needs: list[int]) -> None:
@@ -80,18 +81,18 @@ class Pins(Extension, StepExtension, CacheListener):
         share, most_pins = request.pin_share, max(1, int(request.pin_share * MOST_PINS + EPSILON))
         if len(mine) >= most_pins:
             raise RequestError(
-                f"{len(mine)} prefixes are pinned by your key already, and its share is {most_pins}"
-                f" of {MOST_PINS}; remove those that are not needed any more, or ask the operator"
-                " for a larger pin_share."
+                f"{len(mine)} prefixes are pinned by your key already, and its share is"
+                f" {most_pins} of {MOST_PINS}. Remove prefixes that you no longer need, or ask the"
+                " operator for a larger pin_share."
             )
         held = [sum(each) for each in zip(needs, *(pin.most_blocks for pin in mine), strict=True)]
         excess = self._memory.excess(held, share * MOST_PINNED)
         if share < 1.0 and excess:
             raise RequestError(
-                f"a prefix of {len(request.prompt_token_ids)} tokens would bring what your key pins"
-                f" to {excess.num_needed} KV blocks, and its share is {excess.most} of"
-                f" {excess.num_blocks}; remove pinned prefixes that are not needed any more, or ask"
-                " the operator for a larger pin_share."
+                f"a prefix of {len(request.prompt_token_ids)} tokens would raise your key's pinned"
+                f" blocks to {excess.num_needed} and its share is {excess.most} of"
+                f" {excess.num_blocks}. Remove pinned prefixes that you no longer need, or ask the"
+                " operator for a larger pin_share."
             )
 
     def enter(self, sequence: Sequence, now: float) -> None:

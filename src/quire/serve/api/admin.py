@@ -41,11 +41,11 @@ async def reset_prefix_cache(
 ) -> dict[str, bool]:
     """Use nothing any more that was cached before, in memory, directory or store, whatever
     reset_external says. Requests that run keep their blocks."""
-    check_admin(request.scope, api.config, "the prefix cache is that of all keys")
+    check_admin(request.scope, api.config, "the prefix cache is shared by all keys")
     if reset_running_requests:
         raise bad_request(
-            "reset_running_requests=true: running requests keep their blocks; leave it out, or end"
-            " them by /abort_requests.",
+            "reset_running_requests=true: running requests cannot release their blocks; remove the"
+            " field, or end the requests with /abort_requests.",
             "reset_running_requests",
         )
     await api.engine.reset_prefix_cache()

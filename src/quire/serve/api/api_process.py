@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from quire.base.config import ServerConfig
 from quire.base.errors import EngineDead, QuireError
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
+from quire.engine.wire.logs import print_error
 from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
@@ -76,7 +77,7 @@ def main() -> int:
         sources = [resolve_source(each.model, progress=False) for each in config.models]
         return asyncio.run(_serve(config, sources, options))
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return NO_START
 
 
@@ -190,7 +191,7 @@ async def _drain(context: ApiContext, fronts: Sequence[ModelFront], link: ModelL
     end_s = time.monotonic() + context.config.shutdown_timeout
     if context.num_open:
         logger.info(
-            "waiting up to %g s for %d open requests; stop once more to end them now",
+            "waiting up to %g s for %d open requests; stop again to end them now",
             context.config.shutdown_timeout, context.num_open,
         )  # fmt: skip
     await _until(lambda: context.num_open == 0 or time.monotonic() > end_s)
@@ -238,7 +239,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the bound socket")
     parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
     add = parser.add_argument
-    add("--keeper", type=Path, help="Unix socket of what loads models, if there are several")
+    add(
+        "--keeper",
+        type=Path,
+        help="Unix socket of the process that loads models, for several models",
+    )
     add("--rates", type=int, help="descriptor of the keys' rate limits, if there are any")
     parser.add_argument("--index", type=int, required=True, help="which of the API processes")
     parser.add_argument("--log-level", default="info")

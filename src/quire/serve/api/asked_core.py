@@ -18,8 +18,8 @@ def asked_core(scope: Scope) -> int | None:
     if len(given) > 1 or not given[0].isdigit() or len(given[0]) > MOST_DIGITS:
         what = shown(b", ".join(given).decode("latin-1"))
         raise bad_request(
-            f"the header X-data-parallel-rank must be the number of a core, got {what}; leave it"
-            " out for the one that suits the request best.",
+            f"the header X-data-parallel-rank must be the number of a core, got {what}; remove it"
+            " to let the server choose the core.",
             "data_parallel_rank",
         )
     return int(given[0])

@@ -90,8 +90,8 @@ def tenant_asking(scope: Scope, config: ServerConfig, body: ServedBody) -> str:
     if priority < 0 and not may_hurry:
         raise ApiError(
             403,
-            f"priority must be 0 or more with this key, got {priority}: below 0 goes before all"
-            " others' requests. Leave it out, or ask the operator to name the key in"
+            f"priority must be 0 or more with this key, got {priority}: a value below 0 would"
+            " overtake all other requests. Remove priority, or ask the operator to name the key in"
             " urgent_api_key.",
             "permission_error",
             "priority",

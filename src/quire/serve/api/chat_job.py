@@ -175,7 +175,7 @@ async def _checked_grammar(
         return Checked("")
     field = "tools" if asked.content is None else asked.content_field
     tokenizer = api.renderer.tokenizer
-    assert tokenizer is not None, "there is none without a prompt as text"
+    assert tokenizer is not None, "it needs a prompt as text"
     size = form_size(body, body.tools)
     grammar = await api.lanes.run(size, asked.grammar, tokenizer.added_ids)
     return await api.renderer.grammars.check_async(grammar, field)

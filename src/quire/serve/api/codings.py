@@ -21,8 +21,8 @@ def decoder_of(scope: Scope) -> "Decoder | None":
     if len(names) > 1 or names[0] not in WINDOWS:
         raise ApiError(
             415,
-            f"the body comes with Content-Encoding {', '.join(names)[:60]!r}; send it as it is, or"
-            " with gzip or deflate.",
+            f"the body comes with Content-Encoding {', '.join(names)[:60]!r}; send it"
+            " uncompressed, or use gzip or deflate.",
             code="unsupported_encoding",
             headers={"Accept-Encoding": "gzip, deflate"},
         )
@@ -42,11 +42,11 @@ class Decoder:
         try:
             found = self._zlib.decompress(data, most + 1)
         except zlib.error:
-            raise self._wrong("cannot be read as such") from None
+            raise self._wrong("it is not valid in that encoding") from None
         if self._zlib.unused_data:
-            raise self._wrong("goes on behind its end")
+            raise self._wrong("it has data after its end")
         if is_last and not self._zlib.eof and len(found) <= most:
-            raise self._wrong("ends too early")
+            raise self._wrong("it ends too early")
         return found
 
     def _wrong(self, what: str) -> ApiError:

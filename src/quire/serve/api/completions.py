@@ -154,7 +154,10 @@ def check_kept_alone(body: CompletionRequest, num_prompts: int) -> None:
         text = f"keep_s is for one prompt, got {num_prompts}; send several requests."
         raise bad_request(text, "keep_s")
     if body.keep_s and body.max_tokens == 0:
-        text = "keep_s with max_tokens=0 would keep a token that is not shown; use max_tokens=1."
+        text = (
+            "keep_s with max_tokens=0 would retain a token that the answer does not show; use"
+            " max_tokens=1."
+        )
         raise bad_request(text, "keep_s")
 
 

@@ -23,24 +23,29 @@ NOT_SENT = "422"
 ERROR = {"$ref": "#/components/schemas/Error"}
 MESSAGE_ERROR = {"$ref": "#/components/schemas/MessageError"}
 
-ALWAYS = {"500": "an error inside the server", "503": "the engine is gone, busy or shutting down"}
-WITH_KEY = {"401": "no valid API key"}
-WITH_NAME = {"404": "there is nothing of this name"}
-OF_FILES = {
-    "400": "the form, the body or a field is wrong: `param` says which",
-    "404": "there is no such file or batch, or the server keeps none (--files-dir)",
-    "409": "a batch needs this file, or is done already",
-    "413": "there is no room for more",
-    "429": "too many batches wait",
+ALWAYS = {
+    "500": "an error inside the server",
+    "503": "the engine has stopped, is busy or is shutting down",
 }
-WITH_QUERY = {"400": "the query is wrong, or does not suit what it is about: `param` says where"}
+WITH_KEY = {"401": "no valid API key"}
+WITH_NAME = {"404": "no object has this id or name"}
+OF_FILES = {
+    "400": "the form, the body or a field is invalid; `param` names it",
+    "404": "no such file or batch, or files are disabled (--files-dir)",
+    "409": "a batch still needs this file, or the batch is done already",
+    "413": "the storage limit is reached",
+    "429": "too many batches are waiting",
+}
+WITH_QUERY = {
+    "400": "the query is invalid, or does not fit the requested object; `param` names the parameter"
+}
 WITH_BODY = {
-    "400": "the body, or a field of it, is wrong: `param` says which",
-    "404": "there is no such model",
-    "408": "the body did not come in, or `timeout_s` has passed",
+    "400": "the body or one of its fields is invalid; `param` names it",
+    "404": "no such model",
+    "408": "the body did not arrive in time, or `timeout_s` has passed",
     "413": "the body is too large, or has too many values",
-    "429": "a limit of this key is used up for now: Retry-After says for how long",
-    "415": "the body is no JSON by its Content-Type, or in an unknown Content-Encoding",
+    "429": "a rate limit of this key is reached; Retry-After says how long to wait",
+    "415": "the Content-Type is not JSON, or the Content-Encoding is not supported",
 }
 
 
@@ -100,7 +105,7 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
     if "requestBody" in operation:
         errors |= WITH_BODY
     if path.startswith("/v1/requests/") and method == "post":
-        errors |= {"409": "the request still runs"}
+        errors |= {"409": "the request is still running"}
     if path.startswith(("/v1/files", "/v1/batches")):
         errors |= OF_FILES
     responses = operation["responses"]

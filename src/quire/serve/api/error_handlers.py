@@ -32,11 +32,11 @@ def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
     headers = dict(error.headers or {})
     if error.status_code == 404:
         path = request.scope["path"][:200]  # request.url is made from the Host header
-        text = f"there is nothing at {path!r}; see /docs or /openapi.json."
+        text = f"there is no endpoint {path!r}; see /docs or /openapi.json."
         return ApiError(404, text, code="not_found")
     if error.status_code == 405:
         allowed = ", ".join(allowed_methods(request.app.router.routes, request.scope))
-        text = f"{request.method[:20]} is not possible here; use {allowed}."
+        text = f"{request.method[:20]} is not allowed here; use {allowed}."
         return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
     cause = error.__cause__
     if isinstance(cause, UnicodeDecodeError):

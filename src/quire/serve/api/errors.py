@@ -143,8 +143,8 @@ def _step_failed(error: StepFailed, request_id: str) -> ApiError:
 
 def _disk_full(error: OSError, request_id: str) -> ApiError:
     """Make a 507. Paths are for the log alone."""
-    logger.error("request %s: the disk took no more (%s)", request_id, error)
-    text = "the server's disk is full, and nothing of this request was kept; try again later."
+    logger.error("request %s: writing to the disk failed (%s)", request_id, error)
+    text = "the server's disk is full, and nothing was stored for this request; try again later."
     return ApiError(507, text, "server_error", code="disk_full")
 
 

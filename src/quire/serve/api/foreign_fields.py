@@ -13,11 +13,15 @@ from typing import Any
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.unsupported_fields import short
 
-NO_SUCH_SAMPLER = "quire does not sample this way; leave it out, or use temperature, top_p or min_p"
-NO_ADAPTERS = "quire loads no adapters; leave it out"
-CONSTRAINT = "this endpoint takes no such constraint; use its own field for formats"
-NOT_THIS_ENDPOINT = "this endpoint does not take it; leave it out"
-TEXT_ONLY = "this server takes text only; leave it out"
+NO_SUCH_SAMPLER = (
+    "quire does not support this way of sampling; remove it, or use temperature, top_p or min_p"
+)
+NO_ADAPTERS = "quire does not load adapters; remove it"
+CONSTRAINT = (
+    "this endpoint does not support this constraint; use its own field for structured output"
+)
+NOT_THIS_ENDPOINT = "this endpoint does not support it; remove it"
+TEXT_ONLY = "this server accepts text only; remove it"
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def _all(names: str, advice: str, *values: object) -> dict[str, ForeignField]:
 # Fields of llama.cpp, SGLang, text-generation-inference and Ollama; at the end those of vLLM and
 # OpenAI, for the bodies that lack them.
 FOREIGN: Mapping[str, ForeignField] = {
-    **_all("grammar_lazy", "grammars hold from the first token; leave it out", False),
+    **_all("grammar_lazy", "grammars apply from the first token; remove it", False),
     **_all("grammar_triggers", "use structured_outputs.structural_tag"),
     **_all("n_predict num_predict max_new_tokens max_length", "use max_tokens", -1),
     **_all("t_max_predict_ms", "use timeout_s", 0, -1),
@@ -49,11 +53,11 @@ FOREIGN: Mapping[str, ForeignField] = {
     **_all("dynamic_temperature", NO_SUCH_SAMPLER, False),
     **_all("min_keep", NO_SUCH_SAMPLER, 0, 1),
     **_all("repeat_penalty rep_pen", "use repetition_penalty", 1),
-    **_all("repeat_last_n penalty_last_n", "penalties count the whole text; leave it out", -1),
+    **_all("repeat_last_n penalty_last_n", "penalties apply to the whole text; remove it", -1),
     **_all("no_repeat_ngram_size", "use repetition_detection, or repetition_penalty", 0),
     **_all("min_new_tokens", "use min_tokens", 0),
     **_all("num_beams", "use use_beam_search and beam_width", 1),
-    **_all("n_indent", "quire does not indent code; leave it out", 0),
+    **_all("n_indent", "quire does not indent code; remove it", 0),
     **_all("num_ctx", "start the server with --max-model-len"),
     **_all("session_params", "use /v1/requests/ID/fork, or send the whole prompt"),
     **_all("penalize_nl", "use logit_bias", False),
@@ -63,12 +67,15 @@ FOREIGN: Mapping[str, ForeignField] = {
     **_all("ebnf", CONSTRAINT),
     **_all("stop_regex", "use stop, or structured_outputs.regex"),
     **_all("no_stop_trim", "use include_stop_str_in_output", False),
-    **_all("custom_logit_processor custom_params", "use logits_processors, of a package"),
+    **_all(
+        "custom_logit_processor custom_params",
+        "use logits_processors, which installed packages provide",
+    ),
     **_all("sampling_params parameters options", "send its fields in the body itself"),
     **_all("sampling_seed", "use seed"),
     **_all("input_ids input_embeds inputs", "use prompt, or messages"),
     **_all("do_sample", "use temperature=0 for greedy decoding", True),
-    **_all("watermark watermarking", "quire adds no watermarks; leave it out", False),
+    **_all("watermark watermarking", "quire does not add watermarks; remove it", False),
     **_all("format", "use response_format"),
     **_all("think", "use reasoning_effort, or chat_template_kwargs", True),
     **_all("raw", "use /v1/completions", False),

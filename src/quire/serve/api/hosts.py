@@ -110,8 +110,8 @@ def _hosts(scope: Scope) -> list[str]:
 
 def _refusal(host: str) -> ApiError:
     text = (
-        f"this server does not answer to the name {shown(host)}: it is open to all on this machine,"
-        " and a page in a browser could make a name mean it. Use its address or localhost, name the"
-        " host in allowed_hosts, or give the server an API key."
+        f"this server does not answer to the name {shown(host)}. It has no API key, and a web page"
+        " could make this name point to it. Use its address or localhost, add the host to"
+        " allowed_hosts, or give the server an API key."
     )
     return ApiError(403, text, "permission_error", code="host_not_allowed")

@@ -21,14 +21,15 @@ async def infilled(
     infill = None if tokenizer is None else Infill.of(tokenizer)
     if infill is None:
         raise bad_request(
-            "suffix: this model's vocabulary has no tokens to fill in the middle with; leave it"
-            " out.",
+            "suffix: this model has no fill-in-the-middle tokens; remove suffix.",
             "suffix",
             "unsupported_value",
         )
     for name, neutral in UNLIKE.items():
         if getattr(body, name) not in (None, neutral):
-            raise bad_request(f"{name} is not possible beside suffix; leave it out.", name)
+            raise bad_request(
+                f"{name} cannot be used together with suffix; remove one of them.", name
+            )
     found: list[object] = [await _joined(api, infill, body, prompt) for prompt in prompts]
     if infill.ends and not body.ignore_eos:
         stops = [*(body.stop_token_ids or ()), *infill.ends]

@@ -127,8 +127,8 @@ def too_large(most: int) -> ApiError:
 
 def too_slow() -> ApiError:
     text = (
-        f"the body did not come in: nothing more of it for {BODY_S:g} s, or not all of it in"
-        f" {WHOLE_BODY_S:g} s; send it again, in one go."
+        f"the body did not arrive in time: no data for {BODY_S:g} s, or not all of it in"
+        f" {WHOLE_BODY_S:g} s; send the request again."
     )
     return ApiError(408, text, code="body_timeout", headers={"Connection": "close"})
 
@@ -156,7 +156,7 @@ async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
 async def open_request(context: ApiContext) -> AsyncIterator[None]:
     """Count one request that generates. Raise ApiError 503 while the server ends."""
     if context.draining:
-        text = "the server is shutting down and takes no new requests; try again later."
+        text = "the server is shutting down and does not accept new requests; try again later."
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         raise ApiError(503, text, "server_error", code="draining", headers=headers)
     context.num_open += 1

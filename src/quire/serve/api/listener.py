@@ -39,8 +39,8 @@ def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     if isinstance(error, OSError) and error.errno in NO_RESOURCES:
         reason = error.strerror
         logger.error(
-            "no connection can be accepted (%s); it is tried again every second. Raise the limit of"
-            " open files (ulimit -n), or let fewer clients connect.",
+            "no connection can be accepted (%s); the server tries again every second. Raise the"
+            " limit of open files (ulimit -n), or connect fewer clients.",
             reason,
         )
         return

@@ -208,7 +208,7 @@ class ObservedClient:
             try:
                 listener(seen)
             except Exception:  # what is told of a request must not harm others
-                logger.exception("request %s cannot be told of", seen.request.request_id)
+                logger.exception("request %s cannot be reported", seen.request.request_id)
 
     # ---- as they are --------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def add_guess(error: ApiError, ignored: Sequence[str]) -> None:
     names = [name for name in ignored if len(name) <= MAX_GUESSED_CHARS]
     close = difflib.get_close_matches(error.param or "", names, n=1)
     if close:
-        error.message += f" Is {close[0]!r}, which there is not, meant to be it?"
+        error.message += f" Is {close[0]!r}, which there is not, meant?"
 
 
 def naming_ignored(response: Response, names: Sequence[str]) -> Response:

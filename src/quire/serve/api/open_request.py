@@ -27,16 +27,20 @@ from quire.serve.api.validation_errors import invalid_fields, shown
 from quire.serve.hooks import RequestHooks
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
-ONE = "a prompt in pieces has one continuation; leave it out"
+ONE = "an open prompt has one continuation; remove it"
 RULES = {
     "n": Rule(ONE, (1,)),
     "best_of": Rule(ONE, (1,)),
     "use_beam_search": Rule(ONE, (False,)),
-    "stream": Rule("the answer is always sent as it comes; leave it out", (True,)),
-    "echo": Rule("the prompt is not shown again; leave it out", (False,)),
-    "prompt_logprobs": Rule("a prompt in pieces has none; send it whole to /v1/completions", ()),
-    "suffix": Rule("what fills in between texts needs both of them whole; leave it out", ("",)),
-    "truncate_prompt_tokens": Rule("pieces are computed as they come; leave it out", ()),
+    "stream": Rule("the answer is always streamed; remove it", (True,)),
+    "echo": Rule("an open prompt cannot be echoed; remove it", (False,)),
+    "prompt_logprobs": Rule(
+        "an open prompt does not return them; send the whole prompt to /v1/completions", ()
+    ),
+    "suffix": Rule("filling in the middle needs the whole prefix and suffix; remove it", ("",)),
+    "truncate_prompt_tokens": Rule(
+        "the parts of an open prompt are computed as they arrive; remove it", ()
+    ),
 }
 
 

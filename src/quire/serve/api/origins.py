@@ -48,7 +48,7 @@ def refusal_of_handshake(scope: Scope, config: ServerConfig) -> ApiError | None:
 def origin_not_allowed(origin: str) -> ApiError:
     """Return the error for a page of another site."""
     text = (
-        f"pages of {shown(origin)} may not use this server. If they are yours, start the server"
+        f"web pages from {shown(origin)} may not use this server. To allow them, start the server"
         " with --allowed-origins and the page's origin, such as https://app.example."
     )
     return ApiError(403, text, "permission_error", code="origin_not_allowed")

@@ -80,7 +80,7 @@ def check_top_logprobs(request: ChatCompletionRequest, ready: Ready) -> None:
         raise bad_request(f"top_logprobs={top} needs logprobs=true; set it.", "top_logprobs")
     if 0 <= ready.max_logprobs < top:
         raise bad_request(
-            f"top_logprobs={top} is more than max_logprobs={ready.max_logprobs}; ask for fewer or"
+            f"top_logprobs={top} is more than max_logprobs={ready.max_logprobs}; request fewer or"
             " raise max_logprobs.",
             "top_logprobs",
         )
@@ -90,7 +90,7 @@ def checked_stream_options(request: Body, config: ServerConfig) -> Body:
     """Return a body whose stream ends with its usage, if the server's settings say so. Raises
     ApiError for options of a stream that is none."""
     if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options needs stream=true; set it, or leave the options out.",
+        raise bad_request("stream_options needs stream=true; set it, or remove stream_options.",
                           "stream_options")  # fmt: skip
     if not (request.stream and config.enable_force_include_usage):
         return request
@@ -184,7 +184,7 @@ def _fitting(name: str, value: int, least: int, room: int) -> int:
     raise ApiError(
         400,
         f"{name}={value} is too large: max_model_len minus the tokens of the prompt leaves {room}."
-        f" Ask for at most {room}, shorten the prompt, or leave {name} out.",
+        f" Request at most {room}, shorten the prompt, or remove {name}.",
         param=name,
         code=CONTEXT_LENGTH_EXCEEDED,
     )

@@ -170,7 +170,7 @@ class _Exchange:
         while (event := self._connection.next_event()) is h11.NEED_DATA:
             self._connection.receive_data(await self._reader.read(PIECE_BYTES))
         if not isinstance(event, h11.Event):
-            raise h11.RemoteProtocolError("the answer is over")
+            raise h11.RemoteProtocolError("the answer has ended")
         return event
 
 
@@ -183,6 +183,6 @@ def _any_certificate() -> ssl.SSLContext:
 
 
 def _gone() -> ApiError:
-    text = "the API process that this id is of does not answer; try again later."
+    text = "the API process that holds this id does not answer; try again later."
     headers = {"Retry-After": str(RETRY_AFTER_S)}
     return ApiError(503, text, "server_error", code="process_gone", headers=headers)

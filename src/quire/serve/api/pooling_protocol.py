@@ -15,7 +15,7 @@ from quire.serve.api.protocol import (
 from quire.serve.api.unsupported_fields import unsupported
 
 MAX_INPUTS = 2048
-AS_IT_IS = "numbers are float32, little endian; leave it out"
+AS_IT_IS = "numbers are float32, little endian; remove it"
 
 _TEXT = {"type": "string", "minLength": 1}
 _TEXTS_SCHEMA = {
@@ -31,7 +31,7 @@ class PoolingBody(ServedBody):
 
     use_activation: bool | None = None
     metadata: Ignored
-    mm_processor_kwargs: Any = unsupported("this model takes text only; leave it out", {})
+    mm_processor_kwargs: Any = unsupported("this model accepts text only; remove it", {})
 
 
 class PromptBody(PoolingBody):
@@ -85,4 +85,4 @@ class RerankBody(PoolingBody):
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    rank_fields: Any = unsupported("documents are texts; leave it out", [])
+    rank_fields: Any = unsupported("only text documents are supported; remove it", [])

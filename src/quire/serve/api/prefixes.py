@@ -121,11 +121,13 @@ def _check_prompt(body: PrefixBody) -> None:
         )
     for name in ("tools", "chat_template", "chat_template_kwargs"):
         if getattr(body, name):
-            raise bad_request(f"{name} is for messages; a prompt has no template.", name)
+            raise bad_request(
+                f"{name} applies to messages only, and prompt was given; remove it.", name
+            )
 
 
 def _unknown(prefix_id: str) -> ApiError:
-    text = f"there is no pinned prefix {shown(prefix_id)} of yours; GET /v1/prefixes lists them."
+    text = f"you have no pinned prefix {shown(prefix_id)}; GET /v1/prefixes lists them."
     return ApiError(404, text, param="prefix_id", code="not_found")
 
 

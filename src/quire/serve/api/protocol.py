@@ -46,8 +46,8 @@ MAX_FORMAT_FIELDS = 16
 MAX_TRANSFER_FIELDS = 64
 MAX_SCHEMA_FIELDS = 256  # of a JSON schema, on its first level
 INT32 = 2**31
-NOT_HERE = "is not supported; leave it out"
-TEXT_ONLY = "this model takes text only; leave it out"
+NOT_HERE = "is not supported; remove it"
+TEXT_ONLY = "this model accepts text only; remove it"
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -408,7 +408,7 @@ class GenerationRequest(SampledBody, ServedBody):
     guided_decoding_backend: Ignored
 
     return_token_offsets: Any = unsupported(NOT_HERE, False)
-    thinking_token_budget: Any = unsupported("use max_tokens to bound the answer", -1)
+    thinking_token_budget: Any = unsupported("use max_tokens to limit the answer", -1)
     watermarking: Any = unsupported(NOT_HERE, False)
     kv_transfer_params: TransferParams | None = None
     ec_transfer_params: Any = unsupported(NOT_HERE, {})
@@ -468,9 +468,9 @@ class ChatCompletionRequest(GenerationRequest):
 
     functions: Any = unsupported("use tools, which replaced it", [])
     function_call: Any = unsupported("use tools and tool_choice, which replaced it", "none", "auto")
-    modalities: Any = unsupported("this model answers with text only; use ['text']", ["text"], [])
-    audio: Any = unsupported("this model answers with text only; leave it out")
-    web_search_options: Any = unsupported("the server does not search the web; leave it out")
+    modalities: Any = unsupported("this model generates text only; use ['text']", ["text"], [])
+    audio: Any = unsupported("this model generates text only; remove it")
+    web_search_options: Any = unsupported("the server does not search the web; remove it")
     media_io_kwargs: Any = unsupported(TEXT_ONLY, {})
     mm_processor_kwargs: Any = unsupported(TEXT_ONLY, {})
     return_prompt_text: Any = unsupported("use /tokenize, or return_token_ids", False)

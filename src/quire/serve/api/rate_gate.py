@@ -57,11 +57,11 @@ def too_many(refused: Refused, num_tokens: int = 0) -> ApiError:
     """Return the answer to a request that is beyond a limit. num_tokens: that it may come to."""
     seconds = max(1, math.ceil(refused.wait_s))
     what = f"this key's limit of {refused.limit} {refused.kind} per minute"
-    text = f"{what} is used up; try again in {seconds} s."
+    text = f"{what} is reached; try again in {seconds} s."
     if num_tokens:
         text = (
-            f"{what} has no room for the {num_tokens} that this request may come to (prompt and"
-            f" max_tokens); try again in {seconds} s, or ask for fewer."
+            f"{what} has no room left for the {num_tokens} that this request may use (prompt and"
+            f" max_tokens); try again in {seconds} s, or request fewer."
         )
     headers = {"Retry-After": str(seconds)}
     return ApiError(429, text, refused.kind, code="rate_limit_exceeded", headers=headers)

@@ -149,22 +149,22 @@ def check_counts(data: bytes | bytearray, what: str) -> None:
             if number > most:
                 raise _too_many(what, most, kind)
     if is_wide and len(data) > MAX_WIDE_BYTES:
-        kind = "bytes, with characters beyond U+FFFF (emoji are such) among them"
+        kind = "bytes, and holds characters above U+FFFF such as emoji"
         raise _too_many(what, MAX_WIDE_BYTES, kind)
 
 
 def _check_names(fields: dict[str, Any], what: str) -> None:
     if len(fields) > MAX_FIELDS:
         raise bad_request(
-            f"{what} has {len(fields)} fields, and no request has more than {MAX_FIELDS}; remove"
-            " those that do not exist.",
+            f"{what} has {len(fields)} fields; the limit is {MAX_FIELDS}. Remove the unknown"
+            " fields.",
             code="too_many_fields",
         )
     longest = max(map(len, fields), default=0)
     if longest > MAX_NAME_CHARS:
         raise bad_request(
-            f"{what} has a field whose name has {longest} characters, and no field has more than"
-            f" {MAX_NAME_CHARS}; remove it.",
+            f"{what} has a field whose name has {longest} characters; the limit is"
+            f" {MAX_NAME_CHARS}. Remove it.",
             code="name_too_long",
         )
 

@@ -71,8 +71,8 @@ def checked_template(context: ApiContext, template: str | None) -> str | None:
         return template
     if not context.config.trust_request_chat_template:
         raise bad_request(
-            "chat_template: this server takes no templates from requests; remove the field, or"
-            " start the server with --trust-request-chat-template.",
+            "chat_template: templates from requests are disabled on this server; remove the field,"
+            " or start the server with --trust-request-chat-template.",
             "chat_template",
         )
     if not any(char in template for char in "{}\n"):
@@ -108,7 +108,9 @@ def check_generates(context: ApiContext) -> None:
 def tokenizer_of(context: ApiContext) -> Tokenizer:
     """Return the tokenizer. Raise ApiError for a model without one."""
     if context.renderer.tokenizer is None:
-        raise bad_request("this model has no tokenizer, so there is no text to and from its ids.")
+        raise bad_request(
+            "this model has no tokenizer, so text cannot be converted to or from token ids."
+        )
     return context.renderer.tokenizer
 
 

@@ -5,6 +5,7 @@ A client's own id is echoed, so that it finds its request again; inside, ids are
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.engine.wire.logs import current_request
 from quire.serve.api.context import new_id
 from quire.serve.api.error_shapes import error_answer
 
@@ -24,6 +25,7 @@ class RequestIds:
             return
         shown = _client_id(scope) or new_id("req").encode()
         scope.setdefault("state", {})["request_id"] = shown.decode("ascii")
+        current_request.set(shown.decode("ascii"))  # of this task, for its lines in the log
         started = False
 
         async def send_with_id(message: Message) -> None:

@@ -105,7 +105,7 @@ async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: A
     source = await _found(api, request, request_id, body.index)
     at_token = source.num_tokens if body.at_token is None else body.at_token
     if at_token > source.num_tokens:
-        text = f"at_token must be from 1 to {source.num_tokens}, the tokens there are"
+        text = f"at_token must be from 1 to {source.num_tokens}, the number of its tokens"
         raise bad_request(f"{text}; got {at_token}.", "at_token")
     return await _go_on(api, body, request, source, at_token, takes_over=False)
 
@@ -118,7 +118,7 @@ async def append(request_id: str, body: AppendBody, request: fastapi.Request, ap
     _check_held(source, "fork it at one of its tokens, or wait until it has ended")
     takes_over = not body.keep_source
     if takes_over and (body.n or 1) > 1:
-        text = "n: one of several continuations cannot take the request's place; use fork."
+        text = "n: only one continuation can replace the request; use fork for several."
         raise bad_request(text, "n")
     if body.keep_s is None:
         body = body.model_copy(update={"keep_s": source.keep_s})
@@ -132,7 +132,7 @@ async def rewind(
     """Drop the last tokens of a held request, also of its prompt; the first one stays."""
     api = await _of_request(api, request, request_id)
     source = await _found(api, request, request_id, body.index)
-    _check_held(source, "fork it at the token to go back to, or wait until it has ended")
+    _check_held(source, "fork it at the token to rewind to, or wait until it has ended")
     left = source.num_tokens - body.num_tokens
     if left < 1:
         raise bad_request(
@@ -156,7 +156,10 @@ async def keep(
     await api.client.keep(source.id, body.keep_s, tenant, source.core_id)
     found = await _found(api, request, request_id, source.index)
     if found.keep_s != body.keep_s:
-        raise EngineBusy("keep_s: no more may be held; let go what is not needed any more.")
+        raise EngineBusy(
+            "keep_s: the limit of retained requests is reached; release requests you no longer"
+            " need."
+        )
     return _as_json(found)
 
 
@@ -184,9 +187,9 @@ async def _go_on(
     check_neutral(body)
     for name in NOT_BEHIND:
         if getattr(body, name) is not None:
-            raise bad_request(f"{name} is not for what goes on; leave it out.", name)
+            raise bad_request(f"{name} cannot be set for a continued request; remove it.", name)
     if body.cache_salt not in (None, source.cache_salt):
-        raise bad_request("cache_salt is that of the request; leave it out.", "cache_salt")
+        raise bad_request("cache_salt is taken from the retained request; remove it.", "cache_salt")
     body = checked_stream_options(body, api.config)
     body = body.model_copy(update={"cache_salt": source.cache_salt or None})
     answer_id, kept = new_id("cmpl"), source.token_ids[:at_token]
@@ -242,10 +245,10 @@ async def _found(
         return found[0]
     raise ApiError(
         404,
-        f"there is no request {shown(request_id)} of yours that runs or is held"
-        f"{f', with a choice {index}' if index > 0 else ''}: it has ended without keep_s, was let"
-        " go (by `append` also, whose answer's id goes on), or its time is over. GET /v1/requests"
-        " lists what is held.",
+        f"there is no request {shown(request_id)} of yours that is running or"
+        f" retained{f', with a choice {index}' if index > 0 else ''}. It ended without keep_s, was"
+        " released, was replaced by `append`, or expired. GET /v1/requests lists retained"
+        " requests.",
         param="request_id",
         code="not_found",
     )
@@ -254,8 +257,8 @@ async def _found(
 def _check_held(source: HeldRequest, what_else: str) -> None:
     if source.expires_in_s is None:
         raise ApiError(
-            409, f"{shown(answer_id_of(source.id))} still runs; {what_else}.", param="request_id",
-            code="request_is_live",
+            409, f"{shown(answer_id_of(source.id))} is still running; {what_else}.",
+            param="request_id", code="request_is_live",
         )  # fmt: skip
 
 

@@ -254,7 +254,7 @@ async def parsed(message: Message) -> tuple[str, Json]:
         reason = f"it is not valid JSON: {error.msg} at character {error.pos}"
         raise Broken(POLICY, _no_message(reason)) from error
     except ValueError as error:
-        raise Broken(POLICY, _no_message("it holds a number of too many digits")) from error
+        raise Broken(POLICY, _no_message("it holds a number with too many digits")) from error
     except RecursionError as error:
         raise Broken(POLICY, _no_message("it is nested too deeply")) from error
     if not isinstance(fields, dict):
@@ -288,5 +288,5 @@ def _busy(why: str) -> ApiError:
 
 
 def _too_quiet(seconds: float, when: str) -> ApiError:
-    text = f"nothing came for {seconds:g} s {when}; the connection is closed."
+    text = f"no message arrived for {seconds:g} s {when}; the connection is closed."
     return ApiError(408, text, "timeout_error", code="idle_timeout")

@@ -51,7 +51,7 @@ def structured_outputs_of(body: GenerationRequest) -> Asked:
         return None, False, STRUCTURED
     if len(asked) > 1:
         names = " and ".join(field for _, _, field in asked)
-        raise bad_request(f"{names} exclude each other; leave one out.", asked[-1][2])
+        raise bad_request(f"{names} exclude each other; remove one.", asked[-1][2])
     return asked[0]
 
 
@@ -76,7 +76,7 @@ async def checked_grammar(
     grammar = await api.lanes.run(size, api.renderer.grammar_of, wanted, strict=strict, field=field)
     if len(grammar) * num_prompts > MAX_CHARS:
         raise bad_request(
-            f"{field} makes a grammar of {len(grammar)} characters, for each of {num_prompts}"
+            f"{field} gives a grammar of {len(grammar)} characters, for each of {num_prompts}"
             f" prompts; at most {MAX_CHARS} are possible in all.",
             field,
         )
@@ -146,14 +146,14 @@ def _of_guided(body: GenerationRequest) -> Asked | None:
     if not fields:
         if body.guided_whitespace_pattern is not None:
             raise bad_request(
-                f"{WHITESPACE_FIELD} belongs to guided_json, which is not there; use"
-                " structured_outputs with json and whitespace_pattern.",
+                f"{WHITESPACE_FIELD} needs guided_json, which is missing; use structured_outputs"
+                " with json and whitespace_pattern.",
                 WHITESPACE_FIELD,
             )
         return None
     field = fields[0]
     if len(fields) > 1:
-        raise bad_request(f"{' and '.join(fields)} exclude each other; leave one out.", fields[-1])
+        raise bad_request(f"{' and '.join(fields)} exclude each other; remove one.", fields[-1])
     given = {GUIDED[field]: getattr(body, field)}
     if body.guided_whitespace_pattern is not None:
         given["whitespace_pattern"] = body.guided_whitespace_pattern

@@ -141,8 +141,8 @@ async def show_request(request_id: str, request: fastapi.Request, api: Api) -> R
     if not text:
         raise ApiError(
             404,
-            f"there is no recent request {request_id[:64]!r} of yours; the id is that of the answer"
-            " (cmpl-..., chatcmpl-..., msg-..., resp_...); the last 1,000 requests are kept.",
+            f"you have no recent request {request_id[:64]!r}. Give the id of an answer (cmpl-...,"
+            " chatcmpl-..., msg-..., resp_...); the last 1,000 requests are available.",
             param="request_id",
             code="not_found",
         )

@@ -144,7 +144,7 @@ def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
         hint = f"did you mean {close[0]!r}?" if close else "remove it."
         return _Problem(path, f"there is no field {name!r}; {hint}")
     if what in ("value_error", "assertion_error"):
-        text = str(context.get("error", "it is wrong")).rstrip(".")
+        text = str(context.get("error", "it is invalid")).rstrip(".")
         return _Problem(path, f"{text}.")
     if kind is not None:
         return _Problem(path, wanted=kind, value=value)

@@ -122,7 +122,7 @@ class Keeper:
                 self._see(name, probe, now)
         for name in [name for name, at_s in self._kill_s.items() if now > at_s]:
             self._kill_s[name] = now + END_S
-            logger.error("model %s does not end; it is killed", name)
+            logger.error("model %s does not stop; killing it", name)
             self._cores[name].child.kill()
         for order in self._residency.decide(now):
             self._carry_out(order)
@@ -201,7 +201,7 @@ class Keeper:
         how = f"signal {-status}" if status < 0 else f"exit status {status}"
         if resident.state == UNLOADING:
             if status != 0:
-                logger.error("model %s did not end well (%s)", name, how)
+                logger.error("model %s stopped with an error (%s)", name, how)
             self._residency.unloaded(name, now)
         elif resident.state == LOADING:
             why = _last_words(self._cores[name].path.parent)
@@ -209,18 +209,18 @@ class Keeper:
             logger.error("model %s cannot be loaded: %s", name, why)
             self._residency.failed(name, why, now)
         else:
-            logger.error("model %s: its process ended by itself (%s)", name, how)
+            logger.error("model %s: its process ended unexpectedly (%s)", name, how)
             self._follow_death(name, child, how, now)
 
     def _follow_death(self, name: str, child: Child, how: str, now: float) -> None:
         pause_s = child.plan_restart(now)
         if pause_s is None:
-            why = f"its process ended by itself ({how}) and is not started anew."
-            logger.error("model %s is not started anew; the server goes on without it", name)
+            why = f"its process ended unexpectedly ({how}) and is not restarted."
+            logger.error("model %s is not restarted; the server continues without it", name)
             self._residency.died(name, why, now)
             return
         due_s = child.due_s
-        why = f"its process ended by itself ({how}); it is being loaded again."
+        why = f"its process ended unexpectedly ({how}); it is being loaded again."
         self._residency.begin(name, now, why)
         self._start(name)
         child.due_s = due_s

@@ -1,15 +1,22 @@
-"""The models of one server, and what its processes are told of each."""
+"""The models of one server, their settings for its processes, and the first lines of its log."""
 
-from collections.abc import Sequence
+import contextlib
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from quire.base.config import EngineConfig, ModelConfig, ServerConfig
-from quire.base.errors import ConfigError, ModelError
+from quire.base.errors import ConfigError, ModelError, QuireError, RequestError
 from quire.base.kv_events import parse_kv_events
-from quire.engine.start.preflight import check_before_loading
+from quire.base.pooling import CLASSIFY
+from quire.base.pooling_spec import pooling_of
+from quire.base.secrets import KEY_VARIABLES
+from quire.engine.start.preflight import check_before_loading, check_conversations
 from quire.models.source import ModelSource, resolve_source
 
 
@@ -51,8 +58,8 @@ def named(models: Sequence[ServedModel]) -> list[ServedModel]:
         for name in model.names:
             if name in owners:
                 raise ConfigError(
-                    f"two models are called {name!r} ({owners[name]} and {path}); name them apart,"
-                    f" as OTHER={path}."
+                    f"two models are called {name!r} ({owners[name]} and {path}); give one another"
+                    f" name, such as OTHER={path}."
                 )
             owners[name] = path
     return found
@@ -70,7 +77,7 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
     if server.served_model_name and len(models) > 1:
         raise ConfigError(
             f"served_model_name={' '.join(server.served_model_name)} is for one model, and"
-            f" {len(models)} are served; name each where it is given, as NAME=MODEL."
+            f" {len(models)} are served; give each its name as NAME=MODEL."
         )
     for model in models:
         parallel = model.engine.parallel
@@ -80,8 +87,8 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
         ):
             if value > 1:
                 raise ConfigError(
-                    f"{field}={value} is for a server of one model that stays loaded; leave it"
-                    " out, or start a server for each model."
+                    f"{field}={value} is for a server of one model that stays loaded; remove it,"
+                    " or start a server for each model."
                 )
         if model.engine.parallel.node_rank > 0:
             raise ConfigError("node_rank is for a server of one model that stays loaded.")
@@ -89,8 +96,8 @@ def check_together(models: Sequence[ServedModel], server: ServerConfig) -> None:
     endpoints = [each.endpoint for each in events if each.is_on]
     if len(set(endpoints)) < len(endpoints):
         raise ConfigError(
-            f"kv_events_config: several models cannot publish at {endpoints[0]}; give each an"
-            " endpoint of its own, in a file with `models`."
+            f"kv_events_config: several models cannot publish at {endpoints[0]}; give each its own"
+            " endpoint, in a configuration file with `models`."
         )
 
 
@@ -101,3 +108,55 @@ def own_record(model: ServedModel) -> ServedModel:
         return model
     directory = Path(engine.record) / model.name.replace("/", "--")
     return replace(model, engine=replace(engine, record=str(directory)))
+
+
+@dataclass(frozen=True)
+class FirstRequest:
+    """A request that a model can answer: its path and JSON body."""
+
+    path: str
+    body: dict[str, object]
+
+
+def first_request(model: ServedModel, source: ModelSource) -> FirstRequest:
+    """Return a request to try a model with: a chat, or what the model can do instead."""
+    name, settings = (model.names or (source.name,))[0], model.engine.model
+    with contextlib.suppress(QuireError, OSError):  # whoever loads the model reports it
+        pooling = pooling_of(source.directory, settings)
+        if pooling is not None:
+            path = "/classify" if pooling.task == CLASSIFY else "/v1/embeddings"
+            return FirstRequest(path, {"model": name, "input": "Hello"})
+        try:
+            check_conversations(settings, source)
+        except RequestError:  # no chat template
+            body = {"model": name, "prompt": "Once upon a time", "max_tokens": 32}
+            return FirstRequest("/v1/completions", body)
+    messages = [{"role": "user", "content": "Hello"}]
+    return FirstRequest("/v1/chat/completions", {"model": name, "messages": messages})
+
+
+def start_lines(server: ServerConfig, address: object, first: FirstRequest) -> Iterator[str]:
+    """Yield the lines of the log when the server answers: where the API and the page are, and a
+    command to paste. address: of the listening socket, as `getsockname` returns it."""
+    curl, base = "curl", f"http://localhost{server.root_path}"
+    if server.uds is None:
+        assert isinstance(address, tuple)
+        base = _url(server, *address[:2])
+        page = f", {base}/ (page)" if server.page else ""
+        yield f"ready: {base}/v1 (API){page}; Ctrl-C stops the server"
+    else:
+        curl = f"curl --unix-socket {shlex.quote(server.uds)}"
+        yield f"ready: unix:{server.uds} with {base}/v1 (API); Ctrl-C stops the server"
+    key = ""
+    if server.api_key:
+        variable = next((name for name in KEY_VARIABLES if os.environ.get(name)), KEY_VARIABLES[0])
+        key = f' -H "Authorization: Bearer ${variable}"'
+    body = shlex.quote(json.dumps(first.body))
+    yield f"try: {curl} {base}{first.path}{key} -H 'Content-Type: application/json' -d {body}"
+
+
+def _url(server: ServerConfig, host: str, port: int) -> str:
+    """Return the URL of the server's root, for a client on this machine."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if server.ssl_certfile else "http"
+    return f"{scheme}://{f'[{local}]' if ':' in local else local}:{port}{server.root_path}"

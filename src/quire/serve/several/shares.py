@@ -70,8 +70,8 @@ def pool_budget(needs: Needs, num_loaded: int, engine: EngineConfig) -> int:
     if budget <= 0:
         raise OutOfMemory(
             f"the {num_loaded} largest models take {(weights + workspace) / MIB:,.0f} MiB for"
-            f" weights and workspace, and {needs.free / MIB:,.0f} MiB are free. Have fewer loaded"
-            " at once (max_loaded_models), or serve smaller ones."
+            f" weights and workspace, but {needs.free / MIB:,.0f} MiB are free. Lower"
+            " max_loaded_models, or serve smaller models."
         )
     return budget
 
@@ -86,10 +86,9 @@ def split(needs: Needs, num_loaded: int, budget: int, own: Sequence[int | None])
     rest = budget - _largest(least, num_loaded)
     if rest < 0:
         raise OutOfMemory(
-            f"the KV pools may take {budget / MIB:,.0f} MiB together, and one sequence of"
-            f" max_model_len of each of {num_loaded} models takes {(budget - rest) / MIB:,.0f} MiB."
-            " Lower max_model_len, have fewer models loaded at once (max_loaded_models), or give"
-            " the pools more memory (kv_cache_memory_bytes)."
+            f"the KV pools may use {budget / MIB:,.0f} MiB together, but one sequence of"
+            f" max_model_len for each of {num_loaded} models needs {(budget - rest) / MIB:,.0f}"
+            " MiB. Lower max_model_len or max_loaded_models, or raise kv_cache_memory_bytes."
         )
     factor, most = 0.0, budget / max(1, min(each.weights for each in needs.models))
     for _ in range(BISECTIONS):
@@ -161,5 +160,5 @@ def _ask(engines: list[EngineConfig], log_level: str) -> Needs:
             os.close(writing)
         data = answer.read()
     if process.wait() != 0 or not data:
-        raise ConfigError("the models cannot be served together; the line above says why.")
+        raise ConfigError("the models cannot be served together; see the line above.")
     return msgspec.json.decode(data, type=Needs)

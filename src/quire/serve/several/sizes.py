@@ -17,6 +17,7 @@ from quire.base.errors import OutOfMemory, QuireError
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling_spec import with_pooling
 from quire.engine.wire.child import NO_START, begin_child
+from quire.engine.wire.logs import print_error
 from quire.kv.sizing import MIB, size_pools
 from quire.models.registry import model_spec
 from quire.models.source import resolve_source
@@ -38,7 +39,7 @@ def main() -> int:
     try:
         needs = needs_of(configs)
     except QuireError as error:
-        print(f"quire: {error}", file=sys.stderr)
+        print_error(error)
         return NO_START
     with os.fdopen(options.out, "wb") as file:
         file.write(msgspec.json.encode(needs))

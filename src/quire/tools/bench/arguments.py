@@ -1,4 +1,4 @@
-"""Options of the benchmarks, with vLLM's names. Imports nothing heavy: help must be quick."""
+"""Options of the benchmarks, with vLLM's names. Imports nothing heavy, to keep the help fast."""
 
 import argparse
 import math
@@ -17,57 +17,58 @@ MANY_PROMPTS = 1000
 METRICS = ("ttft", "tpot", "itl", "e2el")
 # Option -> type, what it does. Sent only if given.
 SAMPLERS: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy; higher is more random"),
-    "top_p": (float, "keep the most probable tokens that make up this much probability"),
-    "top_k": (int, "keep this many most probable tokens"),
-    "min_p": (float, "keep tokens at least this probable, relative to the most probable one"),
-    "frequency_penalty": (float, "subtracted per time that a token was generated"),
-    "presence_penalty": (float, "subtracted from tokens that were generated already"),
-    "repetition_penalty": (float, "divides the logits of tokens seen before"),
+    "temperature": (float, "randomness of sampling; 0 is greedy"),
+    "top_p": (float, "sample from the most probable tokens up to this total probability"),
+    "top_k": (int, "sample from this many most probable tokens"),
+    "min_p": (float, "minimum probability of a token, relative to the most probable one"),
+    "frequency_penalty": (float, "penalty per occurrence of a generated token"),
+    "presence_penalty": (float, "penalty for every token generated before"),
+    "repetition_penalty": (float, "divisor of the logits of tokens seen before"),
 }
 
 
 def add_dataset_arguments(
     parser: argparse.ArgumentParser, num_prompts: int | None, input_len: int, output_len: int
 ) -> None:
-    """Add what is asked. The numbers are the defaults of a benchmark."""
+    """Add the options of the requests. The numbers are the defaults of a benchmark."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--dataset-name", choices=DATASETS, default="random",
-        help="sharegpt and custom need --dataset-path; the -like ones draw lengths as the"
-        " PagedAttention paper gives them (default: %(default)s)",
+        help="source of prompts; sharegpt and custom need --dataset-path, the -like ones have the"
+        " lengths of the PagedAttention paper (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--dataset-path", type=Path, metavar="FILE",
-        help='sharegpt: JSON of conversations; custom: one {"prompt": ...} per line',
+        help='dataset file: JSON of conversations, or for custom one `{"prompt": ...}` per line',
     )  # fmt: skip
     every = "" if num_prompts else f" (default: all of a trace, or {MANY_PROMPTS:,} drawn ones)"
-    add_count(group, ("--num-prompts",), num_prompts, f"requests{every}")
-    add_count(group, ("--random-input-len", "--input-len"), input_len, "random: own prompt tokens")
+    add_count(group, ("--num-prompts",), num_prompts, f"number of requests{every}")
+    add_count(
+        group, ("--random-input-len", "--input-len"), input_len, "prompt tokens of a random request"
+    )
     add_count(
         group, ("--random-output-len", "--output-len"), None,
-        f"random: output tokens (default: {output_len}); sharegpt, prefix_repetition and custom:"
-        " instead of theirs",
+        f"output tokens of a request; by default {output_len} for random, else as the dataset says",
     )  # fmt: skip
     group.set_defaults(default_output_len=output_len)
     group.add_argument(
         "--random-range-ratio", type=_ratio, default=0.0, metavar="SHARE",
-        help="random: lengths vary by up to this share, evenly (default: %(default)s)",
+        help="share by which random lengths vary (default: %(default)s)",
     )  # fmt: skip
     add_count(
         group, ("--random-prefix-len", "--prefix-len"), 0,
-        "random: tokens before all prompts that they share", least=0,
+        "tokens of a prefix that all random prompts share", least=0,
     )  # fmt: skip
     add_count(
         group, ("--sharegpt-output-len",), None,
-        "sharegpt: output tokens (default: as long as the answer in the file)",
+        "output tokens of a sharegpt request (default: the length in the file)",
     )  # fmt: skip
-    add_count(group, ("--custom-output-len",), 256, "custom: output tokens")
+    add_count(group, ("--custom-output-len",), 256, "output tokens of a custom request")
     for name, value, text in (
         ("prefix-len", 256, "tokens of each prefix"),
-        ("suffix-len", 256, "own tokens after the prefix"),
-        ("num-prefixes", 10, "different prefixes"),
-        ("output-len", 128, "output tokens"),
+        ("suffix-len", 256, "tokens of each prompt after the prefix"),
+        ("num-prefixes", 10, "number of prefixes"),
+        ("output-len", 128, "output tokens of a request"),
     ):
         add_count(
             group, (f"--prefix-repetition-{name}",), value, f"prefix_repetition: {text}"
@@ -79,8 +80,8 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     --model and --seed)."""
     add_dataset_arguments(parser, num_prompts=16, input_len=128, output_len=64)
     group = parser.add_argument_group("measurement")
-    add_count(group, ("--num-warmups",), 1, "short runs that do not count", least=0)
-    add_count(group, ("--rounds",), 1, "runs; the median one is shown")
+    add_count(group, ("--num-warmups",), 1, "short runs before the measurement", least=0)
+    add_count(group, ("--rounds",), 1, "number of runs; the median is shown")
     _add_output(group)
 
 
@@ -88,7 +89,10 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench calibrate`, without the settings of the engine."""
     group = parser.add_argument_group("measurement")
     group.add_argument(
-        "--seconds", type=positive, default=60.0, help="how long to measure (default: %(default)s)"
+        "--seconds",
+        type=positive,
+        default=60.0,
+        help="duration of the measurement (default: %(default)g)",
     )
     _add_output(group)
 
@@ -100,28 +104,34 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_load(parser)
     _add_sampling(parser)
     group = add_result_arguments(parser)
-    group.add_argument("--save-result", action="store_true", help="write results under their date")
-    group.add_argument("--result-dir", type=Path, metavar="DIR", help="where (default: here)")
     group.add_argument(
-        "--save-detailed", action="store_true", help="write every request's times and text too"
+        "--save-result", action="store_true", help="write the results to a file named by date"
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument(
+        "--result-dir", type=Path, metavar="DIR", help="folder for --save-result (default: .)"
+    )
+    group.add_argument(
+        "--save-detailed",
+        action="store_true",
+        help="also write the times and the text of every request",
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add which results are wanted; returns the group."""
+    """Add the options of the results; returns the group."""
     group = parser.add_argument_group("results")
     group.add_argument(
         "--percentile-metrics", default="ttft,tpot,itl", metavar="LIST",
-        help=f"which to print, of {','.join(METRICS)} (default: %(default)s)",
+        help=f"metrics to print, of {','.join(METRICS)} (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--metric-percentiles", default="99", metavar="LIST",
-        help="such as 50,90,99.9 (default: %(default)s)",
+        help="percentiles to print, such as 50,90,99.9 (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="METRIC:MS",
-        help="count requests that meet all limits, such as ttft:500 tpot:50 e2el:10000",
+        help="latency limits of a good request, such as `ttft:500 tpot:50 e2el:10000`",
     )  # fmt: skip
     _add_output(group)
     return group
@@ -131,51 +141,58 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument(
         "--backend", choices=BACKENDS, default="openai",
-        help="openai (and vllm): /v1/completions; openai-chat: /v1/chat/completions"
-        " (default: %(default)s)",
+        help="API to use: openai and vllm are /v1/completions, openai-chat is"
+        " /v1/chat/completions (default: %(default)s)",
     )  # fmt: skip
-    group.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
-    group.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
-    group.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
-    group.add_argument("--model", help="(default: the first one that the server lists)")
+    group.add_argument(
+        "--base-url", metavar="URL", help="address of the server, instead of --host and --port"
+    )
+    group.add_argument("--host", default="127.0.0.1", help="host (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="TCP port (default: %(default)s)")
+    group.add_argument(
+        "--model", help="model name in requests (default: the first that the server lists)"
+    )
     group.add_argument(
         "--tokenizer", metavar="MODEL",
-        help="directory or id; without it texts are tokenised by the server's /tokenize, and the"
-        " ids of random prompts are below 1,000, which nearly every model has",
+        help="tokenizer: directory or id; by default the server's /tokenize, with token ids below"
+        " 1,000 in random prompts",
     )  # fmt: skip
     group.add_argument(
         "--header", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
-        help="sent with every request; the environment's OPENAI_API_KEY is sent too",
+        help="headers of every request; OPENAI_API_KEY of the environment is also sent",
     )  # fmt: skip
-    group.add_argument("--insecure", action="store_true", help="do not check the certificate")
+    group.add_argument(
+        "--insecure", action="store_true", help="do not verify the certificate of the server"
+    )
     group.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
-        help="wait this long for the server to answer (default: %(default)s)",
+        help="how long to wait for the server to answer (default: %(default)g)",
     )  # fmt: skip
 
 
 def add_rate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add when requests come; returns the group."""
+    """Add the options of the arrivals; returns the group."""
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=positive, default=math.inf, metavar="PER_SECOND",
-        help="requests sent per second; inf sends all at once (default: %(default)s)",
+        help="requests per second; inf sends all at once (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--burstiness", type=positive, default=1.0, metavar="SHAPE",
-        help="1 is a Poisson process, less is burstier, more is evener (default: %(default)s)",
+        help="shape of arrivals: 1 is a Poisson process, lower values are burstier"
+        " (default: %(default)s)",
     )  # fmt: skip
     return group
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     group = add_rate_arguments(parser)
-    add_count(group, ("--max-concurrency",), None, "most requests that are open at once")
+    add_count(group, ("--max-concurrency",), None, "maximum number of open requests")
     add_count(group, ("--num-warmups",), 0, "requests before the measurement", least=0)
     group.add_argument(
         "--seed", type=int, default=0,
-        help="of prompts, lengths and arrivals; a second run with the same seed meets the server's"
-        " prefix cache (default: %(default)s)",
+        help="seed of prompts, lengths and arrivals; a run with the same seed hits the prefix cache"
+        " (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -184,13 +201,15 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, text) in SAMPLERS.items():
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
-    group.add_argument("--ignore-eos", action="store_true", help="go on after end of sequence")
-    group.add_argument("--logprobs", type=int, metavar="INT", help="log-probabilities per token")
-    group.add_argument("--extra-body", metavar="JSON", help="an object merged into every request")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after end of sequence")
+    group.add_argument(
+        "--logprobs", type=int, metavar="INT", help="number of log-probabilities per token"
+    )
+    group.add_argument("--extra-body", metavar="JSON", help="JSON object merged into every request")
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the results there")
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="file for the results")
 
 
 def add_count(

@@ -56,7 +56,7 @@ class Asker:
         except HttpError as error:
             reading.result.error = str(error)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            reading.result.error = f"a chunk is not as OpenAI's API has it ({error!r})"
+            reading.result.error = f"a chunk does not follow OpenAI's API ({error!r})"
         return reading.result
 
 
@@ -95,7 +95,9 @@ class _Reading:
             self.result.itls_s.append(now_s - self._last_s)
         self._last_s = now_s
         if ended == "error":
-            raise HttpError(f"the server ended it with an error: {choice.get('stop_reason')}")
+            raise HttpError(
+                f"the server ended the answer with an error: {choice.get('stop_reason')}"
+            )
         if text:
             self._texts.append(text)
 

@@ -170,7 +170,7 @@ def custom_requests(
 def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
     """Yield the first turn of a person that is answered, with the answer."""
     if not isinstance(conversations, list):
-        raise ConfigError(f"{path} holds no list of conversations, as a ShareGPT file does.")
+        raise ConfigError(f"{path} is not a list of conversations in the ShareGPT format.")
     num_read = 0
     for entry in conversations:
         turns = entry.get("conversations") if isinstance(entry, dict) else None

@@ -180,7 +180,7 @@ def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
         f" weights, {share.decode_bytes_per_s / 1e9:.1f} GB/s, {share.of_bytes:.0%} of the"
         f" {limits.bytes_per_s / 1e9:.1f} of a long read"
     )
-    print(f"Share of the limit: {share.of_limit:.0%} (of whichever of the two binds, step by step)")
+    print(f"Share of the limit: {share.of_limit:.0%} (of the tighter limit in each step)")
 
 
 def results(

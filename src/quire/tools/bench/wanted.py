@@ -46,5 +46,5 @@ def _number(text: str, flag: str, most: float) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value <= most:
-        raise ConfigError(f"{flag}: {text!r} is no number from 0 to {most:g}.")
+        raise ConfigError(f"{flag}: {text!r} is not a number from 0 to {most:g}.")
     return value

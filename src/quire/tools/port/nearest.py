@@ -115,8 +115,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         raise ModelError(f"{directory / 'config.json'} has no model_type.")
     if model_type in MODELS:
         raise ConfigError(
-            f"models of type {model_type!r} are supported; compare this one with transformers by"
-            f" `quire verify {directory}`."
+            f"models of type {model_type!r} are supported already; compare this one with"
+            f" transformers by `quire verify {directory}`."
         )
     try:
         shapes: Shapes = safetensors_shapes(weight_files(directory))
@@ -253,7 +253,7 @@ def _nearest_field(name: str, model_type: str, read: set[str]) -> str:
     """Say what an architecture has that is called alike."""
     close = get_close_matches(name, sorted(read), n=1, cutoff=ALIKE)
     if not close:
-        return f"{model_type} reads nothing like it"
+        return f"{model_type} does not read a similar field"
     default = defaults_of(model_type).get(close[0])
     value = "" if default is None else f", {shown(default)} if absent"
     return f"{model_type} reads {close[0]}{value}"

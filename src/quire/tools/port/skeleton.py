@@ -72,7 +72,7 @@ def model_file(checkpoint: Checkpoint, nearest: Nearest) -> str:
     text += _open_lists(nearest) if is_open else "\n"
     said = "but for what is open above" if is_open else "under another name"
     text += f'''class {name}({ours}):
-    """What {ours} is, {said}. What a config leaves out it has as there."""
+    """What {ours} is, {said}. Missing config fields have the same defaults."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
 '''
@@ -85,18 +85,20 @@ def _open_lists(nearest: Nearest) -> str:
     ours = nearest.model_type
     fields = {field.name: field.value for field in nearest.fields}
     text = (
-        f"# Fields of config.json that {ours} refuses or does not read, with their values in the\n"
+        f"# Fields of config.json that {ours} rejects or ignores, with the checkpoint's values.\n"
     )
     text += (
-        "# checkpoint. Read each with `spec.fields`, and take it out of here; take out those that\n"
+        "# Read each field with `spec.fields`, then remove it here. Also remove the fields that\n"
     )
-    text += "# change no numbers.\n"
+    text += "# do not change numbers.\n"
     for field in nearest.fields:
         said = f"{field.name}: {field.ours}"
         text += textwrap.fill(said, 100, initial_indent="#   ", subsequent_indent="#     ") + "\n"
     text += f"OPEN_FIELDS = {_literal(fields)}\n"
-    text += f"# Tensors that {ours} has no place for (a layer with a `Source` is one), and those\n"
-    text += "# that it asks for in vain or in another shape: {name: (here, in ours)}.\n"
+    text += (
+        f"# Tensors that {ours} cannot load (add a layer with a `Source`), and tensors that are\n"
+    )
+    text += "# missing here or have another shape: {name: (here, in ours)}.\n"
     tensors = {each.name: (each.theirs, each.ours) for each in nearest.tensors}
     return text + f"OPEN_TENSORS = {_literal(tensors)}\n\n\n"
 
@@ -117,10 +119,10 @@ def test_file(checkpoint: Checkpoint) -> str:
     """Return the text of the test, which needs nothing but the package."""
     model_type = checkpoint.model_type
     module, name = module_name(model_type), class_name(model_type)
-    return f'''"""{name} beside transformers, with random weights, in every way to compute it.
+    return f'''"""{name} compared with transformers: random weights, every way to compute it.
 
 Begun by `quire port`. Where the class becomes one of quire's own, TINY becomes a variant in
-tests/models/checkpoints.py, which all tests of architectures run over.
+tests/support/models/checkpoints.py, which all tests of architectures run over.
 """
 
 from pathlib import Path

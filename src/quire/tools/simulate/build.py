@@ -72,8 +72,8 @@ class Engines:
         """Raise ConfigError where nothing that others have computed could come in."""
         if self.host_limits is None:
             raise ConfigError(
-                "what another replica has computed comes by way of host memory and is found in the"
-                " prefix cache; set kv_host_gb, and leave enable_prefix_caching on."
+                "replicas share computed blocks through host memory and the prefix cache; set"
+                " kv_host_gb, and keep enable_prefix_caching on."
             )
 
     def replicas(
@@ -133,21 +133,21 @@ class Engines:
 def check_settings(asked: EngineConfig) -> None:
     """Raise ConfigError for a setting that a simulation cannot do justice to."""
     if asked.cache.stores:
-        raise ConfigError("kv_disk_dir and kv_store are not simulated; leave them out.")
+        raise ConfigError("kv_disk_dir and kv_store are not simulated; remove them.")
     parallel = asked.parallel
     if (parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) != (1, 1):
         raise ConfigError(
-            "of several devices, those that share each layer (tensor_parallel_size) and replicas"
-            " are simulated; leave pipeline_parallel_size and decode_context_parallel_size out."
+            "only tensor_parallel_size and replicas are simulated for several devices; remove"
+            " pipeline_parallel_size and decode_context_parallel_size."
         )
     speculation = parse_speculation(asked.speculative_config)
     if speculation is not None and speculation.num_tokens:
         raise ConfigError(
-            "speculative_config is not simulated: how many guesses are right, only a real run"
-            " tells. Leave it out."
+            "speculative_config is not simulated, because only a real run shows how many draft"
+            " tokens are accepted. Remove it."
         )
     policy = asked.scheduler.scheduling_policy
     if asked.record is not None and policy not in POLICIES:
         raise ConfigError(
-            f"record={asked.record!r} cannot keep the scheduling policy {policy!r}; leave it out."
+            f"record={asked.record!r} cannot record the scheduling policy {policy!r}; remove it."
         )

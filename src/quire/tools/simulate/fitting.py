@@ -124,8 +124,8 @@ def fit_steps(
     warm = [each for each in known if not each.is_cold]
     if len(warm) < FEWEST_STEPS:
         raise ConfigError(
-            f"{len(warm)} steps with known durations are too few to learn how long steps take; at"
-            f" least {FEWEST_STEPS} are needed."
+            f"{len(warm)} steps with known durations are too few to fit step times; at least"
+            f" {FEWEST_STEPS} are needed."
         )
     inputs, durations = _inputs(warm), np.array([each.duration_s for each in warm])
     coefficients = _robust(inputs, durations)
@@ -223,7 +223,7 @@ def lines_of(fitted: Fitted) -> list[str]:
     if (found := fitted.residuals) is not None:
         lines.append(
             f"  residuals of {found.num_steps:,} steps: median {found.median:.1%}, 90th percentile"
-            f" {found.p90:.1%}; of all time together {found.total:+.1%}"
+            f" {found.p90:.1%}; of the total time {found.total:+.1%}"
         )
     return lines
 
@@ -241,8 +241,8 @@ def read_fitted(path: Path) -> Fitted:
         raise ConfigError(f"the step times {path} cannot be read ({error}).") from error
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise ConfigError(
-            f"{path} holds no step times; give what `quire bench calibrate --output-json` wrote, or"
-            " a recording (`quire serve --record DIR`)."
+            f"{path} holds no step times; give the output of `quire bench calibrate"
+            " --output-json`, or a recording (`quire serve --record DIR`)."
         )
     numbers = {name: data.get(name, default) for name, default in NUMBERS.items()}
     step = data.get("step")

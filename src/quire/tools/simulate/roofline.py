@@ -124,7 +124,7 @@ def _speed_of(found: Fit) -> Speed:
     speed = SPEEDS.get(found.device.name)
     if speed is None:
         raise ConfigError(
-            f"how fast {found.device.name} is, is not known: name a device of {', '.join(SPEEDS)},"
-            " or give what was measured there with --fit."
+            f"the speed of {found.device.name} is not known: choose a device of"
+            f" {', '.join(SPEEDS)}, or give step times measured there with --fit."
         )
     return speed

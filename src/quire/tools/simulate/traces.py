@@ -106,7 +106,7 @@ def _table(path: Path, lines: Iterable[str], most: int | None) -> Trace:
             return _lengths(path, rows, (found[0], found[1], found[2]), kind, most)
     shown = ", ".join(name or "" for name in rows.fieldnames or ())[:120]
     raise ConfigError(
-        f"{path} is no trace that is known; its first line is {shown!r}. Known are {FORMATS}."
+        f"{path} is not a known trace; its first line is {shown!r}. Known are {FORMATS}."
     )
 
 
@@ -187,7 +187,9 @@ def _objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, 
         except ValueError as error:
             raise ConfigError(f"{path}, line {number}, is not valid JSON ({error}).") from error
         if not isinstance(item, dict):
-            raise ConfigError(f"{path}, line {number}, is no object with {', '.join(MOONCAKE)}.")
+            raise ConfigError(
+                f"{path}, line {number}, is not an object with {', '.join(MOONCAKE)}."
+            )
         yield number, item
 
 

@@ -54,7 +54,7 @@ class Synthetic:
         tenants = rng.integers(0, self.num_tenants, self.num).tolist()
         times = self.load.arrivals_s(self.num)
         for i, (at_s, each) in enumerate(zip(times, self.requests, strict=True)):
-            assert isinstance(each.prompt, list), "prompts are token ids here"
+            assert isinstance(each.prompt, list), "prompts must be token ids here"
             tenant = f"tenant {tenants[i] + 1}" if self.num_tenants > 1 else ""
             request = simulated_request(str(i), each.prompt, None, tenant)
             yield Arrival(at_s, request, each.output_len)

@@ -17,7 +17,7 @@ from quire.tools.verify.precision import WholePrecision
 from quire.tools.verify.watch import Trace, Watcher
 
 AT_ONCE, TOKEN_BY_TOKEN, CHUNKS = "at once", "token by token", "in odd chunks"
-BESIDE_OTHERS = "in chunks beside others"
+BESIDE_OTHERS = "in chunks with other rows"
 WAYS = (AT_ONCE, TOKEN_BY_TOKEN, CHUNKS, BESIDE_OTHERS)
 ODD = (7, 1, 5, 13, 1, 3)
 OTHERS = (5, 61, 1)  # lengths of the neighbours

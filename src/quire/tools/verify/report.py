@@ -183,13 +183,13 @@ def _notes(report: Report) -> Iterator[str]:
         if run.is_rerouted:
             last = run.differences[-1]
             yield (
-                f"{run.name}: of most tokens the logits differ by no more than {last.median:.1e};"
-                " rounding sends others to other experts, which is no fault"
+                f"{run.name}: for most tokens the logits differ by at most {last.median:.1e};"
+                " rounding sends the other tokens to other experts, which is not an error"
             )
     failed = report.failed
     if failed is None or not failed.differences:
         return
-    yield f"point by point: {failed.name}, beside {failed.beside}"
+    yield f"point by point: {failed.name}, with {failed.beside}"
     head = ("point", "relative", "units", "largest", "from token")
     rows = [
         [d.point, f"{d.relative:.1e}", _units(d.units), f"{d.largest:.1e}", _position(d)]

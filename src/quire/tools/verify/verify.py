@@ -116,15 +116,15 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
     spec = asked.spec or model_spec(source.directory, config.model.model_impl)
     if spec.is_encoder:
         raise ConfigError(
-            f"models of type {spec.model_type} are encoders, which generate nothing: there are no"
-            " tokens of theirs to compare. docs/use/model-table.md says what is known of them."
+            f"models of type {spec.model_type} are encoders, which do not generate tokens to"
+            " compare. docs/use/model-table.md describes them."
         )
     prompt = _prompt(asked, source, spec)
     length = len(prompt) + asked.num_tokens
     if length > spec.max_position:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens, which with {asked.num_tokens} more is beyond the"
-            f" model's {spec.max_position}; give a shorter one with --prompt."
+            f"the prompt has {len(prompt)} tokens, and {asked.num_tokens} more exceed the model's"
+            f" limit of {spec.max_position}; give a shorter one with --prompt."
         )
     spec = spec.served_up_to(length)
     if not is_gguf(source.directory) and load_format_of(config, source) != "dummy":
@@ -161,7 +161,7 @@ def _exact_dtype(spec: ModelSpec, given: bool) -> torch.dtype:
             return dtype
     raise OutOfMemory(
         f"comparing takes {needed / MIB:,.0f} MiB ({copies} x the weights in float32, and a"
-        f" quarter), but {free / MIB:,.0f} MiB are free; take a smaller model of the same kind."
+        f" quarter), but {free / MIB:,.0f} MiB are free. Use a smaller model of the same kind."
     )
 
 
@@ -178,8 +178,8 @@ def _reference(model: Model, prompt: list[int], given: bool) -> Reference:
     gc.collect()
     if not reference.trace[LOGITS].isfinite().all():
         raise ModelError(
-            "transformers' logits are not finite (NaN or infinity), so nothing can be compared with"
-            " them: look for such numbers in the weights."
+            "transformers' logits are not finite (NaN or infinity), so they cannot be compared."
+            " Check the weights for such numbers."
         )
     return reference
 
@@ -339,7 +339,7 @@ class Runs:
         settings |= {"max_model_len": len(reference.tokens), "max_num_seqs": ENGINE_ROWS}
         run = Run("as given", "", "", "", "by the engine", TRANSFORMERS, LOSSY)
         if self._model.asked.spec is not None or not self._model.asked.num_tokens:
-            return dataclasses.replace(run, refusal="there is nothing for it to choose")
+            return dataclasses.replace(run, refusal="it has no tokens to choose from")
         params = SamplingParams(
             temperature=0, max_tokens=self._model.asked.num_tokens, ignore_eos=True
         )
@@ -394,7 +394,7 @@ def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
     tokenizer = build_text_side(asked.config.model, source).tokenizer
     numbers = random.Random(0)
     if tokenizer is None and asked.prompt is not None:
-        raise ConfigError(f"{source.name} has no tokenizer; leave out --prompt, or give one.")
+        raise ConfigError(f"{source.name} has no tokenizer; remove --prompt, or give one.")
     if asked.prompt is not None:
         assert tokenizer is not None
         found = tokenizer.encode(asked.prompt)

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 
 from quire import LLM
 from quire.base.errors import ConfigError, EngineError
-from tests.engine.ranks.scenarios import COMMON, alone, answers_of
-from tests.serve.checkpoints import checkpoint, text_checkpoint
-from tests.serve.processes import Server, children_of, is_running, kill, wait_until
+from tests.support.engine.scenarios import COMMON, alone, answers_of
+from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
+from tests.support.processes.servers import Server, children_of, is_running, kill, wait_until
 
 pytestmark = pytest.mark.slow
 

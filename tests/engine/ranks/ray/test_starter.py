@@ -9,9 +9,9 @@ from quire import LLM
 from quire.base.errors import ConfigError, EngineError, MissingDependency
 from quire.engine.ranks.ray import starter as ray_starter
 from quire.engine.ranks.ray.starter import RayStarter
-from tests.engine.ranks.scenarios import COMMON
 from tests.engine.ranks.test_remote import config
-from tests.serve.checkpoints import checkpoint
+from tests.support.engine.scenarios import COMMON
+from tests.support.models.reference_checkpoints import checkpoint
 
 RAY: dict[str, Any] = {"distributed_executor_backend": "ray"}
 # Stands for the driver: says something to the core, and ends.

@@ -12,17 +12,17 @@ from quire.serve.api.errors import ApiError
 from quire.serve.api.responses.as_chat import chat_tools
 from quire.serve.api.responses.conversation import messages_of
 from quire.serve.api.responses.custom_tools import InputText
-from tests.serve.api.direct import direct
-from tests.serve.api.responses.given import QUESTION, TOOLS, Json, asked, error_of, streamed
 from tests.serve.api.responses.test_items import read
 from tests.serve.api.responses.test_writer import chunk, writer, written
+from tests.support.serve.direct_engine import direct
+from tests.support.serve.official_types import QUESTION, TOOLS, Json, asked, error_of, streamed
 
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" /.+/'}
 PATCH: Json = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
 INPUT = 'a "b"\n\\c/ \U0001f642 ü\t'
 SCHEMA = {
     "type": "object",
-    "properties": {"input": {"type": "string", "description": "The text that the tool gets."}},
+    "properties": {"input": {"type": "string", "description": "The input text for the tool."}},
     "required": ["input"],
     "additionalProperties": False,
 }

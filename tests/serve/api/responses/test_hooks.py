@@ -9,8 +9,9 @@ from starlette.testclient import TestClient
 from quire.serve.api.app import create_app
 from quire.serve.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import text_of
-from tests.serve.api.responses.given import (
+from tests.serve.api.test_hooks import Ending, Prompts, Upper
+from tests.support.serve.direct_engine import text_of
+from tests.support.serve.official_types import (
     PATH,
     QUESTION,
     TOOLS,
@@ -19,7 +20,6 @@ from tests.serve.api.responses.given import (
     streamed,
     text_in,
 )
-from tests.serve.api.test_hooks import Ending, Prompts, Upper
 
 STORY = [{"role": "user", "content": "Tell me a story."}]
 Hooked = Callable[..., TestClient]

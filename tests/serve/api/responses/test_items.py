@@ -11,7 +11,7 @@ import pytest
 from quire.serve.api.errors import ApiError
 from quire.serve.api.responses.conversation import messages_of
 from quire.serve.api.responses.items import read_items
-from tests.serve.api.responses.given import Json, checked_list
+from tests.support.serve.official_types import Json, checked_list
 
 USER: Json = {"role": "user", "content": "x"}
 
@@ -110,7 +110,7 @@ def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
         ({"type": ["message"]}, ".type", "must be one of"),
         ({"role": "user"}, ".content", "a text or a list of parts, got null"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "u"}]},
-         ".content[0].type", "takes text only"),
+         ".content[0].type", "accepts text only"),
         ({"role": "user", "content": [{"type": "input_text"}]}, ".content[0].text", "is required"),
         ({"role": "user", "content": ["x"]}, ".content[0]", "must be an object"),
         (USER | {"id": 5}, ".id", "must be a text"),
@@ -119,7 +119,7 @@ def test_arguments_may_be_cut_off(arguments: Any, kept: str) -> None:
         (call(1, name=None), ".name", "is required"),
         ({"type": "function_call_output", "output": "x"}, ".call_id", "is required"),
         (result(1, None), ".output", "a text or a list"),
-        (thought(encrypted_content="e"), ".encrypted_content", "leave the item out"),
+        (thought(encrypted_content="e"), ".encrypted_content", "remove the item"),
         ({}, ".id", "is required"),
     ],
 )  # fmt: skip

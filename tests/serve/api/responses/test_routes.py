@@ -16,8 +16,8 @@ from quire.render.chat_template import ChatOptions
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.serve.api.direct import direct, text_of
-from tests.serve.api.responses.given import (
+from tests.support.serve.direct_engine import direct, text_of
+from tests.support.serve.official_types import (
     GREEDY,
     PATH,
     QUESTION,
@@ -216,7 +216,7 @@ def test_what_kits_send_without_a_thought(api: TestClient) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({}, "input", "from 1 to 4096 items, with those before it, got 0"),
+        ({}, "input", "from 1 to 4096 items, including earlier ones, got 0"),
         ({"input": 5}, "input", "a text or a list of items, got 5"),
         ({"input": [{"role": "owl", "content": ""}]}, "input[0].role", "must be one of user"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools"),

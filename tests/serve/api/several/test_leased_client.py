@@ -16,7 +16,7 @@ from quire.engine.client.remote import AsyncClient
 from quire.serve.api.several.all_models import AllModels
 from quire.serve.api.several.leased_client import LeasedClient
 from quire.serve.several.messages import Ask, Deny, GiveBack, Grant, ModelState, States
-from tests.serve.api.several.fake_keeper import FakeKeeper, linked
+from tests.support.serve.fake_supervisor import FakeKeeper, linked
 
 READY = Ready(
     client_id=0, vocab_size=9, max_model_len=8, max_logprobs=0, max_num_seqs=1, settings={},

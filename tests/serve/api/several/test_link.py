@@ -11,7 +11,7 @@ from quire.base.errors import EngineBusy, EngineDead
 from quire.serve.api.several import link as link_module
 from quire.serve.api.several.link import ModelLink
 from quire.serve.several.messages import Ask, Deny, GiveBack, GiveWay, Grant
-from tests.serve.api.several.fake_keeper import FakeKeeper, linked
+from tests.support.serve.fake_supervisor import FakeKeeper, linked
 
 Check = Callable[[ModelLink, FakeKeeper], Awaitable[None]]
 
@@ -126,7 +126,7 @@ def test_a_denial_says_why(tmp_path: Path) -> None:
         await keeper.hear(1)
         keeper.tell(Deny("a", 1, "no room."))
         for each in waiting:
-            with pytest.raises(EngineDead, match="model a is not there: no room."):
+            with pytest.raises(EngineDead, match="model a is not available: no room."):
                 await each
 
     run(tmp_path, check)
@@ -134,7 +134,7 @@ def test_a_denial_says_why(tmp_path: Path) -> None:
 
 def test_waiting_has_a_bound_and_says_what_takes_the_place(tmp_path: Path) -> None:
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
-        with pytest.raises(EngineBusy, match="model b was not there within 0.05 s .*taken by a"):
+        with pytest.raises(EngineBusy, match="model b was not loaded within 0.05 s .*used by a"):
             await hold(link, "b")
         assert await keeper.hear(2) == [Ask("b", 1), GiveBack("b", 1)]
 
@@ -156,7 +156,7 @@ def test_a_crowd_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     async def check(link: ModelLink, keeper: FakeKeeper) -> None:
         waiting = [asyncio.create_task(hold(link)) for _ in range(2)]
         await keeper.hear(1)
-        with pytest.raises(EngineBusy, match="2 requests wait for model a already"):
+        with pytest.raises(EngineBusy, match="2 requests are waiting for model a already"):
             await hold(link)
         keeper.tell(Grant("a", 1))
         for each in waiting:

@@ -89,13 +89,15 @@ class Driver:
                 has = _lack(room)
                 remove_placement_group(group)
                 raise ConfigError(
-                    f"Ray found no room within node_wait_s={order.wait_s:g} s: {has}."
+                    f"Ray found no free resources within node_wait_s={order.wait_s:g} s: {has}."
                     f" {advice(room)}"
                 )
             if now_s - told_s > TELL_S:
                 told_s = now_s
                 logger.warning(
-                    "ray: waiting for room, for %.0f s so far: %s.", now_s - began_s, _lack(room)
+                    "ray: waiting for resources, for %.0f s so far: %s.",
+                    now_s - began_s,
+                    _lack(room),
                 )
         return group
 

@@ -47,7 +47,7 @@ def lack(room: Room, nodes: Sequence[Resources], free: Sequence[Resources]) -> s
         return " + ".join(numbers) or "0"
 
     return (
-        f"{room} {'is' if room.num_ranks == 1 else 'are'} asked for, and the cluster's"
+        f"{room} {'is' if room.num_ranks == 1 else 'are'} requested, and the cluster's"
         f" {len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {told(nodes)}, of which"
         f" {told(free)} are free"
     )
@@ -55,7 +55,7 @@ def lack(room: Room, nodes: Sequence[Resources], free: Sequence[Resources]) -> s
 
 def advice(room: Room) -> str:
     """Return what to do about it."""
-    fewer = "Ask for fewer ranks, add nodes or end what else runs there"
+    fewer = "Use fewer ranks, add nodes or end other work on the cluster"
     if room.kind == "GPU":
-        return f"{fewer}, or take device='cpu'."
-    return f"{fewer}; QUIRE_NUM_THREADS says how many CPUs a rank gets."
+        return f"{fewer}, or use device='cpu'."
+    return f"{fewer}; QUIRE_NUM_THREADS sets the number of CPUs of a rank."

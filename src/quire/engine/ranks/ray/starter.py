@@ -158,7 +158,7 @@ class RayStarter:
         """Wait for what the driver says. Raises its trouble, and EngineError at its end."""
         data = self._socket.recv(READ_BYTES)
         if not data:
-            raise EngineError(f"the process that talks to Ray has ended{self._status()}.")
+            raise EngineError(f"the process that connects to Ray has ended{self._status()}.")
         messages = [self._codec.decode(body) for body in self._frames.feed(data)]
         for message in messages:
             if isinstance(message, Trouble):

@@ -100,7 +100,7 @@ class BatchJob:
         record, api = self._record, self._place.api
         key, is_known = key_of_owner(record.owner, api.config.api_key)
         if not is_known:
-            message = "the key that made this batch is none of the server's any more."
+            message = "the API key that created this batch is no longer one of the server's keys."
             raise BatchFailed([LineFault("key_removed", message)])
         caller = AppCaller(self._place.app, key)
         index = await _in_thread(self._read)

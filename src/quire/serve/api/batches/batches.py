@@ -108,7 +108,7 @@ class Batches:
             await BatchJob(record, place).run()
             self._not_before.pop(record.id, None)
         except OSError as error:
-            logger.error("batch %s: its end cannot be written (%s)", record.id, error)
+            logger.error("batch %s: its final state cannot be written (%s)", record.id, error)
             self._not_before[record.id] = time.monotonic() + AGAIN_S
         except Exception:
             logger.exception("batch %s cannot be ended; the server tries again", record.id)

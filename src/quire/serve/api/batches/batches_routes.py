@@ -79,7 +79,7 @@ async def create_batch(
     file = await asyncio.to_thread(kept.files.get, body.input_file_id, owner)
     if file is None or file.purpose != "batch":
         raise bad_request(
-            f"input_file_id must be a file of yours with the purpose batch, got"
+            "input_file_id must be one of your files with purpose=batch, got"
             f" {shown(body.input_file_id)}; upload one to /v1/files.",
             "input_file_id",
         )
@@ -96,7 +96,9 @@ async def create_batch(
         metadata=body.metadata,
     )
     if not await asyncio.to_thread(kept.records.create, record):
-        message = f"{MAX_BATCHES} batches wait already; try again when some are done."
+        message = (
+            f"{MAX_BATCHES} batches are waiting already; try again when some of them are done."
+        )
         raise ApiError(429, message, "rate_limit_error", code="too_many_batches")
     kept.start(request.app)
     kept.wake()
@@ -135,7 +137,7 @@ async def cancel_batch(
     """End a batch when its open lines have; what is done stays."""
     record = await _found(batch_id, request, api, kept)
     if record.is_final:
-        message = f"batch {record.id} is {record.status} already, and cannot be cancelled."
+        message = f"batch {record.id} is {record.status} already and cannot be cancelled."
         raise ApiError(409, message, param="batch_id", code="batch_is_done")
     await asyncio.to_thread(kept.records.cancel, record.id)
     kept.wake()
@@ -146,7 +148,7 @@ async def _found(batch_id: str, request: fastapi.Request, api: Api, kept: Batche
     owner = seen_by(request.scope, api.config.api_key)
     record = await asyncio.to_thread(kept.records.get, batch_id, owner)
     if record is None:
-        message = f"there is no batch {shown(batch_id)} of yours; GET /v1/batches lists them."
+        message = f"you have no batch {shown(batch_id)}; GET /v1/batches lists them."
         raise ApiError(404, message, param="batch_id", code="not_found")
     return record
 

@@ -88,7 +88,7 @@ class FilesDirectory:
         if path.name not in self._damaged:
             self._damaged.add(path.name)
             logger.error(
-                "%s is damaged (%s) and passed over; remove it, or restore it", path, reason
+                "%s is damaged (%s) and was skipped; remove it, or restore it", path, reason
             )
 
     def write(self, path: Path, value: Any) -> None:
@@ -125,8 +125,8 @@ class FilesDirectory:
 
     def no_room(self) -> RequestError:
         return RequestError(
-            f"files and batches may have {self._limit_gb:g} GB together (files_gb), and no more is"
-            " free; delete files, or ask the operator for more.",
+            f"files and batches may use up to {self._limit_gb:g} GB together (files_gb). All of it"
+            " is used: delete files, or ask the operator to raise files_gb.",
             "file",
             NO_ROOM,
         )

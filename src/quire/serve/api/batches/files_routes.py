@@ -51,7 +51,7 @@ async def batches(request: fastapi.Request) -> Batches:
     found: Batches | None = request.app.state.batches
     if found is None:
         message = (
-            "this server keeps no files and runs no batches; start it with --files-dir DIR, or use"
+            "files and batches are disabled on this server; start it with --files-dir DIR, or use"
             " `quire batch`."
         )
         raise ApiError(404, message, code="no_files_dir")
@@ -77,7 +77,9 @@ async def upload_file(request: fastapi.Request, api: Api, kept: Kept) -> dict[st
             raise
         raise ApiError(413, str(error), param="file", code=NO_ROOM) from error
     except ClientDisconnect as error:
-        raise ApiError(CLIENT_CLOSED, "the client went away.", code="client_closed") from error
+        raise ApiError(
+            CLIENT_CLOSED, "the client closed the connection.", code="client_closed"
+        ) from error
     finally:
         upload.close()
     return _as_json(record)

@@ -134,7 +134,8 @@ class InputIndex:
         """Note where a line is. Raise RequestError for one too many."""
         if len(self._offsets) == self._max_lines:
             raise RequestError(
-                f"{self.path.name} has more than {self._max_lines} lines; make several of it."
+                f"{self.path.name} has more than {self._max_lines} lines; split it into several"
+                " files."
             )
         self._offsets.append(offset)
         self._sizes.append(len(data))
@@ -180,7 +181,7 @@ def _lines(file: IO[bytes], most: int) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _repeated() -> LineError:
-    message = "an earlier line has this custom_id; give each line its own."
+    message = "an earlier line has the same custom_id; give each line its own."
     return LineError("duplicate_custom_id", message, "custom_id")
 
 

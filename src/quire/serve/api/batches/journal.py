@@ -138,8 +138,8 @@ class _File:
 
     def _foreign(self, number: int) -> RequestError:
         return RequestError(
-            f"{self._path} holds something else than answers of a batch (line {number}), and"
-            " stays as it is; give another file for the output."
+            f"{self._path} is not a batch output file (line {number}); it was not changed. Give"
+            " another file for the output."
         )
 
     def _of_another(self, number: int, index: InputIndex) -> RequestError:

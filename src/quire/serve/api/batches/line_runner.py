@@ -141,7 +141,7 @@ class LineRunner:
         reply = await caller.post(line.url, body)
         while reply.status in UNAVAILABLE:
             if self._options.ends_with_engine and DEAD.search(reply.body):
-                raise EngineDead("the engine has ended.")
+                raise EngineDead("the engine has stopped.")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             reply = await caller.post(line.url, body)

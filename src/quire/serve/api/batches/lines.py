@@ -169,7 +169,7 @@ def _fields(body: bytes) -> dict[str, Any]:
         message = f"body must be a JSON object, got {shown(fields)}."
         raise LineError("invalid_body", message, "body")
     if fields.get("stream"):
-        message = "stream must be false in a batch: a line has one answer; leave it out."
+        message = "stream must be false in a batch: each line has one answer; remove stream."
         raise LineError("stream_not_supported", message, "stream")
     return fields
 

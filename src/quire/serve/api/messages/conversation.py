@@ -61,7 +61,7 @@ def goes_on(messages: Sequence[Json]) -> bool:
     if not last.get("content"):
         raise bad_request(
             "messages end with a message of the assistant without text, which cannot be continued;"
-            " add text to it, or leave it out.",
+            " add text to it, or remove it.",
             "messages",
         )
     return True

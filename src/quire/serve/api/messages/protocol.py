@@ -150,7 +150,7 @@ class Conversing(OpenBody):
     speed: Ignored
     user_profile_id: Ignored
     output_format: Any = unsupported("use output_config.format")
-    mcp_servers: Any = unsupported("the server calls no tools by itself; leave it out", [])
+    mcp_servers: Any = unsupported("the server calls no tools by itself; remove it", [])
 
 
 class CountTokensRequest(Conversing):

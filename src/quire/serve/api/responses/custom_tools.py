@@ -21,7 +21,7 @@ Json = dict[str, Any]
 INPUT = "input"
 PARAMETERS: Json = {
     "type": "object",
-    "properties": {INPUT: {"type": "string", "description": "The text that the tool gets."}},
+    "properties": {INPUT: {"type": "string", "description": "The input text for the tool."}},
     "required": [INPUT],
     "additionalProperties": False,
 }

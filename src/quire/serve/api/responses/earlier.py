@@ -24,14 +24,14 @@ async def earlier_items(api: ApiContext, owner: str, response_id: str | None) ->
     if response_id is None:
         return []
     if api.responses.running(owner, response_id) is not None:
-        text = f"{PREVIOUS}: {response_id} is still being made; wait until it is completed."
+        text = f"{PREVIOUS}: {response_id} is still in progress; wait until it is completed."
         raise bad_request(text, PREVIOUS, "previous_response_not_finished")
     found = api.responses.store.conversation(owner, response_id)
     if isinstance(found, str):
-        which = "" if found == response_id else f", which goes on from {shown(response_id)},"
+        which = "" if found == response_id else f", which continues {shown(response_id)},"
         raise bad_request(
-            f"{PREVIOUS}: there is no stored response {shown(found)}{which} of yours: it was made"
-            " with store=false, deleted, or has made room for others. Send its items as input.",
+            f"{PREVIOUS}: there is no stored response {shown(found)}{which} of yours: it was"
+            " created with store=false, deleted or evicted. Send its items as input.",
             PREVIOUS,
             "previous_response_not_found",
         )

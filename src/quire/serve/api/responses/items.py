@@ -43,7 +43,7 @@ def _item(given: object, where: str, new_id: NewId) -> Json:
         kind = "message" if "role" in given else "item_reference"
     read = READERS.get(kind) if isinstance(kind, str) else None
     if read is None:
-        raise _wrong(f"{where}.type", f"must be one of {KINDS}, got {shown(kind)}; leave it out")
+        raise _wrong(f"{where}.type", f"must be one of {KINDS}, got {shown(kind)}; remove it")
     return read(given, where, new_id)
 
 
@@ -118,7 +118,7 @@ def _reasoning(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
         lists[name] = [{"type": kind, "text": text} for text in texts]
     if given.get("encrypted_content") and not any(lists.values()):
         field = f"{where}.encrypted_content"
-        raise _wrong(field, "is nothing that this server can read; leave the item out")
+        raise _wrong(field, "cannot be read by this server; remove the item")
     return {"type": "reasoning", "id": _id(given, where, "rs", new_id), **lists}
 
 

@@ -105,7 +105,7 @@ async def cancel_response(response_id: str, request: fastapi.Request, api: Api) 
         return _json(running.response())
     assert stored is not None
     if not msgspec.json.decode(stored.response)["background"]:
-        text = f"{shown(response_id)} cannot be cancelled: it was not made with background=true."
+        text = f"{shown(response_id)} cannot be cancelled: it was not created with background=true."
         raise bad_request(text, "response_id")
     return Response(stored.response, media_type="application/json")
 
@@ -122,7 +122,7 @@ async def list_input_items(
     """The items of a stored response's own input, newest first unless `order` is asc."""
     _, stored = _found(api, request, response_id)
     if stored is None:
-        text = f"{shown(response_id)} is still being made; its items are shown when it is over."
+        text = f"{shown(response_id)} is still in progress; list its items when it has ended."
         raise bad_request(text, "response_id", "response_not_finished")
     items = msgspec.json.decode(stored.items)
     items = items[::-1] if order == "desc" else items
@@ -166,8 +166,8 @@ def _found(
     stored = None if running is not None else api.responses.store.get(owner, response_id)
     if running is None and stored is None:
         text = (
-            f"there is no response {shown(response_id)} of yours here: it was made with"
-            " store=false, deleted, or has made room for others."
+            f"there is no response {shown(response_id)} of yours: it was created with store=false,"
+            " deleted or evicted."
         )
         raise ApiError(404, text, param="response_id", code="not_found")
     return running, stored
@@ -179,7 +179,9 @@ def _events(running: RunningResponse | None, stored: Stored | None, first: int) 
         return running.follow(first)
     assert stored is not None
     if stored.events is None:
-        text = "stream: only a response that was made with background and stream can be read so."
+        text = (
+            "stream: only a response created with background=true and stream=true can be streamed."
+        )
         raise bad_request(text, "stream")
     return _kept(stored.events[first:])
 

@@ -30,7 +30,9 @@ class Responses:
     def check_room(self) -> None:
         """Raise ApiError if no more responses may be made in the background."""
         if len(self._running) >= MAX_RUNNING:
-            text = f"{MAX_RUNNING} responses run in the background already; try again later."
+            text = (
+                f"{MAX_RUNNING} responses are running in the background already; try again later."
+            )
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(503, text, "server_error", code="engine_busy", headers=headers)
 

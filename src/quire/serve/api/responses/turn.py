@@ -50,14 +50,17 @@ async def make_turn(api: ApiContext, body: ResponsesRequest, scope: Scope) -> "T
     check_model(api, body.model)
     check_neutral(body)
     if body.background and body.store is False:
-        text = "background=true needs store: nobody could read the response; leave store out."
+        text = (
+            "background=true needs store=true, so that you can read the response later; remove"
+            " store."
+        )
         raise bad_request(text, "store")
     owner = owner_of(scope, api)
     items = read_items(body.input, api.responses.new_id)
     items = without_references(api, owner, items)
     known = await earlier_items(api, owner, body.previous_response_id) + items
     if not known or len(known) > MAX_MESSAGES:
-        rule = f"must have from 1 to {MAX_MESSAGES} items, with those before it"
+        rule = f"must have from 1 to {MAX_MESSAGES} items, including earlier ones"
         raise bad_request(f"input {rule}, got {len(known)}.", "input")
     chat = chat_body(body, messages_of(body.instructions, known))
     response_id = api.responses.new_id("resp")

@@ -83,7 +83,7 @@ class AllModels:
 def _states_text(states: Sequence[ModelState], prefix: str) -> str:
     """Return what models are in Prometheus' format."""
     lines = [
-        f"# HELP {prefix}:model_state 1 for what each of several models is.",
+        f"# HELP {prefix}:model_state State of each model: 1 for the current state.",
         f"# TYPE {prefix}:model_state gauge",
     ]
     lines += [
@@ -91,7 +91,7 @@ def _states_text(states: Sequence[ModelState], prefix: str) -> str:
         for each in states
     ]
     lines += [
-        f"# HELP {prefix}:model_loads_total How often each of several models was loaded.",
+        f"# HELP {prefix}:model_loads_total Number of times each model was loaded.",
         f"# TYPE {prefix}:model_loads_total counter",
     ]
     lines += [

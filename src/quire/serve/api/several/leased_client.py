@@ -141,7 +141,7 @@ class LeasedClient:
             return
         request = waiting.request
         if not request.is_open:
-            raise RequestError("the prompt is complete; nothing can be added to it.")
+            raise RequestError("the prompt is complete and cannot be extended.")
         tokens = [*request.prompt_token_ids, *token_ids]
         longer = msgspec.structs.replace(request, prompt_token_ids=tokens, is_open=not is_last)
         self.check(longer)

@@ -127,7 +127,7 @@ class ModelLink:
                 self._leave(model, granted.result())
             if isinstance(error, TimeoutError):
                 raise EngineBusy(
-                    f"model {model} was not there within {seconds:g} s ({self._why_not(model)});"
+                    f"model {model} was not loaded within {seconds:g} s ({self._why_not(model)});"
                     " try again later."
                 ) from None
             raise
@@ -149,7 +149,7 @@ class ModelLink:
             self._send(Ask(model, wanted.number))
         if len(wanted.waiting) >= MAX_WAITING:
             raise EngineBusy(
-                f"{MAX_WAITING} requests wait for model {model} already; try again later."
+                f"{MAX_WAITING} requests are waiting for model {model} already; try again later."
             )
         return wanted
 
@@ -167,7 +167,7 @@ class ModelLink:
         state = self.states[model].state
         others = [each.name for each in self.states.values() if each.state == LOADED]
         if state == UNLOADED and others:
-            return f"its place is taken by {', '.join(others)}"
+            return f"its memory is used by {', '.join(others)}"
         return f"it is {state}"
 
     # ---- the wire ----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class ModelLink:
         except (asyncio.IncompleteReadError, OSError):
             pass
         except EngineError as error:
-            logger.error("the process that loads models is cut off: %s", error)
+            logger.error("the connection to the process that loads models failed: %s", error)
         finally:
             self.deny_all(_GONE)
             self._changed.set()
@@ -212,7 +212,7 @@ class ModelLink:
                 return  # nobody waits for it any more, and it was given back
             del self._wanted[message.model]
             if isinstance(message, Deny):
-                why = f"model {message.model} is not there: {message.why}"
+                why = f"model {message.model} is not available: {message.why}"
                 _deny(wanted, why)
             else:
                 self._grant(message.model, wanted)

@@ -1,0 +1,69 @@
+"""Tables of models, formats and draft tokens."""
+
+from benchmarks.numbers.page import ZEN4, ZEN5, Page, Section, Table
+
+
+def drafts(name: str, *tasks: str) -> Table:
+    return Table(f"{ZEN5}cpu_guesses_{name}.json", {
+        "task": "{task}", "engine": "{engine}", "drafts": "{variant}", "tokens/s": "{rate:,.1f}",
+        "times plain": "{ratio:.2f}", "limit": "{limit}"},
+        {"task": tasks} if tasks else {})  # fmt: skip
+
+
+FORMATS = {
+    "format": "{format}", "compared with": "{against}", "error of logits": "{logits.relative:.1%}",
+    "perplexity": "{text.all.perplexity:.4f}", "nats per token": "{text.all.difference:+.5f}",
+    "accuracy, points": "{tasks.all.points:+.2f}",
+    "95 % interval": "{tasks.all.interval@min:+.2f} to {tasks.all.interval@max:+.2f}",
+}  # fmt: skip
+MODELS = Page("models.md", "Models, formats and drafts", (
+    Section(
+        "Accuracy of formats",
+        "The demo model on 2,000 held-out items of each of seven tasks, in each format compared"
+        " with bf16 (bf16 with float32).",
+        "python -m benchmarks.models.accuracy",
+        (
+            Table(ZEN5 + "accuracy.json", FORMATS, {
+                "model": "demo", "against": "float32", "format": "bfloat16"}),
+            Table(ZEN5 + "accuracy.json", FORMATS, {
+                "model": "demo", "against": "bfloat16",
+                "format": ("int8", "int8 rows", "fp8", "int8 KV")}),
+            Table(ZEN4 + "accuracy_int4.json", FORMATS, {
+                "model": "demo", "against": "bfloat16",
+                "format": ("int4", "int4 of 128", "int4, head int4")}),
+        ),
+    ),
+    Section(
+        "Classes of transformers",
+        "Tokens/s of the same weights by quire's own class and by transformers' class, and the"
+        " share of the former. The aim: 0.8.",
+        "python -m benchmarks.models.model_impl --rounds 3",
+        (Table(ZEN5 + "model_impl.json", {"workload": "{workload}"}, by="way",
+            cell="{tokens_per_s:.1f} ({share:.2f})"),),
+    ),
+    Section(
+        "Draft tokens for repeated text",
+        "Tokens/s of one row after its first token, and times the same engine without drafts. The"
+        " aims: 2 times in bf16, 1.6 times in int8. At the limit every draft token is accepted.",
+        "make bench-guesses",
+        (drafts("bf16"), drafts("int8")),
+    ),
+    Section(
+        "Draft tokens of the demo model",
+        "The same for texts that copy their prompt, call tools, or write JSON.",
+        "make bench-guesses",
+        (drafts("demo"),),
+    ),
+    Section(
+        "Nothing to draft",
+        "Times the plain speed for text that does not repeat itself (the aim: 0.98), and for text"
+        " that copies its prompt.",
+        "python -m benchmarks.models.speculation",
+        tuple(
+            Table(f"{ZEN5}speculation_{name}.json", {
+                f"{name}: workload": "{workload}", "rows": "{rows}", "times": "{ratio:.2f}",
+                "drafted": "{tried}", "accepted": "{right}"})
+            for name in ("bf16", "demo")
+        ),
+    ),
+), "How exact each weight format is, and what draft tokens gain.")  # fmt: skip

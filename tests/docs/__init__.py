@@ -1,0 +1,1 @@
+"""The documents: their code blocks, and the figures of the model card."""

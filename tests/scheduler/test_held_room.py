@@ -1,0 +1,136 @@
+"""Held requests: the room that there is for them, what an engine before this one held, and what is
+told of changes."""
+
+import msgspec
+import pytest
+
+from quire.base.errors import EngineBusy
+from quire.base.messages import Hold, PutBack, Rewind
+from quire.scheduler.reuse import held as held_file
+from quire.scheduler.reuse.held import HeldChanges
+from quire.scheduler.scheduler import Topic
+from quire.scheduler.views import HeldView
+from tests.scheduler.test_held import PROMPT, HeldBench
+from tests.support.scheduler.fake_device import make_request
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_what_runs_is_kept_within_the_bounds(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(held_file, "MOST_HELD", most)
+    bench = HeldBench()
+    bench.add("a", PROMPT)
+    bench.step()
+    bench.core.control(Hold("a", 9.0))
+    bench.finish()
+    assert len(bench.scheduler.held(0.0)) == most
+    bench.let_go()
+
+
+def test_what_runs_and_is_to_be_held_needs_no_room_to_be_held_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held_file, "MOST_HELD", 1)
+    bench = HeldBench()
+    request = make_request("a", PROMPT, max_tokens=6)
+    bench._send(msgspec.structs.replace(request, keep_s=9.0))
+    bench.step()
+    bench.core.control(Hold("a", 50.0))
+    bench.finish()
+    assert bench.held_of("a").keep_s == 50.0
+    bench.let_go()
+
+
+def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 100 tokens that may be held 16 are, and each request may leave 16 for each sample."""
+    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 100)
+    bench = HeldBench()
+    bench.keep(tenant="one")
+    holds = bench.scheduler.retained
+
+    def check(n: int, share: float = 1.0, tenant: str = "one", max_tokens: int = 6) -> None:
+        request = make_request("b", PROMPT, max_tokens=max_tokens, n=n, tenant=tenant)
+        holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share))
+
+    check(5)
+    with pytest.raises(EngineBusy, match="16 tokens are held or will be, and 96 more"):
+        check(6)
+    check(2, share=0.5)
+    with pytest.raises(EngineBusy, match="16 tokens of your key .* 48 more .* 50 of 100"):
+        check(3, share=0.5)
+    check(3, share=0.5, tenant="two")
+    check(2, share=0.5, max_tokens=7)
+    with pytest.raises(EngineBusy, match="16 tokens of your key .* 36 more .* 50 of 100"):
+        check(2, share=0.5, max_tokens=8)
+    monkeypatch.setattr(held_file, "MOST_HELD", 3)
+    check(1)
+    with pytest.raises(EngineBusy, match="1 sequences of your key .* 1 more .* 1 of 3"):
+        check(1, share=0.5)
+    bench.let_go()
+
+
+def test_room_to_hold_counts_what_runs_and_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_file, "MOST_HELD", 3)
+    bench = HeldBench()
+    bench.keep()
+    running = make_request("runs", PROMPT, max_tokens=6)
+    bench._send(msgspec.structs.replace(running, keep_s=9.0))
+    bench.step()
+    more = msgspec.structs.replace(make_request("more", PROMPT, max_tokens=6, n=2), keep_s=9.0)
+    with pytest.raises(EngineBusy, match="2 sequences are held or will be, and 2 more"):
+        bench.core.add(more)
+    bench.finish()
+    bench.let_go()
+
+
+def put_back(name: str, num_tokens: int, index: int = 0) -> PutBack:
+    return PutBack(name, index, list(range(num_tokens)), 1, 60.0, 50.0, tenant="", cache_salt="")
+
+
+def test_what_another_engine_held_is_put_back_within_the_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 40 tokens that may be held 16 are: 24 are put back, and one more is not."""
+    monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", 40)
+    bench = HeldBench()
+    bench.keep()
+    for num_tokens, num_held in ((25, 1), (24, 2), (1, 2)):
+        bench.core.control(put_back(f"old {num_tokens}", num_tokens))
+        assert bench.core.view().held.num_sequences == num_held
+    bench.let_go()
+    monkeypatch.setattr(held_file, "MOST_HELD", 2)
+    for index in range(3):
+        bench.core.control(put_back("old", 3, index))
+    assert sorted(bench.scheduler.retained.by_id["old"]) == [0, 1]
+    bench.let_go()
+
+
+def test_what_is_put_back_takes_the_place_of_nothing_that_is_held() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    bench.core.control(put_back("a", 7))
+    bench.core.control(put_back("a", 7, index=1))
+    assert bench.held_of("a") is held and len(bench.held_of("a", 1).tokens) == 7
+    assert bench.held_of("a", 1).num_computed == 0
+    assert bench.core.view().held == HeldView(2, 16 + 7)
+    bench.let_go()
+
+
+def test_changes_tell_what_was_held_and_what_time_has_ended() -> None:
+    bench = HeldBench()
+    bench.scheduler.subscribe(Topic.HELD)
+    [changes] = bench.scheduler.control(put_back("a", 7), 2.0).notes
+    assert isinstance(changes, HeldChanges) and list(changes.found) == [("a", 0)]
+    told, tokens = changes.found["a", 0] or (None, [])
+    assert told is not None and (told.id, told.num_tokens, len(tokens)) == ("a", 7, 7)
+    assert (told.num_blocks, told.expires_in_s) == (0, 50.0)
+    for message, now_s, (num_tokens, expires_in_s) in (
+        (Rewind("a", 0, 3), 3.0, (3, 49.0)),
+        (Hold("a", 9.0), 4.0, (3, 9.0)),
+    ):
+        [changes] = bench.scheduler.control(message, now_s).notes
+        told, _ = changes.found["a", 0]
+        assert (told.num_tokens, told.expires_in_s) == (num_tokens, expires_in_s)
+    assert bench.scheduler.schedule(12.9).notes == []
+    assert bench.scheduler.schedule(13.0).notes == [HeldChanges({("a", 0): None})]

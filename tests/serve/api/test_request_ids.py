@@ -1,0 +1,41 @@
+"""`api/request_ids.py`: lines that are logged for a request name it."""
+
+import asyncio
+
+from starlette.types import Message, Receive, Scope, Send
+
+from quire.engine.wire.logs import current_request
+from quire.serve.api.request_ids import RequestIds
+
+
+async def seen_ids(*headers: tuple[bytes, bytes]) -> tuple[str | None, bytes]:
+    """The id that a handler's lines have, and the one in the response."""
+    found: list[str | None] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        found.append(current_request.get())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.request"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await RequestIds(app)({"type": "http", "headers": [*headers]}, receive, send)
+    return found[0], dict(sent[0]["headers"])[b"x-request-id"]
+
+
+async def both() -> None:
+    named, made = await asyncio.gather(
+        asyncio.create_task(seen_ids((b"x-request-id", b"mine"))),
+        asyncio.create_task(seen_ids()),
+    )
+    assert named == ("mine", b"mine")
+    assert made[0] is not None and made[0].encode() == made[1] != b"mine"
+    assert current_request.get() is None, "it is the id of the request's task alone"
+
+
+def test_each_request_has_its_own_id() -> None:
+    asyncio.run(both())

@@ -1,0 +1,77 @@
+"""The helpers of the tests: one place, few files in a folder, and a table that names them all."""
+
+import re
+from collections import defaultdict
+
+from tests.structure.test_folders import MAX_FILES
+from tests.structure.test_house import ROOT, sources
+from tests.structure.test_mirror import TESTS
+
+SUPPORT = TESTS / "support"
+# Commands that tests/README.md lists, or packages of one; the rules have their own parts.
+COMMANDS = {
+    "changed.py",
+    "clients/",
+    "golden/make.py",
+    "models/matrix.py",
+    "mutation/",
+    "render/golden/make.py",
+    "serve/chaos.py",
+    "serve/vllm_cases/table.py",
+    "structure/",
+}
+ROW = re.compile(r"^\| `(support/\S+\.py)` \| [^|]+ \| ([^|]+) \|$", re.MULTILINE)
+IMPORT = re.compile(r"(tests\.support[\w.]*)(?: import (\w+))?")
+
+
+def helpers() -> list[str]:
+    paths = [path for path in sources(SUPPORT) if path.name != "__init__.py"]
+    return [path.relative_to(TESTS).as_posix() for path in paths]
+
+
+def rows() -> list[tuple[str, set[str]]]:
+    """Return the rows of the table: the helper, and the folders that use it."""
+    found = ROW.findall((TESTS / "README.md").read_text("utf-8"))
+    return [(name, set(users.strip().split(", "))) for name, users in found]
+
+
+def users() -> dict[str, set[str]]:
+    """Return the folders of tests that name each helper, by the helper."""
+    found = defaultdict[str, set[str]](set)
+    for path in sources(TESTS, ROOT / "benchmarks"):
+        folder = path.relative_to(TESTS if TESTS in path.parents else ROOT).parts[0]
+        for module, name in IMPORT.findall(path.read_text("utf-8")):
+            for dotted in (module, f"{module}.{name}"):
+                helper = ROOT.joinpath(*dotted.split(".")).with_suffix(".py")
+                if helper != path:
+                    found[f"{'/'.join(dotted.split('.')[1:])}.py"].add(folder)
+    return found
+
+
+def test_the_table_has_one_row_for_each_helper() -> None:
+    assert sorted(name for name, _ in rows()) == sorted(helpers())
+
+
+def test_each_helper_is_used_by_the_folders_in_its_row() -> None:
+    actual = users()
+    assert not {name: named - actual[name] for name, named in rows() if named - actual[name]}
+
+
+def test_other_folders_hold_tests_and_commands_only() -> None:
+    others = [
+        path.relative_to(TESTS).as_posix()
+        for path in sources(TESTS)
+        if SUPPORT not in path.parents
+        and not path.name.startswith("test_")
+        and path.name not in ("__init__.py", "conftest.py")
+    ]
+    assert not [name for name in others if not name.startswith(tuple(COMMANDS))], (
+        "move helpers to tests/support"
+    )
+    assert all((TESTS / command).exists() for command in COMMANDS)
+
+
+def test_a_folder_of_helpers_holds_few_files() -> None:
+    folders = {SUPPORT, *(path.parent for path in sources(SUPPORT))}
+    crowded = {f.name for f in folders if len([*f.glob("*.py")]) - 1 > MAX_FILES}
+    assert not crowded

@@ -1,0 +1,251 @@
+"""What users read is plain English: the word test of `tests.structure.words`, and its own tests.
+
+DONE lists the texts that pass and have to stay so. It may only grow. To see what is wrong with
+others: `python -m tests.structure.words PATH`.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.structure.words import (
+    KINDS,
+    ROOT,
+    check_page,
+    faults,
+    html_texts,
+    main,
+    markdown_texts,
+    num_words,
+    own_lines,
+    problems,
+    python_texts,
+    script_texts,
+    sentences,
+)
+
+# Files, or folders with all below, by the kind of text.
+DONE: dict[str, tuple[str, ...]] = {
+    "pages": (
+        # README.md, SECURITY.md, docs/start, docs/results, and pages outside of docs
+        "README.md",
+        "docs/README.md",
+        "docs/start",
+        #
+        # docs/use
+        "docs/use",
+        #
+        # docs/operate
+        #
+        # docs/inside, docs/extend, and README.md beside code
+        #
+    ),
+    "help": (
+        # base
+        #
+        # cli and the rest
+        #
+    ),
+    "messages": (
+        # cli
+        #
+        # all others
+        #
+        "src/quire/engine/executors",
+        "src/quire/kv",
+    ),
+    "web": ("web/src/index.html",),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_stay_plain(kind: str) -> None:
+    paths = [ROOT / name for name in DONE[kind]]
+    assert not [path for path in paths if not path.exists()], "take these off the list"
+    assert not [str(problem) for problem in problems(kind, paths)]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "fault"),
+    [
+        ("The scheduler computes it anew.", "'anew': write 'again'"),
+        ("Whoever holds the key may read it.", "'Whoever': name the actor"),
+        ("It runs beside the other server.", "'beside'"),
+        ("The user is told the reason.", "'is told'"),
+        ("Most of those are cached.", "'of those'"),
+        ("The size of what came is known.", "'of what'"),
+        ("A request goes on from another one.", "'goes on from'"),
+        ("A small model guesses.", "'guesses': write 'draft tokens'"),
+        ("Nobody waits.", "'Nobody'"),
+        ("Newer rows give way.", "'give way'"),
+        ("This engine takes no grammars.", "'takes no'"),
+        ("Remove the field, or leave it out.", "'leave it out'"),
+        ("The most requests that may wait.", "'The most requests'"),
+        ("One token is sampled behind the prompt.", "'behind the prompt': write 'after'"),
+        ("There is no model that fits.", "'no model that'"),
+        ("What waits is preempted first.", "'What ...': begin with the actor"),
+        ("Who decodes gets one token per step.", "'Who ...': begin with the actor"),
+    ],
+)
+def test_banned_words_are_found(sentence: str, fault: str) -> None:
+    assert [found for found in faults(sentence) if found.startswith(fault)]
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "The scheduler preempts the newest sequence.",
+        "Several models are served side by side.",
+        "Both run on one machine, besides the proxy.",
+        "`beside` and `guess` are names in code.",
+        "What is a block?",
+        "What happens in one step.",
+        "The server is behind a proxy.",
+        "The requests that wait are resumed later.",
+        "Run `quire serve`. Then go on a walk.",
+    ],
+)
+def test_plain_sentences_pass(sentence: str) -> None:
+    assert not faults(sentence)
+
+
+def test_sentences_end_at_stops_but_not_inside_of_names_and_numbers() -> None:
+    text = "Set max_model_len=4.5k, e.g. for chats. Then (in\nquire.base) run it! Done?"
+    assert list(sentences(text)) == [
+        "Set max_model_len=4.5k, e.g. for chats.",
+        "Then (in quire.base) run it!",
+        "Done?",
+    ]
+
+
+def test_long_sentences_are_found() -> None:
+    assert not faults("word " * 25 + ".")
+    assert faults("word " * 26 + ".") == ["26 words, at most 25"]
+    assert num_words("a - b + `a long code span` = {}".replace("`a long code span`", "`x`")) == 4
+
+
+def test_markdown_is_read_by_paragraphs_items_and_cells() -> None:
+    text = """\
+# A title
+First line
+second line.
+
+- one item
+  goes here
+- [x] two
+1. three
+
+> A quote
+
+| a | `x | y` b |
+|---|---|
+| c | d \\| e |
+
+```bash
+quire serve beside
+```
+![alt text](a.png) and [a *link*](b.md#c), <b>bold</b> [ref][r] <!-- anew -->
+
+[r]: https://example.org
+"""
+    found = [" ".join(each.text.split()) for each in markdown_texts(text)]
+    texts = [each for each in found if each.strip("-")]
+    assert texts[:6] == [
+        "A title", "First line second line.", "one item goes here", "two", "three", "A quote",
+    ]  # fmt: skip
+    assert texts[6] == "a"
+    assert texts[7].endswith("` b")
+    assert num_words(texts[7]) == 2
+    assert texts[8:] == ["c", "d e", "alt text and a link, bold ref"]
+
+
+def test_code_spans_are_one_word_and_are_shown_as_they_stand(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("It runs `a. b beside <c> __d__` anew.\n", "utf-8")
+    (problem,) = check_page(page)
+    assert problem.line == 1
+    assert problem.sentence.count("`") == 2
+    assert num_words(problem.sentence) == 4
+    assert str(problem).endswith("again': It runs `a. b beside <c> __d__` anew.")
+
+
+def test_front_matter_and_generated_blocks_are_not_ours(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "---\nname: anew\n---\nOurs.\n\n<!-- t: written by `make t` -->\nanew\n<!-- t: end -->\n"
+        "Anew.\n",
+        "utf-8",
+    )
+    assert [line for _, line in own_lines(page.read_text("utf-8"))] == ["Ours.", "", "Anew."]
+    assert [problem.line for problem in check_page(page)] == [9]
+
+
+def test_wide_lines_are_found_outside_of_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"| {'x' * 130} |\n\n[a]: {'x' * 130}\n\n{'x' * 121}\n", "utf-8")
+    assert [(each.line, each.fault) for each in check_page(page)] == [
+        (5, "121 columns, at most 120")
+    ]
+
+
+SOURCE = '''
+"""The docstring of a module says it anew."""
+WHY = {"a": "a note that everyone reads"}
+
+
+def check(value: int) -> None:
+    """The docstring of a function."""
+    parser.add_argument("--x", help="the size of " "a block")
+    if value:
+        raise ConfigError(
+            f"the value {value!r} is {'not a number' if value else 'out of range'}; " + HINT
+        )
+    log.warning("the queue of %s is full", name)
+    size: int = setting(1, "how many requests may wait")
+    open("a-path")
+'''
+
+
+def test_strings_of_python_are_read_as_help_or_messages() -> None:
+    tree = ast.parse(SOURCE)
+    assert [each.text for each in python_texts(tree, of_help=True)] == [
+        "the size of a block", "how many requests may wait",
+    ]  # fmt: skip
+    assert [(each.line, each.text) for each in python_texts(tree, of_help=False)] == [
+        (3, "a note that everyone reads"),
+        (11, "the value {} is {}; {}"),
+        (11, "not a number"),
+        (11, "out of range"),
+        (13, "the queue of %s is full"),
+    ]
+
+
+def test_strings_of_the_page_are_read_without_comments_and_code() -> None:
+    script = """\
+// it's a comment with 'a string'
+const a = text.replace(/["'`]/g, ""), b = "one 'two' three"; /* "not this" */
+show(`${count} rows, ${ok ? "all of them" : `no ${name} here`} run`, 'single');
+"""
+    assert [(each.line, each.text) for each in script_texts(script)] == [
+        (2, "one 'two' three"),
+        (3, "{} rows, {} run"),
+        (3, "all of them"),
+        (3, "no {} here"),
+    ]
+    page = '<p title="Go on">It runs &amp; waits</p>\n<script>"anew and anew"</script>'
+    found = [(each.line, each.text) for each in html_texts(page) if each.text]
+    assert found == [(1, "Go on"), (1, "It runs & waits")]
+
+
+def test_the_command_prints_problems_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good.md", tmp_path / "bad.md"
+    good.write_text("It waits.\n", "utf-8")
+    bad.write_text("It waits.\n\nIt waits anew.\n", "utf-8")
+    assert main([str(good)]) == 0
+    assert not capsys.readouterr().out.strip()
+    assert main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f"{bad}:3: 'anew': write 'again': It waits anew.\n"
+    assert main([str(tmp_path / "none.md")]) == 2

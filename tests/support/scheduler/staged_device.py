@@ -1,0 +1,123 @@
+"""A device of several stages for scheduler tests: each is a `FakeDevice` with blocks of its own;
+only the last one samples. What a stage takes a row's tokens to be is handed to the next one, where
+it must be the same.
+
+Stages are ahead of each other: the first ones carry out a plan when they get it, the last one when
+its result is asked for, or all then.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from quire.engine.executors.executor import failed_step
+from tests.support.scheduler.fake_device import CursedStep, FakeDevice
+
+Handed = dict[int, list[int]]  # of each row, what its tokens are made of
+
+
+class Stage(FakeDevice):
+    """The last one, or `EarlierStage`. A curse raises on one of them."""
+
+    stage, num_stages = 0, 1
+
+    def handed(self, plan: Plan) -> Handed:
+        """Of the plan that was carried out last, without guesses."""
+        columns = plan.rows, plan.computed_bound, plan.last_positions + 1
+        spans = zip(*(column.tolist() for column in columns), strict=True)
+        return {row: [self._content(row, p) for p in range(a, b)] for row, a, b in spans}
+
+    def _raise_if_cursed(self, step_id: int, spans: list[tuple[int, int, int]]) -> None:
+        here = [span for span in spans if self.seeds[span[0]] % self.num_stages == self.stage]
+        super()._raise_if_cursed(step_id, here)
+
+
+class EarlierStage(Stage):
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        """Learn what was sampled since, and compute; nothing is sampled here."""
+        self._apply(plan)
+        columns = plan.rows, plan.last_positions, plan.last_ids, plan.computed_bound
+        for row, position, token, bound in zip(*(c.tolist() for c in columns), strict=True):
+            assert bound <= position <= len(self.tokens[row]), "tokens that nobody has told"
+            self.tokens[row][position : position + 1] = [token]
+            self.computed[row] = bound
+        for draft in plan.drafts:
+            known = self.computed[draft.row] + 1
+            self.tokens[draft.row][known:] = draft.token_ids.tolist()
+        ends = (plan.computed_bound + plan.num_tokens).tolist()
+        spans = list(zip(plan.rows.tolist(), plan.computed_bound.tolist(), ends, strict=True))
+        known = (plan.last_positions + 1).tolist()
+        for span, end in zip(spans, known, strict=True):
+            self._write(*span, end, span[0] in plan.sample_rows)
+        for (row, start, end), last in zip(spans, known, strict=True):
+            self._is_garbled(row, start, end, last)
+            self.computed[row] = end
+        self._raise_if_cursed(plan.step_id, spans)
+        for fork in plan.new_forks:
+            self.computed[fork.child] = self.computed[fork.parent]
+        return failed_step(plan, "nothing is sampled here")
+
+
+@dataclass
+class Work:
+    """A plan on its way. stage: the next one; error: of a stage before."""
+
+    plan: Plan
+    masks: MaskPromise | None
+    stage: int = 0
+    handed: Handed | None = None
+    error: str | None = None
+    result: StepResult | None = None
+
+
+class StagedExecutor:
+    """ahead: how many stages carry out a plan at once."""
+
+    def __init__(self, stages: list[Stage], ahead: int) -> None:
+        self.stages, self._ahead = stages, ahead
+        self._queue: deque[Work] = deque()
+        self._has_failed = [False] * len(stages)
+
+    def start(self, on_result: Callable[[], None]) -> None:
+        pass
+
+    def is_ready(self) -> bool:
+        return len(self._queue) > 0
+
+    def copy_bytes_per_s(self) -> float:
+        return 1e9
+
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
+        if not self._queue:
+            self._has_failed = [False] * len(self.stages)
+        self._queue.append(Work(plan, masks))
+        self._go_on(self._queue[-1], self._ahead)
+
+    def next_result(self) -> StepResult:
+        work = self._queue.popleft()
+        self._go_on(work, len(self.stages))
+        if work.error is not None:
+            return failed_step(work.plan, work.error)
+        assert work.result is not None
+        return work.result
+
+    def close(self) -> None:
+        pass
+
+    def _go_on(self, work: Work, end: int) -> None:
+        for number in range(work.stage, end):
+            work.stage, stage = number + 1, self.stages[number]
+            if self._has_failed[number]:
+                work.error = work.error or "a step before it failed"
+            if work.error is None:
+                try:
+                    work.result = stage.run(work.plan, work.masks)
+                except CursedStep as error:
+                    work.error = str(error)
+            self._has_failed[number] |= work.error is not None
+            if work.error is None:
+                handed = stage.handed(work.plan)
+                assert work.handed in (None, handed), "stages take rows for others"
+                work.handed = handed
