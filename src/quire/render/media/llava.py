@@ -90,8 +90,8 @@ class LlavaNextImages:
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the square and the tiles, uint8 [1 + tiles, H, W, 3].
 
-        The grid is (height, width) of the image before preprocessing, from which the model derives
-        how its features are put together.
+        The grid is (rows of tiles, columns of tiles, rows of features, columns of features). The
+        last two count the features of the tiles that no padding fills.
         """
         settings, size = self.settings, self.settings.size
         height, width = image.shape[:2]
@@ -102,8 +102,8 @@ class LlavaNextImages:
         grid = best_grid(height, width, self.grids)
         parts = [square, *_tiles(self._in_grid(image, grid), tile)]
         parts = [to_tower_size(part, settings) for part in parts]
-        num_tokens = self.num_tokens(height, width, *parts[0].shape[:2])
-        return ProcessedImage(stack(parts), settings.table, (height, width), num_tokens)
+        layout, num_tokens = self.layout(height, width, *parts[0].shape[:2])
+        return ProcessedImage(stack(parts), settings.table, layout, num_tokens)
 
     def _in_grid(self, image: Pixels, grid: tuple[int, int]) -> Pixels:
         """Return the image scaled into the grid, in its middle, with black around it."""
@@ -114,14 +114,20 @@ class LlavaNextImages:
         padded[top : top + height, left : left + width] = resized
         return padded
 
-    def num_tokens(self, height: int, width: int, tile_height: int, tile_width: int) -> int:
-        """Return the placeholder tokens of an image of this size: the square's, those of the grid
-        without padding, and one for the end of each row."""
+    def layout(
+        self, height: int, width: int, tile_height: int, tile_width: int
+    ) -> tuple[tuple[int, int, int, int], int]:
+        """Return the grid of an image of this size and the number of its placeholder tokens.
+
+        One token stands for each feature of the square, for each feature of the tiles without
+        padding, and for the end of each row.
+        """
         grid = best_grid(height, width, self.grids)
         rows, columns = tile_height // self.patch_size, tile_width // self.patch_size
-        all_rows, all_columns = rows * (grid[0] // tile_height), columns * (grid[1] // tile_width)
-        kept = unpadded(height, width, all_rows, all_columns)
-        return rows * columns + self.num_extra_tokens + kept[0] * kept[1] + kept[0]
+        down, across = grid[0] // tile_height, grid[1] // tile_width
+        kept = unpadded(height, width, rows * down, columns * across)
+        num_tokens = rows * columns + self.num_extra_tokens + kept[0] * kept[1] + kept[0]
+        return (down, across, *kept), num_tokens
 
 
 def best_grid(height: int, width: int, grids: tuple[tuple[int, int], ...]) -> tuple[int, int]:
