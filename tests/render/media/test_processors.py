@@ -5,11 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
+)
+from transformers.models.llava_next.modeling_llava_next import (
+    get_anyres_image_grid_shape,
+    unpad_image,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -102,4 +107,7 @@ def test_llava_next(size: tuple[int, int], grids: list[list[int]]) -> None:
     theirs = LlavaNextImageProcessorPil(**config)(images=[image], return_tensors="np")
     ours = LlavaNextImages.from_config(config, 14, 0).process(np.asarray(image))
     np.testing.assert_array_equal(channels_first(ours), theirs["pixel_values"][0])
-    assert ours.grid == tuple(theirs["image_sizes"][0])
+    down, across = get_anyres_image_grid_shape(size[::-1], grids, 56)
+    kept = unpad_image(torch.empty(1, 4 * down, 4 * across), size[::-1]).shape[1:]
+    assert ours.grid == (down, across, *kept)
+    assert ours.num_tokens == 16 + kept[0] * (kept[1] + 1)
