@@ -38,7 +38,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in FAMILIES),
     ("qwen2_vl", {"hidden_act": "gelu", "rope_parameters": {"rope_theta": 50.0}}),
     ("qwen2_5_vl", {"window_size": 13, "fullatt_block_indexes": [0, 2], "hidden_act": "gelu"}),
-    ("qwen2_5_vl", {"spatial_merge_size": 1, "temporal_patch_size": 1, "fullatt_block_indexes": []}),
+    ("qwen2_5_vl",
+     {"spatial_merge_size": 1, "temporal_patch_size": 1, "fullatt_block_indexes": []}),
     ("qwen3_vl", {"num_position_embeddings": 5, "deepstack_visual_indexes": []}),
     ("qwen3_vl", {"hidden_act": "quick_gelu", "num_heads": 4, "intermediate_size": 5}),
 ]  # fmt: skip

@@ -37,13 +37,34 @@ TEXT = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-QWEN2 = {"depth": 2, "embed_dim": 16, "hidden_size": HIDDEN, "num_heads": 2, "patch_size": 2,
-         "mlp_ratio": 2}  # fmt: skip
-QWEN25 = {"depth": 3, "hidden_size": 16, "intermediate_size": 20, "out_hidden_size": HIDDEN,
-          "num_heads": 2, "patch_size": 2, "window_size": 8, "fullatt_block_indexes": [1]}  # fmt: skip
-QWEN3 = {"depth": 4, "hidden_size": 16, "intermediate_size": 20, "out_hidden_size": HIDDEN,
-         "num_heads": 2, "patch_size": 2, "num_position_embeddings": 25,
-         "deepstack_visual_indexes": [0, 2]}  # fmt: skip
+QWEN2 = {
+    "depth": 2,
+    "embed_dim": 16,
+    "hidden_size": HIDDEN,
+    "num_heads": 2,
+    "patch_size": 2,
+    "mlp_ratio": 2,
+}
+QWEN25 = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "patch_size": 2,
+    "window_size": 8,
+    "fullatt_block_indexes": [1],
+}
+QWEN3 = {
+    "depth": 4,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+    "patch_size": 2,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
 SQUARE = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2, "patch_size": 3}
 SIGLIP = SQUARE | {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "image_size": 14}
 CLIP = SQUARE | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": 12}

@@ -121,8 +121,7 @@ class LlavaTower(VisionTower):
         down = Linear(names[1:], outputs, [outputs], factory, bias=spec.bias)
         self.projector = VisionMLP(up, VISION_ACTIVATIONS[spec.activation], down)
         later = (
-            f"{PREFIX}.encoder.layers.{number}."
-            for number in range(len(self.blocks), tower.depth)
+            f"{PREFIX}.encoder.layers.{number}." for number in range(len(self.blocks), tower.depth)
         )
         norm, constant = f"{PREFIX}.post_layernorm.", f"{PREFIX}.embeddings.position_ids"
         self.unused = (norm, constant, *later)

@@ -1,9 +1,9 @@
-"""Positions of a prompt with images for M-RoPE, the rotation of the Qwen families (arXiv 2409.12191).
+"""Positions of a prompt with images, for M-RoPE, the rotation of the Qwen families.
 
-A token has three positions: frame, row and column. The three are equal for text and count on from
-one token to the next. The tokens of an image count from the position where the image begins, and
-the text after it goes on behind the larger side of its grid. So a position is no longer the index
-of its token; the difference at the end of the prompt is the `delta` of all later tokens.
+Source: Qwen2-VL, arXiv 2409.12191. A token has three positions: frame, row and column. In text the
+three are equal and grow by one with each token. The tokens of an image count from the position at
+which the image begins. The text after it continues after the larger side of the grid. So a position
+differs from the index of its token; `delta` is that difference for all tokens after the prompt.
 """
 
 from collections.abc import Sequence

@@ -25,10 +25,10 @@ from quire.models.vision.qwen_vl import (
     PatchMerger,
     QwenTower,
     QwenVisionSpec,
-    common_fields,
     frame_bounds,
     grid_of,
     merge_order_positions,
+    read_common,
 )
 from quire.models.vision.tower import ImageArrays
 
@@ -64,7 +64,7 @@ class Qwen25VLVisionSpec(QwenVisionSpec):
         check_outputs(fields, "out_hidden_size", outputs, hidden_size)
         inner = fields.integer("intermediate_size")
         activation = function_of(fields, "hidden_act", "silu", VISION_GATES)
-        common = common_fields(fields, width, inner, outputs, activation)
+        common = read_common(fields, width, inner, outputs, activation)
         groups = fields.integer("window_size") // common.merge_size // common.patch_size
         if groups < 1:
             raise fields.error("window_size", "a window must hold a group of patches")
@@ -104,9 +104,7 @@ class Qwen25VLTower(QwenTower):
 
     def _block(self, name: str, factory: ParamFactory) -> VisionBlock:
         size, inner = self.spec.width, self.spec.inner
-        norms = [
-            RMSNorm(f"{name}.{norm}", size, NORM_EPS, factory) for norm in ("norm1", "norm2")
-        ]
+        norms = [RMSNorm(f"{name}.{norm}", size, NORM_EPS, factory) for norm in ("norm1", "norm2")]
         names = [f"{name}.mlp.{part}" for part in ("gate_proj", "up_proj")]
         up = Linear(names, size, [inner, inner], factory, bias=True)
         down = Linear([f"{name}.mlp.down_proj"], inner, [size], factory, bias=True)

@@ -18,10 +18,10 @@ from quire.models.vision.qwen_vl import (
     PatchMerger,
     QwenTower,
     QwenVisionSpec,
-    common_fields,
     frame_bounds,
     grid_of,
     merge_order_positions,
+    read_common,
 )
 from quire.models.vision.tower import ImageArrays
 
@@ -52,7 +52,7 @@ class Qwen2VLVisionSpec(QwenVisionSpec):
         check_outputs(fields, "hidden_size", outputs, hidden_size)
         inner = int(width * fields.number("mlp_ratio"))
         activation = function_of(fields, "hidden_act", "quick_gelu", VISION_ACTIVATIONS)
-        return cls(**vars(common_fields(fields, width, inner, outputs, activation)))
+        return cls(**vars(read_common(fields, width, inner, outputs, activation)))
 
 
 class Qwen2VLTower(QwenTower):

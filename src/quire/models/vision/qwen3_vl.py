@@ -27,10 +27,10 @@ from quire.models.vision.qwen_vl import (
     PatchMerger,
     QwenTower,
     QwenVisionSpec,
-    common_fields,
     frame_bounds,
     grid_of,
     merge_order_positions,
+    read_common,
 )
 from quire.models.vision.tower import ImageArrays
 from quire.ops.add import add
@@ -70,7 +70,7 @@ class Qwen3VLVisionSpec(QwenVisionSpec):
         check_outputs(fields, "out_hidden_size", outputs, hidden_size)
         inner = fields.integer("intermediate_size")
         activation = function_of(fields, "hidden_act", "gelu_pytorch_tanh", VISION_ACTIVATIONS)
-        common = common_fields(fields, width, inner, outputs, activation)
+        common = read_common(fields, width, inner, outputs, activation)
         blocks = fields.integers("deepstack_visual_indexes")
         if len({*blocks}) < len(blocks) or any(block >= common.depth for block in blocks):
             raise fields.error(

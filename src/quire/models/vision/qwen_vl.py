@@ -50,7 +50,7 @@ class QwenVisionSpec:
         return self.merge_size**2
 
 
-def common_fields(
+def read_common(
     fields: Fields, width: int, inner: int, outputs: int, activation: str
 ) -> QwenVisionSpec:
     """Return the spec of a tower. Each family reads the sizes that it has names of its own for."""

@@ -25,7 +25,7 @@ class ProcessedImage:
     """What a vision tower reads of one image.
 
     pixels: uint8; the family says what the axes are. table: float32 [3, 256], the model input for
-    each value of each channel. grid: rows and columns of placeholder tokens, or of tiles.
+    each value of each channel. grid: the layout of the pixels, which the family describes.
     """
 
     pixels: Pixels
