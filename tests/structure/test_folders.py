@@ -54,6 +54,7 @@ BUDGETS = {
     "models/gguf": 750,
     "models/hf": 2800,
     "models/quantised": 1000,
+    "models/vision": 1500,
     "ops": 6150,
     "ops/attention": 3600,
     "ops/collectives": 500,
