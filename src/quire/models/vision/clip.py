@@ -151,7 +151,7 @@ class LlavaTower(VisionTower):
         if not self.spec.keeps_class:
             squares = squares[:, 1:]
         out: torch.Tensor = self.projector(squares.flatten(0, 1))
-        return out.unflatten(0, (num, -1))
+        return out.view(num, -1, self.width)
 
 
 class LlavaNextTower(LlavaTower):

@@ -157,4 +157,5 @@ class Qwen3VLTower(QwenTower):
         ids = torch.from_numpy(np.ascontiguousarray(entries)).to(self.device)
         exact = torch.from_numpy(weights).to(self.device, accumulation_dtype(self.dtype))
         found = self.positions(ids.flatten()).unflatten(0, ids.shape)
-        return (found * exact[:, :, None]).sum(1).to(self.dtype)
+        mixed_TD: torch.Tensor = (found * exact[:, :, None]).sum(1).to(self.dtype)
+        return mixed_TD

@@ -118,7 +118,7 @@ class PatchMerger(nn.Module):
         return out_GW
 
     def _grouped(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return x_TD.unflatten(0, (-1, self._group)).flatten(1)
+        return x_TD.reshape(-1, self._group * x_TD.shape[1])
 
 
 class QwenTower(VisionTower):

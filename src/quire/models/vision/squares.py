@@ -83,7 +83,8 @@ def cut_into_patches(values: torch.Tensor, spec: SquareSpec) -> torch.Tensor:
     side, patch = spec.side, spec.patch_size
     whole = values[:, : side * patch, : side * patch]
     cut = whole.unflatten(2, (side, patch)).unflatten(1, (side, patch))
-    return cut.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(0, 2)
+    patches: torch.Tensor = cut.permute(0, 1, 3, 5, 2, 4).flatten(3).flatten(0, 2)
+    return patches
 
 
 def square_blocks(spec: SquareSpec, depth: int, factory: ParamFactory) -> nn.ModuleList:

@@ -9,7 +9,7 @@ call, whatever order a device's kernels sum in.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class VisionTower(nn.Module):
     tensors among them that no layer needs. width: W, the numbers of a row of the result.
     """
 
-    prefixes: ClassVar[tuple[str, ...]]
+    prefixes: tuple[str, ...]
     unused: tuple[str, ...] = ()
 
     def __init__(self, width: int, factory: ParamFactory) -> None:
