@@ -102,7 +102,7 @@ def test_text_alone_has_its_own_indices() -> None:
     assert delta == 0
 
 
-def test_tokens_after_an_image_go_on_behind_its_larger_side() -> None:
+def test_text_after_an_image_continues_after_its_larger_side() -> None:
     positions, delta = mrope_positions(9, [(2, (1, 4, 6))], 2)
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],

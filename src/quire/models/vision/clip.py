@@ -158,8 +158,8 @@ class LlavaNextTower(LlavaTower):
     """CLIP with the projector and the tiles of LLaVA-NeXT, up to the embeddings [num_tokens, W].
 
     Images have pixels uint8 [1 + tiles, H, W, 3]: the whole image, then the tiles row by row. Their
-    grid is (rows of tiles, columns of tiles, rows of features, columns of features); of the last
-    two only those that no padding fills are counted.
+    grid is (rows of tiles, columns of tiles, rows of features, columns of features). The last two
+    count the features of the tiles that no padding fills.
     """
 
     prefixes = (*LlavaTower.prefixes, NEWLINE)

@@ -100,8 +100,10 @@ def interpolated_positions(grid: Grid, merge_size: int, side: int) -> tuple[Int6
 
 
 class Qwen3VLTower(QwenTower):
-    """The tower up to [num_tokens, (1 + deepstack blocks) * W]: the embeddings, and beside them the
-    features of each deepstack block, in the order of the blocks. See QwenTower."""
+    """The tower up to [num_tokens, (1 + deepstack blocks) * W]; see QwenTower.
+
+    A row holds the embedding, then the features of each deepstack block in the order of the blocks.
+    """
 
     spec: Qwen3VLVisionSpec
 

@@ -65,13 +65,10 @@ class VisionTower(nn.Module):
 
         The table's float32 values are cast to the tower's dtype. channel_axis: of the pixels.
         """
-        table = torch.tensor(image.table, device=self.device)
-        pixels = torch.tensor(image.pixels, device=self.device)
-        channels, levels = table.shape
-        shape = [1] * pixels.dim()
-        shape[channel_axis] = channels
-        rows = torch.arange(0, channels * levels, levels, device=self.device).view(shape)
-        return table.flatten()[pixels.long() + rows].to(self.dtype)
+        table = torch.tensor(image.table, device=self.device).to(self.dtype)
+        channels = torch.tensor(image.pixels, device=self.device).unbind(channel_axis)
+        found = [row[channel.int()] for row, channel in zip(table, channels, strict=True)]
+        return torch.stack(found, channel_axis)
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the names that layers may use for a tensor of the weight files.
