@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,17 @@ from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
+    BLOCK_HASHES,
     CONNECTORS,
+    EVICTION_POLICIES,
     HOOKS,
     KINDS,
     MODELS,
     POLICIES,
     TOOL_FORMATS,
-    PluginKind,
 )
 from quire.engine.connectors.store import BlockStore
+from quire.kv.pool import EvictionPolicy
 from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
@@ -39,61 +40,17 @@ from quire.render.answers.format import AskedAnswer, detect_format
 from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.render.answers.syntax import Tool
 from quire.scheduler.core.queue import Policy
-from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.policy import policies
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.serve.hooks import Hooks
 from tests.support.commands import run
 from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.plugin_site import EXAMPLES, Site
 from tests.support.processes.servers import Server
 
-DOCUMENTS = sorted((Path(__file__).parents[2] / "docs" / "extend").glob("*.md"))
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"disable_log_stats": True, "max_model_len": 96}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5 + i, 17, 3, 60]} for i in range(5)]
-
-
-def examples() -> dict[str, tuple[str, dict]]:
-    """Module name -> (its source, its pyproject.toml), in the documents' order."""
-    found: dict[str, tuple[str, dict]] = {}
-    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
-    blocks = [text for _, text in BLOCK.findall(pages)]
-    for text, after in zip(blocks, blocks[1:], strict=False):
-        named = re.match(r"# (\w+)\.py\n", text)
-        if named:
-            assert after.startswith("# pyproject.toml\n")
-            found[named[1]] = (text, tomllib.loads(after))
-    return found
-
-
-EXAMPLES = examples()
-
-
-class Site:
-    """A folder on sys.path, into which packages are installed as pip does it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def install(
-        self, package: str, kind: PluginKind, name: str, target: str, source: str | None = None
-    ) -> None:
-        """target: module:object. source: of the module."""
-        module = target.split(":")[0]
-        if source is not None:
-            (self.folder / f"{module}.py").write_text(source, encoding="utf-8")
-        info = self.folder / f"{package.replace('-', '_')}-1.0.dist-info"
-        info.mkdir()
-        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
-        (info / "METADATA").write_text(metadata, encoding="utf-8")
-        entry = f"[{kind.group}]\n{name} = {target}\n"
-        (info / "entry_points.txt").write_text(entry, encoding="utf-8")
-
-    def install_example(self, module: str) -> None:
-        source, project = EXAMPLES[module]
-        [[group, entries]] = project["project"]["entry-points"].items()
-        [[name, target]] = entries.items()
-        [kind] = [k for k in KINDS if k.group == group]
-        self.install(project["project"]["name"], kind, name, target, source)
 
 
 @pytest.fixture
@@ -141,6 +98,47 @@ def test_a_policy_changes_the_order(site: Site, expected: list[list[int]]) -> No
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     times = [output.metrics.first_token_s for output in outputs if output.metrics]
     assert times == sorted(times)
+
+
+def cached(**settings: object) -> tuple[list[list[int]], list[int | None]]:
+    """Serve a prompt twice, three short ones, and the first one again, from a pool that has room
+    for one long prompt and one short one; the tokens, and the numbers of cached tokens."""
+    few = SMALL | {"max_model_len": 32, "block_size": 4, "max_num_seqs": 1}
+    sizes = ((5, 21), (5, 21), (30, 9), (60, 9), (80, 9), (5, 21))
+    prompts = [{"prompt_token_ids": [*range(first, first + num)]} for first, num in sizes]
+    outputs = []
+    with LLM(str(checkpoint("llama")), **few, **settings) as llm:
+        pool = llm.engine.client.core.scheduler.memory.kv.pools[0]
+        assert pool.num_blocks == 9
+        for prompt in prompts:
+            outputs += llm.generate([prompt], GREEDY, use_tqdm=False)
+    return tokens(outputs), [output.num_cached_tokens for output in outputs]
+
+
+def test_an_eviction_policy_chooses_what_stays(site: Site) -> None:
+    site.install_example("quire_slru")
+    expected, by_default = cached()
+    assert by_default == [0, 20, 0, 0, 0, 0]
+    for name in ("lfu", "slru"):
+        assert cached(eviction_policy=name) == (expected, [0, 20, 0, 0, 0, 20])
+    with pytest.raises(ConfigError, match=r"eviction_policy .* lru, lfu, slru \(of quire-slru 1.0"):
+        config_from_flat(eviction_policy="oldest")
+
+
+def test_a_block_hash_names_blocks(site: Site) -> None:
+    site.install_example("quire_sha512")
+    prompts, settings = [PROMPTS[0]] * 2, SMALL | {"block_size": 1, "max_num_seqs": 1}
+    found = []
+    for name in (*policies.BLOCK_HASHES, "sha512_256"):
+        with LLM(str(checkpoint("llama")), prefix_caching_hash_algo=name, **settings) as llm:
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.num_cached_tokens for output in outputs] == [0, 3]
+            kv = llm.engine.client.core.scheduler.memory.kv
+            found.append((tokens(outputs), frozenset(kv.pools[0]._index)))
+    assert len({str(each) for each, _ in found}) == 1
+    assert len({names for _, names in found}) == 3, "sha256_cbor is sha256"
+    with pytest.raises(ConfigError, match=r"_hash_algo .* blake2b, sha512_256 \(of quire-sha512"):
+        config_from_flat(prefix_caching_hash_algo="xxhash")
 
 
 def test_an_attention_backend_serves(
@@ -335,11 +333,22 @@ def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[in
     assert asyncio.run(program()) == expected
 
 
-def test_a_policy_of_another_package_cannot_be_recorded(site: Site, tmp_path: Path) -> None:
-    site.install_example("quire_lifo")
-    settings = SMALL | {"scheduling_policy": "lifo", "record": str(tmp_path / "run")}
+@pytest.mark.parametrize(
+    ("example", "chosen"),
+    [
+        ("quire_lifo", {"scheduling_policy": "lifo"}),
+        ("quire_slru", {"eviction_policy": "slru"}),
+    ],
+)
+def test_a_policy_of_another_package_cannot_be_recorded(
+    site: Site, tmp_path: Path, example: str, chosen: dict
+) -> None:
+    site.install_example(example)
+    [(name, value)] = chosen.items()
+    settings = SMALL | chosen | {"record": str(tmp_path / "run")}
+    reason = f"{name.replace('_', ' ')} '{value}', which another package .*; remove record"
     for make in (LLM, AsyncLLM):
-        with pytest.raises(ConfigError, match="'lifo', which another package .*; remove record"):
+        with pytest.raises(ConfigError, match=reason):
             make(str(checkpoint("llama")), **settings)
     assert not (tmp_path / "run").exists()
 
@@ -382,6 +391,18 @@ def test_a_class_of_another_kind(site: Site, source: str, reason: str) -> None:
     site.install("odd", POLICIES, "odd", f"{module}:Policy", source)
     with pytest.raises(ConfigError, match=f"odd 1.0.*cannot be used: {reason}"):
         make_policy("odd")
+
+
+def test_policies_of_the_cache_that_are_none(site: Site) -> None:
+    site.install("idle", EVICTION_POLICIES, "idle", "idle_one:Idle", "class Idle: ...\n")
+    with pytest.raises(ConfigError, match="idle 1.0.*cannot be used: it has no __setitem__, __del"):
+        make_eviction("idle")
+    site.install("null", BLOCK_HASHES, "null", "null_one:Null", "class Null: ...\n")
+    with pytest.raises(ConfigError, match="null 1.0.*cannot be used: it has no digest"):
+        make_block_hash("null")
+    for name in ("unheard", "unseen"):
+        with pytest.raises(ConfigError, match=f"no eviction policy '{name}'; there are lru, lfu"):
+            make_eviction(name)
 
 
 def test_a_policy_that_cannot_be_made_is_an_error_at_the_start(site: Site) -> None:
@@ -427,12 +448,12 @@ def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
 
 
 def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
-    pairs = ((POLICIES, Policy), (CONNECTORS, BlockStore))
+    pairs = ((POLICIES, Policy), (EVICTION_POLICIES, EvictionPolicy), (CONNECTORS, BlockStore))
     for kind, protocol in pairs:
         methods = [
             name
             for name, value in vars(protocol).items()
-            if callable(value) and (not name.startswith("_") or name == "__len__")
+            if callable(value) and (not name.startswith("_") or name in kind.methods)
         ]
         assert sorted(methods) == sorted(kind.methods)
     assert AttentionBackend.__abstractmethods__ == set(ATTENTION_BACKENDS.methods)

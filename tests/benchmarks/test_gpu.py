@@ -3,12 +3,10 @@
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import kernels
 from benchmarks.gpu.attention import Shape
 from benchmarks.gpu.floors import (
@@ -80,28 +78,6 @@ def test_every_kernel_has_a_case_and_every_piece_has_time() -> None:
     assert sum(piece.limit_s for piece in [*chosen("first"), *chosen("bench", "limits")]) <= 440
     limits = [piece.limit_s for piece in chosen("bench")]
     assert sum(limits[:4]) <= 480 and sum(limits[4:]) <= 480, "two commands of 480 s do all"
-
-
-def test_a_tiny_run_writes_results_until_its_time_is_used_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces run in this process, and not in their own."""
-
-    def run_here(command: Sequence[str], limit_s: float) -> int:
-        monkeypatch.setattr(driver, "LEAST_S", float("inf"))  # no time is left from now on
-        options = driver.parser().parse_args(command[3:])
-        return driver.run_one(chosen("bench", options.pieces)[0], options, tmp_path)
-
-    monkeypatch.setattr(driver, "run_for", run_here)
-    monkeypatch.setattr(driver, "device_facts", lambda: {"gpu": "none"})
-    monkeypatch.setattr(driver, "repair_interpreter", lambda: None)  # it stays in the process
-    arguments = ["--pieces", "limits split", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
-    assert driver.main(arguments) == 0
-    limits, split = json.loads((tmp_path / "gpu_bench.json").read_text())["pieces"]
-    assert len(limits["rows"]) == 4 and not limits["errors"]
-    assert limits["facts"]["limits"]["bytes_per_s"] > 0
-    assert split["skipped"] == ["split: the time is used up"]
-    assert "| copy, 4 GiB |" in (tmp_path / "gpu_bench.md").read_text()
 
 
 @pytest.mark.slow

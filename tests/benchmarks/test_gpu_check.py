@@ -123,28 +123,6 @@ def test_shards_run_each_test_once_and_separate_neighbours() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_cut_off_has_its_archive_and_its_summary(tmp_path: Path) -> None:
-    """The first file is done, the second hangs, then somebody stops the run."""
-    files, began = [tmp_path / f"test_{name}.py" for name in ("done", "hangs")], tmp_path / "began"
-    for file in files:
-        file.write_text('"""What it checks."""')
-    os.mkfifo(began)
-    test = f'case "$*" in *hangs*) echo > {began}; tail -f /dev/null ;; *) exit 1 ;; esac'
-    fake = fake_python(tmp_path / "python", "true", test)
-    command = [sys.executable, "-m", "benchmarks.gpu.check", "kernels", "--python", str(fake)]
-    command += ["--jobs", "1", "--results", str(tmp_path / "results"), "--out", str(tmp_path)]
-    command += ["--tests", *map(str, files)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert began.read_text() == "\n"
-        process.send_signal(signal.SIGTERM)
-        printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "CUT OFF  this run was cut off: signal SIGTERM" in printed
-    assert "FAILED   done (" in printed and "FAILED   hangs (" in printed
-    names = names_in(tmp_path / "gpu-check.tar.gz")
-    assert {"results/kernels/done.txt", "results/kernels/hangs.txt"} <= {*names}
-
-
-@pytest.mark.slow
 def test_it_works_without_make_and_says_what_it_lacks(tmp_path: Path) -> None:
     """As it is called on a bare machine: this one has torch, but no GPU."""
     environment = os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path)}

@@ -46,10 +46,6 @@ def test_a_written_file_is_read_back(tmp_path: Path) -> None:
     assert found.where(case="two") == [{"case": "two", "n": None}]
 
 
-def test_nothing_is_written_without_a_path() -> None:
-    write(None, "fork", [], {}, lambda: pytest.fail("facts are not needed"))
-
-
 def test_rows_from_tables() -> None:
     assert keyed("rows", {1: {"us": 2}, 8: {"us": 3}}) == [
         {"rows": 1, "us": 2}, {"rows": 8, "us": 3}

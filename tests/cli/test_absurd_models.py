@@ -62,7 +62,7 @@ def test_serve(text: str, message: str, tmp_path: Path) -> None:
         ({"llama.rope.freq_base": float("nan")}, "rope.freq_base is nan"),
         ({"llama.attention.layer_norm_rms_epsilon": -1.0}, "rms_norm_eps is -1.0"),
         ({"llama.context_length": 2}, "max_position_embeddings is 2"),
-        ({"llama.logit_scale": 2.0}, "llama.logit_scale is 2.0, which models here do not obey"),
+        ({"llama.logit_scale": 2.0}, "llama.logit_scale is 2.0, which quire does not support"),
     ],
     ids=str,
 )

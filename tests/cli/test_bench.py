@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.cli.main import main
 from quire.tools.bench import throughput
 from quire.tools.limits import Limits
+from tests.support.commands import run
 from tests.support.serve.fake_openai import FakeOpenAI, running
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = main(["bench", *arguments])
-    except SystemExit as stopped:  # argparse
-        status = int(stopped.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
 
 
 @pytest.mark.parametrize(
@@ -30,7 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     ],
 )
 def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]) -> None:
-    status, out, _ = run(capsys, kind, "--help", "all")
+    status, out, _ = run(capsys, "bench", kind, "--help", "all")
     assert status == 0
     for flag in (*flags, "--dataset-name", "--output-json", "--seed"):
         assert flag in out
@@ -50,7 +41,7 @@ def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, .
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
-    status, _, err = run(capsys, *line.split())
+    status, _, err = run(capsys, "bench", *line.split())
     assert status == 2
     assert words in err
 
@@ -64,14 +55,14 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, words: str) 
     ],
 )
 def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
-    status, _, err = run(capsys, *line.split())
+    status, _, err = run(capsys, "bench", *line.split())
     assert status == 1
     assert err.startswith("quire: ") and words in err
 
 
 def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeOpenAI()) as url:
-        status, out, _ = run(capsys, "serve", "--base-url", url, "--num-prompts", "2")
+        status, out, _ = run(capsys, "bench", "serve", "--base-url", url, "--num-prompts", "2")
     assert status == 0
     assert "Successful requests:                     2         " in out
 
@@ -82,7 +73,7 @@ def test_throughput(
     monkeypatch.setattr(throughput, "measure_limits", lambda *given: Limits(1e9, 1e9))
     path = tmp_path / "out.json"
     line = f"--num-prompts 2 --input-len 4 --output-len 3 --block-size 8 --output-json {path}"
-    status, out, _ = run(capsys, "throughput", *line.split(), "--disable-log-stats")
+    status, out, _ = run(capsys, "bench", "throughput", *line.split(), "--disable-log-stats")
     assert status == 0
     assert "Total num output tokens:  6" in out
     assert json.loads(path.read_text(encoding="utf-8"))["model_id"] == "demo"

@@ -87,7 +87,7 @@ def test_turns_are_remembered_and_forgotten(
     ]
     roles = [message["role"] for message in target.heard[1]]
     assert roles == ["system", "user", "assistant", "user"]
-    assert "/reset  forget" in captured.err and "there is no command /nothing" in captured.err
+    assert "/reset  start" in captured.err and "unknown command /nothing" in captured.err
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(
@@ -98,7 +98,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(
     assert chat(monkeypatch, target, "aaaaaaaa\nbbbb\ncccccc\n") == 0
     assert contents(target.heard[1]) == ["aaaaaaaa", "aaaaaaaa", "bbbb"]
     assert contents(target.heard[2]) == ["bbbb", "bbbb", "cccccc"]
-    assert "forgot the oldest 1 turn(s)" in capsys.readouterr().err
+    assert "removed the oldest 1 turn(s)" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_the_answer_but_not_the_chat(
@@ -118,7 +118,7 @@ def test_an_answer_that_was_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert chat(monkeypatch, Parrot(), "long\n") == 0
-    assert "cut at its longest length" in capsys.readouterr().err
+    assert "reached its maximum length" in capsys.readouterr().err
 
 
 def test_an_error_ends_a_turn_and_is_in_the_exit_status(
@@ -188,7 +188,7 @@ def test_in_a_terminal() -> None:
     os.close(theirs)
     terminal = Terminal(ours)
     try:
-        terminal.read_until(b"/help lists the rest.")
+        terminal.read_until(b"/help for all commands.")
         for _ in range(2):
             terminal.read_until(b"> ")
             terminal.write(b"Hello!\n")
@@ -199,7 +199,7 @@ def test_in_a_terminal() -> None:
             # Between the prompt and its wait for a key, Python's readline is deaf to signals.
             for _ in range(30):
                 process.send_signal(signal.SIGINT)
-                if terminal.sees(b"[Ctrl-D or /exit leaves]", 2.0):
+                if terminal.sees(b"[press Ctrl-D or type /exit to exit]", 2.0):
                     break
             else:
                 pytest.fail("Ctrl-C at the prompt says nothing")

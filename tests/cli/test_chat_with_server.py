@@ -15,7 +15,7 @@ from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.support.commands import run
 from tests.support.http_server import Seen, Send, send_json
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 from tests.support.serve.fake_openai import FakeOpenAI, running
 
@@ -55,7 +55,7 @@ def test_a_server_answers_as_a_model_of_ones_own(
     remote = chat(capsys, monkeypatch, text, "--url", url, *OPTIONS)
     assert remote[:2] == own[:2]
     assert own[0] == 0 and len(own[1].splitlines()) == 4
-    assert "forgot the oldest" in own[2] and "forgot the oldest" in remote[2]
+    assert "removed the oldest" in own[2] and "removed the oldest" in remote[2]
 
 
 def test_a_wrong_key_and_a_wrong_model(

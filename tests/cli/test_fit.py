@@ -129,7 +129,7 @@ def test_warnings_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     (tmp_path / "model.safetensors").unlink()
     status, out, _ = run(capsys, "fit", str(tmp_path), "--device", "cpu")
     assert status == 0
-    assert "warnings\n  ! only the config was looked at" in out
+    assert "warnings\n  ! only the config was checked" in out
 
 
 def test_the_gpu_of_this_machine(
@@ -154,8 +154,8 @@ def test_the_gpu_of_this_machine(
         (["demo", "--device", "cuda"], "nvidia-smi lists no GPU on this machine"),
         (["./nowhere"], "there is no directory ./nowhere"),
         (["shape:nothing"], "there is no shape 'nothing'"),
-        (["demo", "--max-model-len", "1M"], "more than the model was made for"),
-        (["shape:opt-13b", "--device", "8GB"], "does not fit a GPU of 8GB with 7,629 MiB: "),
+        (["demo", "--max-model-len", "1M"], "more than the model supports"),
+        (["shape:opt-13b", "--device", "8GB"], "does not fit a GPU of 8GB with 7,629 MiB. "),
         (["demo", "--block-size", "0"], "block_size must be from 1 to 256"),
     ],
 )

@@ -7,29 +7,20 @@ import sys
 
 import pytest
 
-from quire.cli.main import main
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = main(["generate", *arguments])
-    except SystemExit as stopped:  # argparse
-        status = int(stopped.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+from tests.support.commands import run
 
 
 def test_the_demo_model_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "Hello!", "--temperature", "0", "--max-tokens", "20")
+    status, out, _ = run(capsys, "generate", "Hello!", "--temperature", "0", "--max-tokens", "20")
     assert status == 0
     assert out.strip()
 
 
 def test_the_same_seed_gives_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("Tell me a story.", "--temperature", "1", "--max-tokens", "24")
-    first = run(capsys, *options, "--sampling-seed", "7")
-    second = run(capsys, *options, "--sampling-seed", "7")
-    other = run(capsys, *options, "--sampling-seed", "8")
+    first = run(capsys, "generate", *options, "--sampling-seed", "7")
+    second = run(capsys, "generate", *options, "--sampling-seed", "7")
+    other = run(capsys, "generate", *options, "--sampling-seed", "8")
     assert first[1] == second[1] != other[1]
 
 
@@ -37,14 +28,14 @@ def test_the_prompt_may_come_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello!"))
-    given = run(capsys, "Hello!", "--temperature", "0", "--max-tokens", "5")
-    piped = run(capsys, "--temperature", "0", "--max-tokens", "5")
+    given = run(capsys, "generate", "Hello!", "--temperature", "0", "--max-tokens", "5")
+    piped = run(capsys, "generate", "--temperature", "0", "--max-tokens", "5")
     assert piped[1] == given[1]
 
 
 def test_raw_continues_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    raw = run(capsys, "Once upon a", "--raw", "--temperature", "0", "--max-tokens", "4")
-    chat = run(capsys, "Once upon a", "--temperature", "0", "--max-tokens", "4")
+    raw = run(capsys, "generate", "Once upon a", "--raw", "--temperature", "0", "--max-tokens", "4")
+    chat = run(capsys, "generate", "Once upon a", "--temperature", "0", "--max-tokens", "4")
     assert raw[0] == 0
     assert raw[1] != chat[1]
 
@@ -68,14 +59,14 @@ def test_raw_continues_the_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input_is_answered_with_what_to_do(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], status: int, says: str
 ) -> None:
-    got, out, err = run(capsys, *arguments)
+    got, out, err = run(capsys, "generate", *arguments)
     assert (got, out) == (status, "")
     assert says in err
     assert "Traceback" not in err
 
 
 def test_help_names_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, "--help", "all")
+    status, out, _ = run(capsys, "generate", "--help", "all")
     assert status == 0
     for text in ("--block-size TOKENS", "(default: 16)", "--kv-cache-memory-bytes", "--stop TEXT"):
         assert text in out

@@ -68,7 +68,7 @@ def test_a_trace_at_another_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--device", "24GB", "--max-model-len", "auto"], "name a device of B200"),
+        (["--device", "24GB", "--max-model-len", "auto"], "choose a device of B200"),
         (["--trace", "missing.csv"], "cannot be read"),
         (["--kv-disk-dir", "x"], "not simulated"),
         (["--speculative-config", '{"method": "ngram"}'], "not simulated"),

@@ -45,7 +45,7 @@ def test_not_compared(
     write_checkpoint(tmp_path, "llama")
     for arguments, message in (
         (("--tokens", "-1"), "--tokens must be at least 0, got -1"),
-        (("--tokens", "128"), "which with 128 more is beyond the model's 128"),
+        (("--tokens", "128"), "and 128 more exceed the model's limit of 128"),
         (("--prompt", "hello"), "has no tokenizer; remove --prompt"),
         (("--against", "/no/such"), "there is no directory /no/such"),
     ):

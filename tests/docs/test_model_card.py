@@ -7,7 +7,7 @@ import re
 import pytest
 from safetensors import safe_open
 
-from tests.docs.blocks import ROOT
+from tests.support.code_blocks import ROOT
 
 CARD = (ROOT / "demo_model" / "model_card.md").read_text("utf-8")
 ACCURACY = json.loads((ROOT / "demo_model" / "accuracy.json").read_text("utf-8"))

@@ -125,17 +125,19 @@ def test_who_has_no_fp8_says_what_to_do(
 ) -> None:
     layout = layout_of(checkpoint, "fp8")
     for name in ("auto", "cpu", "torch", "reference"):
-        with pytest.raises(ConfigError, match=r"fp8 is not for attention_backend .*take triton"):
+        with pytest.raises(
+            ConfigError, match=r"fp8 is not supported by attention_backend .*use triton"
+        ):
             make_backend(name, layout)
     monkeypatch.setitem(os.environ, "TRITON_INTERPRET", "0")
     for name in ("auto", "cpu", "triton"):
         with pytest.raises(
             ConfigError,
             match=r"fp8 needs attention_backend triton, which cannot be used here: it is for GPUs,"
-            r" not cpu; take kv_cache_dtype int8 or auto",
+            r" not cpu; use kv_cache_dtype int8 or auto",
         ):
             make_backend(name, layout)
     old = "fp8 needs a GPU of compute capability 8.9, this one has 8.6"
     monkeypatch.setattr(triton_gpu, "why_not", lambda layout: old)
-    with pytest.raises(ConfigError, match=r"this one has 8\.6; take kv_cache_dtype int8"):
+    with pytest.raises(ConfigError, match=r"this one has 8\.6; use kv_cache_dtype int8"):
         make_backend("torch", layout)

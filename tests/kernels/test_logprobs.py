@@ -6,7 +6,7 @@ import torch
 from quire.ops import logprobs as reference
 from quire.ops.kernels import logprobs
 from quire.ops.top_k import top_k_reference
-from tests.ops.test_sampling import random_logits
+from tests.support.kernels.sampling_oracle import random_logits
 
 # Of a float32 log-probability beside float64. The kernel sums pairwise: 7 levels within a group of
 # 128 and 11 over the 1,187 groups of the largest vocabulary, each with a relative error of 2**-24,

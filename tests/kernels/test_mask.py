@@ -7,7 +7,7 @@ from quire.ops import mask as reference
 from quire.ops.kernels import mask
 from quire.ops.mask import RowMasks
 from tests.ops.test_mask import random_allowed, words_of
-from tests.ops.test_sampling import random_logits
+from tests.support.kernels.sampling_oracle import random_logits
 
 
 @pytest.mark.parametrize(

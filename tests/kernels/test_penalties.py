@@ -6,7 +6,7 @@ import torch
 from quire.ops import penalties as reference
 from quire.ops.kernels import penalties
 from quire.ops.penalties import Penalties
-from tests.ops.test_sampling import random_logits
+from tests.support.kernels.sampling_oracle import random_logits
 
 LENGTHS = [29, 5, 12, 1, 20, 7]
 PROMPT_LENS = [10, 5, 0, 1, 19, 3]

@@ -10,8 +10,8 @@ from quire.ops.kernels.sampling import SamplingColumns
 from quire.ops.sampling import Filters, Streams
 from quire.ops.top_k import arg_max_reference
 from quire.runner.vocabulary import best_of_parts
-from tests.ops.test_sampling import FILTERS, random_logits
 from tests.support.kernels import sampling_oracle as oracle
+from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 
 SETTINGS = [
     *FILTERS,

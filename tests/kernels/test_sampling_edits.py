@@ -5,7 +5,7 @@ import torch
 
 from quire.ops.kernels.sampling_edits import edit_logits
 from quire.ops.logit_edits import RowEdits, apply_edits, make_edit_table
-from tests.ops.test_sampling import random_logits
+from tests.support.kernels.sampling_oracle import random_logits
 
 VOCAB = 300
 TOKENS = [[7, 8, 9, 4, 5, 6, 5, 6], [1, 2, 3, 3, 3, 3, 3, 3], [9, 9, 9, 9, 9, 9, 9, 9]]

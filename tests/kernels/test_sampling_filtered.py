@@ -12,8 +12,8 @@ from quire.ops.kernels.launch import next_power_of_2
 from quire.ops.kernels.sampling_filtered import cutoff_of_row
 from quire.ops.sampling import Filters, keep_candidates
 from quire.ops.top_k import top_k_reference
-from tests.ops.test_sampling import FILTERS, random_logits
 from tests.support.cases import pairwise
+from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 
 GROUP = 128
 UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}

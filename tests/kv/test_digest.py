@@ -1,13 +1,30 @@
 """Digests: what must differ differs, and the values are fixed for ever."""
 
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import pytest
 
-from quire.kv.digest import cache_fingerprint, extend_by_one, extend_digests, root_digest
+from quire.base.errors import ConfigError
+from quire.kv.digest import (
+    BlockHash,
+    cache_fingerprint,
+    extend_by_one,
+    extend_digests,
+    root_digest,
+)
+from quire.scheduler.policy import policies
+from quire.scheduler.policy.policies import BLOCK_HASHES, make_block_hash
 
 
-def chain(tokens: list[int], root: bytes, size: int = 4) -> list[bytes]:
+def chain(
+    tokens: list[int], root: bytes, size: int = 4, block_hash: BlockHash = hashlib.sha256
+) -> list[bytes]:
     digests: list[bytes] = []
-    extend_digests(digests, root, np.asarray(tokens, np.int32), size, len(tokens) // size)
+    num = len(tokens) // size
+    extend_digests(digests, root, np.asarray(tokens, np.int32), size, num, block_hash)
     return digests
 
 
@@ -46,20 +63,63 @@ def test_roots_do_not_confuse_their_parts() -> None:
     assert cache_fingerprint("ab", "c") != cache_fingerprint("a", "bc")
 
 
-def test_digests_are_the_same_in_every_process() -> None:
-    """A value written down once: a change would orphan every cache on disk."""
-    digest = chain([1, 2, 3, 4], root_digest(cache_fingerprint("model", "float32")))[0]
-    assert digest.hex() == PINNED
+@pytest.mark.parametrize("name", BLOCK_HASHES)
+def test_digests_are_the_same_in_every_process(name: str) -> None:
+    """Values written down once: a change would orphan every cache on disk."""
+    root = root_digest(cache_fingerprint("model", "float32"))
+    found = chain([1, 2, 3, 4, 5, 6, 7, 8], root, block_hash=make_block_hash(name))
+    assert [each.hex() for each in found] == PINNED[name]
 
 
-PINNED = "52aa031bcbdca0391b847ab03beb3521eb3e0e086ae472160edf94a786e6de23"
+SHA256 = [
+    "52aa031bcbdca0391b847ab03beb3521eb3e0e086ae472160edf94a786e6de23",
+    "237788ae783820c9d1fca1701405591e3570015df60c41ba68d5921249ea4d7c",
+]
+PINNED = {
+    "sha256": SHA256,
+    "sha256_cbor": SHA256,
+    "blake2b": [
+        "9ce61f766092fe873494952b20a2ee6b353e215e54163ff6540d83c14b3875e2",
+        "a1d2c487b5b06a10f0ff0ff79b9d5fadec75d5f09d5ccb7e39cb36d612c615e8",
+    ],
+}
 
 
-def test_many_are_extended_as_each_is_alone() -> None:
+class Padded:
+    """A short hash, made longer by zeros: KV events would call all blocks alike."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def digest(self) -> bytes:
+        return hashlib.md5(self._data).digest().ljust(32, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (hashlib.md5, "must return 32 bytes.* got"),
+        (lambda data: hashlib.sha256(b""), "that differ for other data"),
+        (Padded, "that differ for other data"),
+        (lambda data: hashlib.shake_128(data), "cannot be created: TypeError"),
+    ],
+)
+def test_a_hash_of_another_package_is_tried(
+    made: Callable[[bytes], Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policies, "load_plugin", lambda *_: made)
+    with pytest.raises(ConfigError, match=f"block hash 'odd' .*{reason}"):
+        make_block_hash("odd")
+
+
+@pytest.mark.parametrize("name", ["sha256", "blake2b"])
+def test_many_are_extended_as_each_is_alone(name: str) -> None:
+    block_hash = make_block_hash(name)
     tokens = np.arange(3 * 8, dtype=np.int32).reshape(3, 8)
     roots = [root_digest(name) for name in (b"a", b"b", b"c")]
-    alone = [chain(row.tolist(), root) for row, root in zip(tokens, roots, strict=True)]
+    pairs = zip(tokens, roots, strict=True)
+    alone = [chain(row.tolist(), root, block_hash=block_hash) for row, root in pairs]
     together: list[list[bytes]] = [[], [], []]
     for columns in (slice(0, 4), slice(4, 8)):
-        extend_by_one(together, roots, tokens[:, columns])
+        extend_by_one(together, roots, tokens[:, columns], block_hash)
     assert together == alone

@@ -270,7 +270,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"activation_function": "tanh"}, "'tanh' is not supported; supported are gelu"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
     ("llama", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),
-    ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method is 'aqlm'; wei"),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "aqlm"}},
+        "quant_method is 'aqlm'; this quant",
+    ),
     ("llama", {"quantization_config": {}, "quantization_config_": 1, "dtype": "int8"}, "dtype is"),
     ("qwen3_moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts is 6; but num_local"),
     ("phi3", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),
@@ -313,7 +317,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo2", {"sliding_window": 6}, "sliding_window is 6; olmo2 has no windows"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; it has 2 of 4 layers"),
     ("smollm3", {"no_rope_layers": [2, 1, 0, 1]}, "no_rope_layers is .*from 0 to 1"),
-    ("glm4", {"head_dim": 5}, "that turns 2 of the 5 dimensions of a head .head_dim."),
+    ("glm4", {"head_dim": 5}, "that rotates 2 of the 5 dimensions of a head .head_dim."),
     ("cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* part of each"),
 ]
 

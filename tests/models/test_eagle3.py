@@ -141,8 +141,8 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
         ({"mask_hidden": torch.zeros(3)}, "hold unknown tensors .mask_hidden"),
         ({"fc.weight": torch.zeros(32, 64)}, r"fc.weight has the shape \[32, 64\]"),
         ({"d2t": torch.zeros(41)}, "d2t holds F32"),
-        ({"d2t": None}, "guesses 41 of 97 tokens, but its weight files have no d2t"),
-        ({"d2t": torch.full((41,), 90)}, "names no token, or one twice"),
+        ({"d2t": None}, "proposes 41 of 97 tokens, but its weight files have no d2t"),
+        ({"d2t": torch.full((41,), 90)}, "is invalid"),
     ],
 )
 def test_weights_that_are_refused(

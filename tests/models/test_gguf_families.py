@@ -162,8 +162,8 @@ def test_experts_side_by_side_as_on_a_gpu(
     [
         ("gemma2", {"attention.sliding_window_pattern": [True]}, "an array of 1 for 4 layers"),
         ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0; it must be"),
-        ("gemma2", {"logit_scale": 2.0}, "logit_scale is 2.0, which models here do not obey"),
-        ("gemma3_scaled", {"attn_logit_softcapping": 5.0}, "softcapping is 5.0, which models here"),
+        ("gemma2", {"logit_scale": 2.0}, "logit_scale is 2.0, which quire does not support"),
+        ("gemma3_scaled", {"attn_logit_softcapping": 5.0}, "softcapping is 5.0, which quire"),
         ("olmo2", {"attention.sliding_window": 8}, "sliding_window is 8; models of olmo2 have no"),
         ("granite", {"rope.scaling.finetuned": False}, "finetuned is false; granite has a rotary"),
         ("phi3", {"rope.dimension_count": 10}, "dimension_count is 10, but heads have 8 dimens"),

@@ -145,7 +145,10 @@ OF_QWEN2["general.architecture"] = "qwen2"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"general.architecture": "mamba"}, "'mamba'; GGUF files are read of llama, qwen2, qwen3"),
+        (
+            {"general.architecture": "mamba"},
+            "'mamba'; supported architectures are llama, qwen2, qwen3",
+        ),
         ({"general.architecture": 3}, "general.architecture must be a text"),
         ({"split.count": 3}, "one of 3 parts of a model; join them"),
         ({"llama.expert_count": 8}, "blk.0.ffn_gate_exps.weight is missing, but the metadata asks"),
@@ -162,7 +165,10 @@ OF_QWEN2["general.architecture"] = "qwen2"
             {"llama.rope.scaling.type": "longrope"},
             "'longrope'.* supported are none, linear and yarn",
         ),
-        ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor is 1.5; it is obeyed beside yarn"),
+        (
+            {"llama.rope.scaling.attn_factor": 1.5},
+            "attn_factor is 1.5; it is supported only with yarn",
+        ),
         ({"llama.attention.layer_norm_rms_epsilon": NAN}, "epsilon is nan"),
         ({"llama.context_length": "long"}, "context_length must be a whole number"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id must be a whole number"),

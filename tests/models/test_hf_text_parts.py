@@ -158,7 +158,9 @@ def test_the_text_parts_fields_may_stand_in_the_whole_config(tmp_path: Path) -> 
 
 def test_text_parts_without_a_class_are_refused_by_name(tmp_path: Path) -> None:
     transformers.CONFIG_MAPPING["mllama"]().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="writes text for 'mllama_text_model'; .*qwen2_vl_text"):
+    with pytest.raises(
+        ModelError, match="text-generation class for 'mllama_text_model'; .*qwen2_vl_text"
+    ):
         model_spec(tmp_path)
 
 

@@ -65,7 +65,7 @@ def test_what_is_absent_is_one_and_said_once(
     with caplog.at_level(logging.WARNING, "quire"):
         assert kv_scales(llama.directory, llama.spec) == dict.fromkeys(range(3), (1.0, 1.0))
     (record,) = caplog.records
-    assert "for 3 of 3 layers, so 1 is taken" in record.getMessage()
+    assert "for 3 of 3 layers, so 1 is used" in record.getMessage()
     caplog.clear()
     add(llama, ("1.self_attn.k_scale", 0.5), ("2.self_attn.k_scale", 0.25))
     add(llama, ("2.self_attn.v_scale", 0.75))

@@ -63,13 +63,13 @@ def test_groups_are_those_of_the_layers_kinds() -> None:
     [
         (
             {"layer_types": ["linear_attention"] * 4},
-            "layer_types is .* none of 4 layers .* attend",
+            "layer_types is .* none of 4 layers .* uses",
         ),
         ({"full_attention_interval": 5}, "full_attention_interval is 5; none of 4 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "supported are full_.* and linear_attention"),
         (
             {"linear_num_value_heads": 3},
-            "linear_num_value_heads is 3; .* no multiple of 2 key",
+            "linear_num_value_heads is 3; .* not a multiple of 2 key",
         ),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported are silu, swish"),
@@ -159,7 +159,7 @@ def test_columns_of_a_gguf_file_are_moved_as_blocks(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"attention.recurrent_layers": [True]}, "an array of 1 for 4 layers"),
-        ({"ssm.inner_size": 25}, "ssm.inner_size is 25, no multiple of 4 heads"),
+        ({"ssm.inner_size": 25}, "ssm.inner_size is 25, not a multiple of 4 heads"),
         ({"ssm.state_size": 16}, r"ssm_conv1d.weight has the shape \[56, 4\]"),
         ({"nextn_predict_layers": 4}, "nextn_predict_layers is 4 of 4 layers"),
     ],
@@ -189,5 +189,5 @@ def test_layers_of_a_gguf_file_that_guess_more_tokens_are_left_out(tmp_path: Pat
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5"])
 def test_transformers_classes_have_no_such_layers_here(variant: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, variant)
-    with pytest.raises(ModelError, match="layers that remember a state run by quire's own classes"):
+    with pytest.raises(ModelError, match="layers with states need one of quire's classes"):
         model_spec(tmp_path, "transformers")

@@ -210,7 +210,7 @@ def test_shapes_are_compared_before_memory_is_taken(
     """The config speaks of half a terabyte."""
     config = llama.directory / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1 << 26}))
-    with pytest.raises(ModelError, match=r"has the shape \[97, 32\], but config.json asks for"):
+    with pytest.raises(ModelError, match=r"has the shape \[97, 32\], but config.json requires"):
         load_model(llama.directory, load_spec(llama.directory), torch.float32, CPU)
     assert most_unpacked == [0]
 

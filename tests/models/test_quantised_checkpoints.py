@@ -212,7 +212,7 @@ def test_the_config_of_an_old_quantiser_stands_in_a_file_of_its_own(tmp_path: Pa
     raw = json.loads(config.read_text())
     stored = raw.pop("quantization_config")
     config.write_text(json.dumps(raw))
-    with pytest.raises(ModelError, match=r"qweight.*quantization_config does not say so"):
+    with pytest.raises(ModelError, match=r"qweight.*quantization_config does not list them"):
         exact_model(quantised)
     del stored["quant_method"]
     (quantised / "quantize_config.json").write_text(json.dumps(stored))
@@ -357,7 +357,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (GPTQ_CONFIG | {"group_size": 0}, r"group_size is 0"),
     (GPTQ_CONFIG | {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'"),
     (GPTQ_CONFIG | {"is_marlin_format": True}, r"is_marlin_format is true"),
-    (GPTQ_CONFIG | {"rotation": "hadamard"}, r"rotation is 'hadamard'; what that does"),
+    (GPTQ_CONFIG | {"rotation": "hadamard"}, r"rotation is 'hadamard'; its effect"),
     (GPTQ_CONFIG | {"adapter": {"rank": 8}}, r"adapter is \{'rank': 8\}"),
     (GPTQ_CONFIG | {"dynamic": {"+:(": {"bits": 8}}}, r"not a regular expression"),
     (AWQ_CONFIG | {"version": "gemv"}, r"version is 'gemv'"),

@@ -124,7 +124,7 @@ def test_groups_that_are_not_whole(tmp_path: Path) -> None:
     """96 inputs in groups of 32 are three groups."""
     path, _ = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=96)
     place = RankPlace(thread_groups(2)[1])
-    with pytest.raises(ConfigError, match="groups of 32 inputs, .*96 inputs each of 2 .* has 48"):
+    with pytest.raises(ConfigError, match="groups of 32 inputs. Each of 2 .* has 48 of its 96"):
         load_model(path, load_spec(path), torch.float32, CPU, LoadOptions(place=place))
     compare(path)  # in the dtype they can be cut anywhere
 

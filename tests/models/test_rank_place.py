@@ -305,7 +305,7 @@ def test_a_tied_head_is_compared_by_the_rank_that_has_it(tmp_path: Path) -> None
             "llama",
             {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8},
             3,
-            "tensor_parallel_size=3 is no multiple of num_key_value_heads, which is 2",
+            "tensor_parallel_size=3 is not a multiple of num_key_value_heads, which is 2",
         ),
         ("llama", {"intermediate_size": 41}, 2, "does not divide intermediate_size, which is 41"),
         ("llama", {"vocab_size": 3}, 2 * 2, "too much for a vocabulary of 3 tokens"),

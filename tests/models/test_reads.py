@@ -66,5 +66,5 @@ def test_memory_stays_where_it_was_asked_to(tmp_path: Path) -> None:
 
 def test_a_class_of_transformers_shows_nothing() -> None:
     model = TransformersModel.__new__(TransformersModel)
-    with pytest.raises(ModelError, match="does not show the states .* another method"):
+    with pytest.raises(ModelError, match="does not expose: .* another method"):
         model.let_read([1])

@@ -149,7 +149,7 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LocalEntryNotFoundError("the hub cannot be reached\nmore text")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelNotFound, match="did not give it: the hub cannot be reached.*`demo`"):
+    with pytest.raises(ModelNotFound, match="did not return it: the hub cannot be reached.*`demo`"):
         resolve_model("owner/some-model")
 
 

@@ -110,7 +110,7 @@ def test_the_same_logits(
     with caplog.at_level(logging.WARNING, "quire"):
         model = load_model(folder, spec, torch.float64, CPU)
     assert caplog.messages == [
-        "models of type gemma3 read images, too; only the text part is served: images are not read"
+        "models of type gemma3 also read images; only the text part is served, without images"
     ]
     options: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
     got = run_paged(model, spec, TOKENS, [[7, 33]], **options)[0]

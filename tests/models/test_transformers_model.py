@@ -25,7 +25,7 @@ from quire.models.registry import model_spec
 from quire.ops.formats import Quantization
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.support.cases import slow_but
-from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
+from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, Checkpoint, random_tokens
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.quantised_writers import write as write_quantised
 from tests.support.models.transformers_checkpoints import (
@@ -34,7 +34,6 @@ from tests.support.models.transformers_checkpoints import (
     SMALL,
     TRANSLATED,
     WINDOW,
-    Reference,
     write_reference,
 )
 
@@ -44,7 +43,7 @@ OURS = ("llama", "mistral_window", "qwen2_windows", "qwen3_tied", "qwen3_moe_som
         "gpt2_scaled")  # fmt: skip
 
 
-def load(reference: Reference, dtype: torch.dtype, options: LoadOptions | None = None) -> Model:
+def load(reference: Checkpoint, dtype: torch.dtype, options: LoadOptions | None = None) -> Model:
     return load_model(reference.directory, reference.spec, dtype, CPU, options)
 
 
@@ -147,7 +146,7 @@ def test_of_a_model_that_sees_the_text_part_runs(
     spec = model_spec(tmp_path)
     with caplog.at_level(logging.WARNING, "quire"):
         model = load_model(tmp_path, spec, torch.float64, CPU)
-    assert "models of type llava read images, too; only the text part is served" in caplog.text
+    assert "models of type llava also read images; only the text part is served" in caplog.text
     run = {"backend": "reference", "dtype": torch.float64}
     [got] = run_paged(model, spec, SEQUENCES[:1], [[20, 3]], **run)
     whole = transformers.LlavaForConditionalGeneration.from_pretrained(
@@ -180,7 +179,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         SMALL | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         "rope_type is 'dynamic'",
     ),
-    "encoder": ("t5", {}, "no class that writes text"),
+    "encoder": ("t5", {}, "no text-generation class"),
 }  # fmt: skip
 
 
@@ -222,7 +221,7 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     config = SMALL | {"model_type": "homemade", "auto_map": {"AutoConfig": "made.HomeConfig"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "made.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(ModelError, match="knows no models of type 'homemade'.*never run"):
+    with pytest.raises(ModelError, match="does not support models of type 'homemade'.*never run"):
         model_spec(tmp_path, "transformers")
 
 

@@ -310,7 +310,7 @@ def test_a_directory_that_cannot_be_made(
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     load(llama, WeightCache(tmp_path / "file" / "cache"))
-    assert "weights: not kept for the next start" in caplog.text
+    assert "weights: not cached for the next start" in caplog.text
 
 
 def test_a_full_disk(

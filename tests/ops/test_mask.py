@@ -6,7 +6,7 @@ import torch
 
 from quire.ops import native
 from quire.ops.mask import RowMasks, apply_masks, apply_masks_reference
-from tests.ops.test_sampling import random_logits
+from tests.support.kernels.sampling_oracle import random_logits
 
 PATHS = [pytest.param(apply_masks_reference, id="torch")]
 if native.core() is not None:

@@ -12,31 +12,11 @@ from quire.ops.log_sum_exp import log_sum_exp, log_sum_exp_reference
 from quire.ops.penalties import Penalties, apply_penalties
 from quire.ops.sampling import Filters, Streams, choose, choose_reference
 from tests.support.kernels import sampling_oracle as oracle
+from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 
 PATHS = [pytest.param(choose_reference, id="torch")]
 if native.core() is not None:
     PATHS.append(pytest.param(choose, id="core"))
-
-FILTERS = [
-    {},
-    {"temperature": 0.5},
-    {"temperature": 2.0},
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_p": 0.5},
-    {"top_p": 0.95},
-    {"top_p": 1e-6},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.8},
-    {"top_k": 30, "top_p": 0.9, "min_p": 0.1, "temperature": 1.3},
-    {"top_p": 0.7, "min_p": 0.01},
-]
-
-
-def random_logits(num_rows: int, vocab_size: int, spread: float, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, vocab_size, generator=generator) * spread
 
 
 def make_streams(num_rows: int, seed: int = 11) -> Streams:

@@ -380,5 +380,5 @@ def test_beside_transformers(backend: type[TorchBackend] | type[CpuBackend]) -> 
 
 
 def test_a_backend_without_states_says_so() -> None:
-    with pytest.raises(ConfigError, match="traced cannot run models whose layers remember"):
+    with pytest.raises(ConfigError, match="traced cannot run models whose layers have states"):
         AttentionBackend.convolve(TracedAttention(), 0, torch.zeros(1, 1), torch.zeros(1, 1))

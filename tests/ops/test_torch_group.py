@@ -85,7 +85,7 @@ def test_who_is_gone_is_missed(tmp_path: Path) -> None:
 
 def test_who_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
     store = file_store(str(tmp_path / "store"), 2)
-    with pytest.raises(RankLost, match="does not find the others"):
+    with pytest.raises(RankLost, match="cannot reach the other ranks"):
         gloo_group(store, 0, 2, timeout_s=0.3)
 
 

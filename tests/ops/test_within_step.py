@@ -117,5 +117,5 @@ def test_which_backend_serves_encoders() -> None:
     fastest = "torch" if core() is None else "cpu"
     assert make_backend("auto", layout(torch.float32, None)).name == fastest
     assert make_backend("auto", layout(torch.float64, None)).name == "torch"
-    with pytest.raises(ConfigError, match="attention_backend triton is for models that keep"):
+    with pytest.raises(ConfigError, match="attention_backend triton needs a KV cache"):
         make_backend("triton", layout(torch.float32, None))

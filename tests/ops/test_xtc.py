@@ -8,8 +8,8 @@ from quire.ops import native
 from quire.ops.philox import DOMAIN_XTC, uniform_at_reference
 from quire.ops.sampling import Filters, Streams, choose
 from quire.ops.xtc import Xtc, choose_with_xtc
-from tests.ops.test_sampling import random_logits
 from tests.support.kernels import sampling_oracle as oracle
+from tests.support.kernels.sampling_oracle import random_logits
 
 VOCAB = 60
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import tokenizers as tk
@@ -52,13 +51,6 @@ def metaspace(scheme: str) -> tk.Tokenizer:
     return backend
 
 
-def changed(**parts: Any) -> tk.Tokenizer:
-    backend = tiny.byte_level()
-    for name, part in parts.items():
-        setattr(backend, name, part)
-    return backend
-
-
 def demo() -> tk.Tokenizer:
     return tk.Tokenizer.from_file(str(resolve_model("demo").directory / "tokenizer.json"))
 
@@ -67,15 +59,17 @@ def surrounded() -> tk.Tokenizer:
     template = processors.TemplateProcessing(
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", 0), ("<|im_end|>", 1)]
     )
-    return changed(post_processor=template, normalizer=normalizers.NFC())
+    return tiny.byte_level(post_processor=template, normalizer=normalizers.NFC())
 
 
 CUT: dict[str, Callable[[], tk.Tokenizer]] = {
     "demo": demo,
     "byte_level": tiny.byte_level,
-    "prefixed": lambda: changed(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "prefixed": lambda: tiny.byte_level(
+        pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)
+    ),
     "surrounded": surrounded,
-    "digits": lambda: changed(
+    "digits": lambda: tiny.byte_level(
         pre_tokenizer=pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
@@ -100,7 +94,7 @@ WHOLE: dict[str, Callable[[], tk.Tokenizer]] = {
     "words joined": tiny.llama,
     "not merged": tiny.metaspace,
     "wordpiece": tiny.wordpiece,
-    "unknown rule": lambda: changed(
+    "unknown rule": lambda: tiny.byte_level(
         pre_tokenizer=pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(tk.Regex("[a-z ]+"), "isolated"),
@@ -108,10 +102,10 @@ WHOLE: dict[str, Callable[[], tk.Tokenizer]] = {
             ]
         )
     ),
-    "no words": lambda: changed(
+    "no words": lambda: tiny.byte_level(
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ),
-    "digits alone": lambda: changed(
+    "digits alone": lambda: tiny.byte_level(
         pre_tokenizer=pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Digits(True),
@@ -119,7 +113,7 @@ WHOLE: dict[str, Callable[[], tk.Tokenizer]] = {
             ]
         )
     ),
-    "lowercase": lambda: changed(normalizer=normalizers.Strip()),
+    "lowercase": lambda: tiny.byte_level(normalizer=normalizers.Strip()),
     "token of two words": lambda: with_token("two words"),
     "token that takes a blank": lambda: with_token("word", rstrip=True),
     "token with a blank": lambda: with_token(" word"),

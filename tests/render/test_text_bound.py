@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from typing import Any
 
 import pytest
 import tokenizers as tk
@@ -79,13 +78,6 @@ def test_composition_shortens_a_text() -> None:
         assert bound.at_least(text) <= len(backend.encode(text).ids)
 
 
-def _changed(**parts: Any) -> tk.Tokenizer:
-    backend = tiny.byte_level()
-    for name, part in parts.items():
-        setattr(backend, name, part)
-    return backend
-
-
 def test_nothing_is_certain_where_parts_of_a_text_may_vanish() -> None:
     split = pre_tokenizers.Split(" ", "removed")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -97,10 +89,10 @@ def test_nothing_is_certain_where_parts_of_a_text_may_vanish() -> None:
         tiny.metaspace(),  # unknown words of any length are one token
         tiny.wordpiece(),
         tk.Tokenizer(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", fuse_unk=True)),
-        _changed(normalizer=normalizers.Strip()),
-        _changed(normalizer=normalizers.Replace(tk.Regex(" +"), " ")),
-        _changed(pre_tokenizer=pre_tokenizers.Sequence([split, level])),
-        _changed(pre_tokenizer=pre_tokenizers.Whitespace(), decoder=decoders.ByteLevel()),
+        tiny.byte_level(normalizer=normalizers.Strip()),
+        tiny.byte_level(normalizer=normalizers.Replace(tk.Regex(" +"), " ")),
+        tiny.byte_level(pre_tokenizer=pre_tokenizers.Sequence([split, level])),
+        tiny.byte_level(pre_tokenizer=pre_tokenizers.Whitespace(), decoder=decoders.ByteLevel()),
         tk.Tokenizer.from_str(json.dumps(state)),
     ):
         assert text_bound(backend) is None

@@ -194,7 +194,7 @@ def test_auto_is_what_fits_a_small_pool() -> None:
         "kv_cache_memory_bytes": pool, "max_num_seqs": 2,
     }  # fmt: skip
     assert spec.max_position > 72
-    with pytest.raises(OutOfMemory, match="max_model_len=auto takes the longest that fits"):
+    with pytest.raises(OutOfMemory, match="max_model_len=auto uses the longest that fits"):
         build_runner(config_from_flat(**settings), resolve_model(str(folder)))
     for auto in ("auto", -1):
         config = config_from_flat(**settings, max_model_len=auto)
@@ -325,7 +325,7 @@ def test_what_others_have_taken_is_gone(monkeypatch: pytest.MonkeyPatch, caplog:
 
 def test_a_step_that_does_not_fit_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SharedGPU(monkeypatch, 140 * GIB, 124 * GIB)
-    with pytest.raises(OutOfMemory, match=r"8192 tokens.*a GPU.*lower max_num_batched_tokens"):
+    with pytest.raises(OutOfMemory, match=r"8192 tokens.*a GPU.*Lower max_num_batched_tokens"):
         gpu.plan(15 * GIB, 2 * GIB, 0)
 
 

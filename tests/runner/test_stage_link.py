@@ -31,5 +31,5 @@ def test_a_stage_that_is_gone() -> None:
     one.close()
     with pytest.raises(RankLost, match="previous stage has ended"):
         other_link.receive()
-    with pytest.raises(RankLost, match="next stage is gone"):
+    with pytest.raises(RankLost, match="next stage has ended"):
         other_link.send(torch.zeros(2, 8))

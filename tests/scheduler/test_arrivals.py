@@ -8,9 +8,9 @@ from quire.base.messages import Append
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.core.sequence import State
-from tests.scheduler.test_policies import add, scheduler_of, step
 from tests.scheduler.test_table_4_1 import counters, open_prompt
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
@@ -110,4 +110,4 @@ def test_what_cannot_come_in_pieces_is_refused() -> None:
     for more in ({"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1}):
         request = make_request("a", [1, 2, 3], max_tokens=9, **more)
         refusal = scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0).refusal
-        assert isinstance(refusal, RequestError) and "pieces" in str(refusal)
+        assert isinstance(refusal, RequestError) and "open prompt" in str(refusal)

@@ -1,9 +1,11 @@
 """Where the names of a request's blocks begin."""
 
 import numpy as np
+import pytest
 
 from quire.kv.digest import extend_digests
-from quire.scheduler.core.names import Prefix, digest_blocks
+from quire.scheduler.core.names import Digester, Prefix
+from quire.scheduler.policy.policies import make_block_hash
 from tests.scheduler.test_step_results import scheduler_of, step
 from tests.support.scheduler.fake_device import make_request
 
@@ -30,8 +32,25 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     wanted: list[bytes] = []
     extend_digests(wanted, b"root", tokens, 4, 1)
     own, sequence.digests[1:] = list(sequence.digests), []
-    digest_blocks([sequence, prefix], 4, [2, 1])
+    Digester()([sequence, prefix], 4, [2, 1])
     assert prefix.digests == wanted and sequence.digests == own
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_blocks_are_named_with_the_chosen_hash(num: int) -> None:
+    """Alone, and together with another row."""
+    block_hash = make_block_hash("blake2b")
+    scheduler = scheduler_of()
+    scheduler.memory.names.digester = Digester(block_hash)
+    for i in range(num):
+        scheduler.add(make_request(f"{i}", list(range(10 * i, 10 * i + 7)), max_tokens=4), 0.0)
+    step(scheduler, 5)
+    step(scheduler, 5)  # fills the second block of each
+    for sequence in scheduler.lifecycle.sequences.values():
+        wanted: list[bytes] = []
+        extend_digests(wanted, sequence.root, sequence.known_tokens, 4, 2, block_hash)
+        assert sequence.digests == wanted
+        assert all(scheduler.memory.kv.is_cached(0, name) for name in wanted)
 
 
 def test_names_are_recorded_once_with_whose_they_are() -> None:

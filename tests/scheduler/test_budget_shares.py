@@ -6,7 +6,7 @@ from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.test_policies import add, scheduler_of, step
+from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])

@@ -14,8 +14,8 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_policies import BLOCK, add, answer, scheduler_of, step
 from tests.support.scheduler.events import listen
+from tests.support.scheduler.plain_scheduler import BLOCK, add, answer, scheduler_of, step
 
 
 def guess(scheduler: Scheduler, name: str, num: int, known: int | None = None) -> None:

@@ -46,6 +46,7 @@ class LastPrompt(HitSource, Extension):
         num = sequence.num_prompt_tokens // SIZE * SIZE
         blocks = self._kv.fork(sequence.blocks)
         self._kv.truncate(blocks, num)
+        self._kv.set_evictable(blocks, True)
         self.entries.append((sequence.known_tokens[:num].tobytes(), blocks))
 
     def find(self, sequence: Sequence, best: KVBlocks | None) -> KVBlocks | None:
@@ -55,9 +56,6 @@ class LastPrompt(HitSource, Extension):
         if not is_longer or sequence.known_tokens[:-1].tobytes()[: len(tokens)] != tokens:
             return best
         return KVBlocks(num, tuple(t.blocks[: num // SIZE] for t in blocks.tables), is_in_use=True)
-
-    def evictable(self, spared: Sequence | None) -> list[SequenceBlocks]:
-        return [blocks for _, blocks in self.entries]
 
     def evict_one(self, spared: Sequence | None) -> bool:
         if not self.entries:

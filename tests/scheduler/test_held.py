@@ -11,8 +11,10 @@ from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Re
 from quire.base.plan import MoveKind
 from quire.scheduler.reuse.held import Held
 from quire.scheduler.views import HeldView
-from tests.scheduler.test_pins import FULL, MAX_LEN, WINDOW, Bench, copies
+from tests.scheduler.test_pins import copies
+from tests.support.calls import counted_calls
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request
+from tests.support.scheduler.pinning_core import FULL, MAX_LEN, WINDOW, Bench
 
 STATES = CacheGroup(STATE, (2,), state_size=8)
 PROMPT = list(range(10))  # with 6 output tokens: 15 computed, the fourth block is not full
@@ -172,6 +174,17 @@ def test_the_one_that_nobody_went_on_from_gives_way_first() -> None:
     bench.let_go()
 
 
+def test_branches_give_way_last_and_the_one_of_the_request_at_hand_after_the_others() -> None:
+    bench = HeldBench(caching=False, max_num_seqs=1)
+    held, holds = bench.keep(), bench.scheduler.retained
+    first, second = [bench.fork(held, at).request_id for at in (15, 14)]
+    spared = bench.sequence(first)
+    for left in ([first, second], [first], []):
+        assert holds.evict_one(spared) and list(holds.branches) == left
+    assert held.blocks is None and bench.num_used == [0]
+    assert not holds.evict_one(spared)
+
+
 def test_full_blocks_that_gave_way_are_found_by_name() -> None:
     bench = HeldBench()
     held = bench.keep()
@@ -285,7 +298,10 @@ def test_a_branch_that_cannot_be_used_counts_for_nothing_in_what_a_fork_lacks() 
     for at, num_lacking in ((25, 1), (12, 12)):
         request = bench.fork(held, at)
         sequence = bench.sequence(request.request_id)
-        assert bench.scheduler.progress.remaining(sequence) == num_lacking
+        remaining = bench.scheduler.progress.remaining
+        assert remaining(sequence) == num_lacking
+        bench.add(f"beside {at}", [45, 46, 47])
+        assert remaining(bench.sequence(f"beside {at}")) == 3, "it has no branch"
         bench.finish()
     bench.let_go()
 
@@ -340,6 +356,27 @@ def test_who_fails_takes_the_blocks_along_that_it_went_on_from() -> None:
     bench.finish()
     bench.assert_right(request)
     bench.let_go()
+
+
+def test_a_fork_may_fail_when_what_it_continues_is_let_go() -> None:
+    bench = HeldBench()
+    held = bench.keep()
+    bench.device.curses[77] = Curse(15, raises=True)
+    bad = bench.fork(held, 16, seed=77)
+    bench.core.control(Hold("a", 0.0))
+    bench.finish()
+    assert bench.reason[bad.request_id] == "error" and bench.num_used == [0]
+
+
+def test_a_fork_shares_with_what_it_continues_and_not_with_a_pin_of_the_same_tokens() -> None:
+    bench = HeldBench(caching=False)
+    bench.pin("pin", PROMPT[:8])
+    held = bench.keep(prompt=PROMPT[:8])
+    bench.fork(held, 8, added=(7,))
+    [fork] = bench.scheduler.lifecycle.sequences.values()
+    bench.step()
+    assert fork.report is not None and (fork.report.held, fork.report.pinned) == (8, 0)
+    bench.finish()
 
 
 def test_who_fails_takes_the_blocks_of_all_generations_along() -> None:
@@ -509,3 +546,36 @@ def test_rewinding_to_before_a_window_cuts_no_group() -> None:
     bench.finish()
     bench.assert_right(request)
     bench.let_go()
+
+
+def test_room_that_what_is_held_would_make_is_exact() -> None:
+    """Blocks that a running sequence shares make none; those of two branches do."""
+    bench = HeldBench(num_blocks=40, caching=False)
+    memory, held = bench.scheduler.memory, bench.keep()
+    assert held.blocks is not None and bench.kv.num_evictable() == [4]
+    bench.fork(held, 12, keep_s=50.0)
+    assert bench.kv.num_evictable() == [4], "the fork's branch may be evicted, too"
+    bench.step()
+    assert bench.kv.num_evictable() == [2], "two full blocks are shared with a row"
+    assert bench.kv.num_evictable([held.blocks.tables[0].blocks]) == [0]
+    bench.finish()
+    num_used = bench.num_used[0]
+    assert bench.kv.num_evictable() == [num_used] and num_used > 4
+    assert memory.could_fit([40]) and not memory.could_fit([41])
+    bench.core.control(Rewind("a", 0, 5))
+    assert bench.kv.num_evictable() == [num_used - 2] == bench.num_used
+    bench.scheduler.check_invariants()
+    bench.let_go()
+    assert bench.kv.num_evictable() == [0]
+
+
+def test_the_question_whether_all_could_fit_costs_the_same_however_much_is_held() -> None:
+    found: list[int] = []
+    for num_held in (2, 40):
+        bench = HeldBench(num_blocks=200, caching=False)
+        for i in range(num_held):
+            bench.keep(f"{i}")
+        with counted_calls() as calls:
+            assert bench.scheduler.memory.could_fit([200])
+        found.append(calls.total())
+    assert found[0] == found[1] < 40

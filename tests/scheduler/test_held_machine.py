@@ -110,7 +110,7 @@ class HeldRules(SchedulerMachine):
         assert not self.scheduler.retained.branches, "of requests that have ended"
         for one in self.core.held():
             self.core.control(Hold(one.id, 0.0))
-        assert not self.scheduler.retained.evictable(None)
+        assert not self.scheduler.retained.tables()
 
 
 class HeldMachine(HeldRules):

@@ -10,7 +10,7 @@ from quire.base.cache_group import STATE, CacheGroup
 from quire.base.live import CACHED, HELD, NOBODY, PINNED, REASONS, USED
 from quire.base.messages import Append
 from quire.kv.manager import SequenceBlocks
-from tests.scheduler.test_pins import FULL, WINDOW, Bench
+from tests.support.scheduler.pinning_core import FULL, WINDOW, Bench
 from tests.support.scheduler.watched_scheduler import blocks_of, random_run, told_blocks
 
 STATES = CacheGroup(STATE, (2,), state_size=8)

@@ -12,9 +12,9 @@ from quire.kv.table import Appended
 from quire.scheduler.core.memory import Memory, Needs
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_policies import answer
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.plain_scheduler import answer
 
 FULL, WINDOW = CacheGroup("full", (0,), 1, 8), CacheGroup("window", (1,), 1, 8, window=6)
 ALSO_FULL = CacheGroup("full", (1,), 1, 8)

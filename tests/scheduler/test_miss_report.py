@@ -12,6 +12,8 @@ from quire.base.prefix import PrefixReport
 from quire.engine.observability.prefix_words import as_data, shown_to
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.names import Digester
+from quire.scheduler.policy.policies import make_block_hash
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
 from tests.support.scheduler.fake_device import make_request
@@ -21,10 +23,12 @@ FULL = CacheGroup("full", (0,), 1, 8)
 TEXT = [int(n) for n in np.random.default_rng(5).integers(0, 1000, 60)]
 
 
-def scheduler_of(num_blocks: int = 40, **settings: object) -> Scheduler:
+def scheduler_of(num_blocks: int = 40, hashed: str = "sha256", **settings: object) -> Scheduler:
     kv = KVManager([FULL], [num_blocks], BLOCK, block_bytes=[1000], **settings)  # type: ignore[arg-type]
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
-    return Scheduler(Memory(kv, config.max_num_batched_tokens or 0), config, 128)
+    digester = Digester(make_block_hash(hashed))
+    memory = Memory(kv, config.max_num_batched_tokens or 0, digester=digester)
+    return Scheduler(memory, config, 128)
 
 
 def add(scheduler: Scheduler, name: str, prompt: list[int], now: float, **more: object) -> None:
@@ -129,8 +133,9 @@ def test_one_that_was_aborted_before_it_was_computed_is_not_taken_for_evicted() 
     assert report == PrefixReport(device=32, miss="new")
 
 
-def test_salts_are_told_only_if_they_would_have_helped() -> None:
-    scheduler = scheduler_of()
+@pytest.mark.parametrize("hashed", ["sha256", "blake2b"])
+def test_salts_are_told_only_if_they_would_have_helped(hashed: str) -> None:
+    scheduler = scheduler_of(hashed=hashed)
     ask(scheduler, "a", TEXT[:20], salt="mine")
     report = ask(scheduler, "b", TEXT[:30], salt="yours")
     assert (report.miss, report.num_other_tokens) == ("salt", 20)

@@ -14,10 +14,10 @@ from quire.kv.manager import KVManager
 from quire.scheduler.reuse import offers as offers_file
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.reuse.stores import WAIT_S
-from tests.scheduler.test_pins import FULL
 from tests.scheduler.test_stores import OTHER, PROMPT, Lab, all_names, stores_of, wanted
 from tests.support.scheduler.fake_device import CursedStep
 from tests.support.scheduler.fake_stores import BLOCK
+from tests.support.scheduler.pinning_core import FULL
 
 NUM = len(PROMPT) // BLOCK
 KEEPS, WAITS = KVTransfer(keeps=True), KVTransfer(waits=True)

@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Unpin
-from tests.scheduler.test_pins import PREFIX, Bench
+from tests.support.scheduler.pinning_core import PREFIX, Bench
 
 
 def test_a_tenant_pins_no_more_than_its_share() -> None:
@@ -15,16 +15,16 @@ def test_a_tenant_pins_no_more_than_its_share() -> None:
     bench.pin("other", list(range(40)), tenant="b", pin_share=1 / 3)  # 10 blocks
     bench.pin("mine", list(range(36)), tenant="a", pin_share=1 / 3)  # 9
     with pytest.raises(
-        RequestError, match=r"your key pins to 11 KV blocks, .* is 10 of 60; remove"
+        RequestError, match=r"your key's pinned KV blocks to 11, .* is 10 of 60. Remove"
     ):
         bench.pin("large", PREFIX[:5], tenant="a", pin_share=1 / 3)
     bench.pin("small", PREFIX[:4], tenant="a", pin_share=1 / 3)
-    with pytest.raises(RequestError, match="your key pins to 11 KV blocks"):
+    with pytest.raises(RequestError, match="your key's pinned KV blocks to 11"):
         bench.pin("one more", [49], tenant="a", pin_share=1 / 3)
     bench.core.control(Unpin("mine", "a"))
     bench.pin("again", list(range(30, 50)), tenant="a", pin_share=1 / 3)
     assert list(bench.pins) == ["other", "small", "again"]
-    with pytest.raises(RequestError, match="and half of them may be"):
+    with pytest.raises(RequestError, match="and the limit is half of them"):
         bench.pin("all", 2 * PREFIX + 39 * [7], tenant="operator")
 
 
@@ -39,5 +39,5 @@ def test_a_tenant_pins_its_share_of_how_many_there_may_be(monkeypatch: Any) -> N
     bench.pin("b", [7], tenant="b", pin_share=0.05)
     with pytest.raises(RequestError, match="1 prefixes are pinned by your key"):
         bench.pin("b2", [8], tenant="b", pin_share=0.05)
-    with pytest.raises(RequestError, match=r"in \(0, 1\], got 0.0"):
+    with pytest.raises(RequestError, match=r"above 0 and at most 1, got 0.0"):
         bench.pin("c", [8], tenant="c", pin_share=0.0)

@@ -7,8 +7,8 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Append, ResetPrefixCache, Unpin
 from quire.scheduler.reuse.pins import MOST_PINS
-from tests.scheduler.test_pins import BLOCK, ENDING, PREFIX, Bench, num_unpinned
 from tests.support.scheduler.fake_device import GARBAGE, make_request
+from tests.support.scheduler.pinning_core import BLOCK, ENDING, PREFIX, Bench, num_unpinned
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

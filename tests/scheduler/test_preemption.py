@@ -15,9 +15,9 @@ from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_pins import MAX_LEN, PREFIX, Bench
-from tests.scheduler.test_policies import add, step
 from tests.support.scheduler.fake_device import expected_tokens
+from tests.support.scheduler.pinning_core import MAX_LEN, PREFIX, Bench
+from tests.support.scheduler.plain_scheduler import add, step
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
         reserved=[0],
         rates=None,
     )
-    rows = SimpleNamespace(is_trying=lambda member: is_trying)
-    member = SimpleNamespace(group=None, samples=True, blocks=None)
+    member, other = [SimpleNamespace(group=None, samples=True, blocks=None) for _ in range(2)]
+    rows = SimpleNamespace(is_trying=lambda one: is_trying and one is member)
     preemption = Preemption(rows, memory, None, "swap")  # type: ignore[arg-type]
-    assert preemption._may_be_swapped([member]) is may_be  # type: ignore[list-item]
+    assert preemption._may_be_swapped([other, member]) is may_be  # type: ignore[list-item]
 
 
 def test_copies_on_write_of_one_plan_are_undone_from_the_last_to_the_first() -> None:
@@ -107,3 +107,16 @@ def test_another_rule_of_who_gives_way(mode: str, place: int, monkeypatch) -> No
     assert bench.num_preempted > 0
     for request in requests:
         assert bench.output[request.request_id][0] == expected_tokens(request, MAX_LEN)
+
+
+def test_tables_that_are_swapped_out_end_behind_what_was_computed() -> None:
+    """Also where the last tokens were written into a block that the row had."""
+    bench = Bench(preemption_mode="swap")
+    bench.add("a", PREFIX[:9])
+    for _ in range(3):
+        bench.step()
+    sequence = bench.sequence("a")
+    assert sequence.num_computed_tokens == 11 and sequence.blocks.num_tokens < 11
+    bench.scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+    assert sequence.host_blocks is not None
+    assert sequence.host_blocks.num_tokens == sequence.num_swapped_tokens == 11

@@ -1,10 +1,13 @@
 """Which of several hits a sequence begins with: sources are asked in their order."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from quire.kv.manager import KVBlocks
+from quire.base.messages import MeasuredRates
+from quire.kv.manager import LOAD, KVBlocks
+from quire.scheduler.core.names import loading_is_cheaper
 from quire.scheduler.reuse.held import Branch
 from tests.scheduler.test_step_results import scheduler_of
 from tests.support.scheduler.fake_device import make_request
@@ -44,3 +47,19 @@ def test_nobody_is_asked_who_has_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     scheduler.add(make_request("r", list(range(20))), 0.0)
     assert scheduler.schedule(0.0).plan is not None
     assert scheduler.memory.num_found_tokens(scheduler.lifecycle.sequences["r"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("copy_bytes_per_s", "tokens_per_s", "is_cheaper"),
+    [(1000, 40, False), (1001, 40, True), (1000, 39, True), (0, 40, True), (1000, 0, True)],
+)
+def test_blocks_are_loaded_if_that_takes_less_time_than_computing_their_tokens(
+    copy_bytes_per_s: float, tokens_per_s: float, is_cheaper: bool
+) -> None:
+    """Twelve tokens are on the device. To load two blocks of 100 bytes takes 0.2 s, and to compute
+    their 8 tokens as long."""
+    near = KVBlocks(12, ([0, 1, 2],))
+    hit = KVBlocks(20, ([0, 1, 2, LOAD, LOAD],), ({3: 5, 4: 6},))
+    rates = MeasuredRates(tokens_per_s, copy_bytes_per_s)
+    kv = SimpleNamespace(block_bytes=[100])
+    assert loading_is_cheaper(kv, hit, near, rates) is is_cheaper  # type: ignore[arg-type]

@@ -444,6 +444,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             self.plan()
             self.deliver()
+        self.deliver()  # the end of a request that never got a row
         assert not self.scheduler.has_work, "a request starves"
         for name in self.pins:
             self._unpin(name)

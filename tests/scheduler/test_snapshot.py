@@ -19,7 +19,7 @@ from quire.kv.pool import BlockPool
 from quire.scheduler import snapshot
 from quire.scheduler.beams import Beam
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.names import digest_blocks
+from quire.scheduler.core.names import Digester
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import (
@@ -108,15 +108,15 @@ def test_what_a_run_brings_itself_is_left_out() -> None:
     scheduler = Scheduler(Memory(kv, 8), config, 40)
     copy = written(scheduler, omit=OMITTED)
     assert "digester" not in vars(copy.memory.names) and "events" not in vars(copy.lifecycle)
-    copy.continue_with(digest_blocks)
-    assert copy.memory.names.digester is digest_blocks
+    copy.continue_with(digester := Digester())
+    assert copy.memory.names.digester is digester
     assert copy.add(make_request("r", [1, 2, 3], max_tokens=2), 0.0).events
     assert written(holder(make=Fifo)).make is Fifo
 
 
 def test_what_cannot_be_kept_is_named() -> None:
     for value in (lambda: None, print, object(), open):
-        with pytest.raises(EngineError, match=r"cannot be kept"):
+        with pytest.raises(EngineError, match=r"cannot be saved"):
             dump(holder(thing=value))
     with pytest.raises(EngineError, match="'thing'"):
         dump(holder(thing=[lambda: None]))
@@ -153,7 +153,7 @@ def test_damaged_and_hostile_data_is_refused(entry: object) -> None:
 def test_vocabulary_by_itself() -> None:
     group = CacheGroup("window", (0, 1), 2, 8, window=5)
     assert decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encode(group)))) == group
-    with pytest.raises(EngineError, match="cannot be kept"):
+    with pytest.raises(EngineError, match="cannot be saved"):
         encode(object())
 
 
@@ -164,7 +164,7 @@ class Restored:
     def replace(self, times: int) -> None:
         for _ in range(times):
             self.scheduler = written(self.scheduler, omit=OMITTED)
-            self.scheduler.continue_with(digest_blocks)
+            self.scheduler.continue_with(Digester())
         self.kv, self.stores.scheduler = self.scheduler.memory.kv, self.scheduler
         self.core.scheduler = self.core.doors = self.scheduler
         in_flight = self.scheduler.planner.in_flight  # whose masks are made of their sequences
@@ -199,7 +199,7 @@ def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: 
 
 def test_a_class_that_bears_a_name_of_ours_is_not_taken_for_it() -> None:
     """Such as a plugin's policy: it is refused at once, not when somebody writes it."""
-    with pytest.raises(EngineError, match="cannot be kept"):
+    with pytest.raises(EngineError, match="cannot be saved"):
         dump([type("Queued", (), {})()])
 
 

@@ -8,8 +8,8 @@ from quire.base.plan import Plan
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.test_policies import add, answer, scheduler_of, step
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
+from tests.support.scheduler.plain_scheduler import add, answer, scheduler_of, step
 from tests.support.scheduler.staged_device import EarlierStage, Stage, StagedExecutor
 from tests.support.scheduler.state_machines import FEW, run_machine
 

@@ -14,8 +14,8 @@ from quire.base.events import Admitted
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_policies import answer
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.plain_scheduler import answer
 
 FULL, STATES = CacheGroup("full", (0,), 1, 8), CacheGroup("state", (1,), state_size=8)
 SIZE, NUM_TALKS = 4, 8

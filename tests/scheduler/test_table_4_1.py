@@ -14,11 +14,11 @@ from quire.base.messages import Append, Draft, Drafted, MeasuredRates
 from quire.base.plan import StepResult
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.test_policies import add, answer, scheduler_of, step
 from tests.scheduler.test_stores import Lab
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.fake_stores import BLOCK
+from tests.support.scheduler.plain_scheduler import add, answer, scheduler_of, step
 
 
 def counters(scheduler: Scheduler, name: str) -> str:

@@ -7,8 +7,8 @@ from quire.base.messages import Abort
 from quire.scheduler.core.queue import Fifo, MakePolicy, Tenants
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.test_policies import add, scheduler_of, step
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 @pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])

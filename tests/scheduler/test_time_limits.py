@@ -2,8 +2,8 @@
 
 from quire.base.messages import MeasuredRates
 from quire.scheduler.core.queue import Fifo
-from tests.scheduler.test_policies import add, answer, scheduler_of, step
 from tests.support.engine.updates import error_of
+from tests.support.scheduler.plain_scheduler import add, answer, scheduler_of, step
 
 
 def test_late_requests_end_with_an_error_and_free_their_blocks() -> None:

@@ -4,7 +4,8 @@ import pytest
 
 from quire.scheduler.policy import two_level
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.test_policies import add, firsts, scheduler_of, step
+from tests.scheduler.test_policies import firsts
+from tests.support.scheduler.plain_scheduler import add, scheduler_of, step
 
 
 def test_a_batch_is_served_before_the_next_one_moves_in(monkeypatch: pytest.MonkeyPatch) -> None:

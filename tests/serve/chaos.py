@@ -150,7 +150,7 @@ class Chaos:
             found = await Asker(self.server.url, self._expected).ask(case, rng)
             self._counts["left" if found is None else f"ok {case.kind}"] += 1
         except Cut as error:
-            is_busy = "wait already" in str(error)
+            is_busy = "are waiting already" in str(error)
             self._counts["busy" if is_busy else "cut"] += 1
             if is_busy and case.kind != "pieces":  # which are sent slowly
                 self._note("refusal", began)
@@ -278,7 +278,7 @@ class Chaos:
         if status != 0:
             self.wrong.append(f"the server ended with status {status}")
         if any(map(is_running, family)):
-            self.wrong.append("a process is left behind")
+            self.wrong.append("a process is abandoned")
         for home in self._folder.glob("quire-*"):  # of supervisors that were killed: not that young
             for path in (home / "core.sock", home):
                 os.utime(path, (0, 0))
@@ -287,7 +287,7 @@ class Chaos:
         left += [path.name for path in (self._folder / "blocks").rglob("tmp/*")]
         left += sorted(set(os.listdir("/dev/shm")) - shared)
         if left:
-            self.wrong.append(f"left behind: {left}")
+            self.wrong.append(f"abandoned: {left}")
         odd = [line for line in server.lines if re.search(r"Traceback|leaked|orphan", line)]
         self.wrong += odd
 

@@ -154,7 +154,7 @@ def test_errors(llm: AsyncLLM) -> None:
             await story.append([1] * 300)
             with pytest.raises(RequestError, match="max_model_len"):
                 await last(story.generate(params()))
-            with pytest.raises(RequestError, match="fork()"):
+            with pytest.raises(RequestError, match="call fork"):
                 await last(story.generate(SamplingParams(n=2)))
 
     run(llm, program)

@@ -62,6 +62,14 @@ def test_other_salts_and_weights_find_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, PROMPTS[:1], **other)[1] == [36]
 
 
+def test_another_hash_finds_nothing(tmp_path: Path, wanted: Found) -> None:
+    run(tmp_path, PROMPTS[:1])
+    hashed = {"prefix_caching_hash_algo": "blake2b"}
+    assert run(tmp_path, PROMPTS[:1], **hashed) == (wanted[:1], [0])
+    assert run(tmp_path, PROMPTS[:1], **hashed)[1] == [36]
+    assert run(tmp_path, PROMPTS[:1], prefix_caching_hash_algo="sha256_cbor")[1] == [36]
+
+
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "swap", "remove"])
 def test_damaged_files_are_misses(harm: str, tmp_path: Path, wanted: Found) -> None:
     numbers = random.Random(1)
@@ -125,9 +133,9 @@ def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None
 
 
 def test_impossible_settings_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="of no use without prefix caching"):
+    with pytest.raises(ConfigError, match="has no effect without prefix caching"):
         run(tmp_path, [], enable_prefix_caching=False)
-    with pytest.raises(ConfigError, match="reference keeps its blocks to itself"):
+    with pytest.raises(ConfigError, match="reference does not share its blocks"):
         run(tmp_path, [], attention_backend="reference")
     with pytest.raises(ConfigError, match="there is no KV store 'nowhere'"):
         run(None, [], kv_store="nowhere:there")

@@ -277,8 +277,8 @@ def test_configs_that_are_refused(family: str, changes: dict[str, Any], words: s
         ({"long_prefill_token_threshold": 8}, "long_prefill_token_threshold cuts prompts"),
         ({"kv_cache_dtype": "int8"}, "keeps no keys and values"),
         ({"runner": "generate"}, "runner is generate, but the tokens of this model see each"),
-        ({"attention_backend": "triton"}, "attention_backend triton is for models that keep"),
-        ({"kv_disk_dir": "/nowhere"}, "finds none in a store"),
+        ({"attention_backend": "triton"}, "attention_backend triton needs a KV cache"),
+        ({"kv_disk_dir": "/nowhere"}, "cannot use blocks from a store"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config needs a model that"),
     ],
 )
@@ -289,7 +289,9 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], words: str) -> No
 
 def test_classes_of_tokens_are_not_served() -> None:
     folder = changed(encoder_checkpoint("bert"), architectures=["BertForTokenClassification"])
-    with pytest.raises(ConfigError, match="answers for each token, which quire does not serve"):
+    with pytest.raises(
+        ConfigError, match="returns a result for each token, which quire does not support"
+    ):
         open_llm(folder)
     with open_llm(folder, runner="pooling") as llm:
         assert len(pooled(llm, IDS)) == len(IDS)
@@ -300,7 +302,7 @@ def test_it_does_not_generate_and_takes_prompts_up_to_its_length() -> None:
         assert llm.engine.client.max_model_len == MAX_LEN
         with pytest.raises(RequestError, match="this engine returns embeddings"):
             llm.generate("a", use_tqdm=False)
-        with pytest.raises(RequestError, match="has 97 tokens; at least 1 and at most max_mod"):
+        with pytest.raises(RequestError, match="has 97 tokens; the range is 1 to max_mod"):
             pooled(llm, [[5] * (MAX_LEN + 1)])
         with pytest.raises(RequestError, match="is not in the vocabulary"):
             pooled(llm, [[5 + (1 << 30)]])

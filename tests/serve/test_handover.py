@@ -411,17 +411,20 @@ def test_groups_and_chunks_and_cancelled_requests(shm: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"kv_transfer_config": CONSUMER}, "needs a store that both engines reach"),
+        ({"kv_transfer_config": CONSUMER}, "needs a store that both engines can reach"),
         ({"kv_transfer_config": {"kv_role": "boss"}}, "kv_role .* must be one of kv_producer"),
         ({"kv_transfer_config": {"kv_connector": "Unknown"}}, "is not supported: quire moves"),
         ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "--kv-host-gb"),
         ({"kv_transfer_config": {"kv_connector": "SharedStorageConnector"}}, "shared_storage_path"),
         ({"kv_transfer_config": "{"}, "kv_transfer_config must be JSON"),
         ({"kv_eager": True}, "kv_eager needs a store"),
-        ({"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER}, "gives none"),
+        (
+            {"kv_store": "shm:x", "kv_eager": True, "kv_transfer_config": CONSUMER},
+            "stores no blocks",
+        ),
         ({"kv_store": "shm:../x"}, "takes a name of letters"),
-        ({"kv_store": "peer://10.1.2.3:7400"}, "set the environment variable QUIRE_KV_SECRET"),
-        ({"kv_store": "serve://localhost:0"}, "set the environment variable QUIRE_KV_SECRET"),
+        ({"kv_store": "peer://10.1.2.3:7400"}, "Set the environment variable QUIRE_KV_SECRET"),
+        ({"kv_store": "serve://localhost:0"}, "Set the environment variable QUIRE_KV_SECRET"),
         ({"kv_store": "peer://nowhere"}, "takes HOST:PORT"),
     ],
 )

@@ -226,7 +226,7 @@ def test_ids_follow_their_text() -> None:
 
 @pytest.mark.parametrize("what", [object(), Adding, 5])
 def test_what_is_no_hook(what: Any) -> None:
-    with pytest.raises(ConfigError, match="is no hook: it must be an object with one of the"):
+    with pytest.raises(ConfigError, match="is not a hook: it must be an object with one of the"):
         Hooks([what])
 
 

@@ -73,7 +73,7 @@ def test_a_core_that_hangs_at_rest_is_replaced_and_time_limits_hold_meanwhile() 
         assert time.monotonic() - began < 5
         server.wait_for_line("makes no progress")
         assert time.monotonic() - began < 25
-        server.wait_for_line("engine ended by itself")
+        server.wait_for_line("engine ended unexpectedly")
         wait_until(lambda: server.get("/health") == 200, "a new one is there")
         assert client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=2)
         assert server.stop() == 0
@@ -85,7 +85,7 @@ def test_the_end_of_a_server_whose_core_hangs_is_bounded_and_an_error() -> None:
         kill(server.core, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 1
-        assert lines_with(server, "the engine does not end; it is killed")
+        assert lines_with(server, "the engine does not stop; killing it")
 
 
 def test_a_core_that_dies_while_the_server_drains_is_an_error() -> None:
@@ -112,7 +112,7 @@ def test_a_dead_api_process_is_replaced_and_the_streams_of_the_other_go_on() -> 
         if others:
             assert ends.count(400) >= 1, f"streams of the process that lives ended: {ends}"
         assert set(ends) <= {400, None}
-        server.wait_for_line("API process . ended by itself")
+        server.wait_for_line("API process . ended unexpectedly")
         assert server.process.poll() is None
         wait_until(lambda: server.metric("quire:num_requests_running") == 0, "rows are free")
         for _ in range(4):

@@ -187,7 +187,7 @@ def test_a_hook_that_hangs(hooked: Any) -> None:
 
 
 def test_an_llm_with_what_is_no_hook() -> None:
-    with pytest.raises(ConfigError, match="is no hook"):
+    with pytest.raises(ConfigError, match="is not a hook"):
         LLM("demo", hooks=[object()])
 
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_pinned_is_told() -> None:
     pool = pool_bytes(checkpoint("llama"), 18, 4, 4)
     with open_llm("llama", kv_cache_memory_bytes=pool) as llm:
         for prompt, ttl_s, message in [
-            (PREFIX * 2, 0.0, "11 of 18 KV blocks, and half"),
+            (PREFIX * 2, 0.0, "11 of 18 KV blocks, and the limit is half"),
             (PREFIX * 3, 0.0, "max_model_len - 1 = 63"),
             ([97], 0.0, "token id 97 is not in the vocabulary"),
             ([], 0.0, "non-empty"),
@@ -284,7 +284,7 @@ def test_a_file_of_json(tmp_path: Path, is_list: bool, name: str) -> None:
         (".", None, r"cannot be read \(Is a directory\)"),
         ("a.txt", b"\xff\xfe", "can't decode byte 0xff.* Give a text in UTF-8"),
         ("a.txt", b"", "a.txt', prefix 0: the prompt is empty"),
-        ("a.json", b"[", "a.json' is no list of prefixes: Input data was truncated"),
+        ("a.json", b"[", "a.json' is not a list of prefixes: Input data was truncated"),
         ("a.json", b"5", "Expected `object | array`, got `int`"),
         ("a.json", b"[]", "a.json' holds no prefix"),
         ("a.json", b'{"prompt": "a", "ttl": 5}', "unknown field `ttl`"),
@@ -296,7 +296,11 @@ def test_a_file_of_json(tmp_path: Path, is_list: bool, name: str) -> None:
         ("a.json", b'{"prompt": "a", "tools": [{}]}', "tools and chat_template_kwargs apply to"),
         ("a.json", b'{"prompt": [99999]}', "token id 99999 is not in the vocabulary"),
         ("a.json", b'{"prompt": "a", "ttl_s": -1}', "ttl_s must be a number of seconds"),
-        ("a.json", json.dumps({"prompt": [5] * 2000}).encode(), "125 of 170 KV blocks, and half"),
+        (
+            "a.json",
+            json.dumps({"prompt": [5] * 2000}).encode(),
+            "125 of 170 KV blocks, and the limit is half",
+        ),
         ("a.json", json.dumps({"prompt": [5] * 3000}).encode(), "max_model_len - 1 = 2047"),
     ],
 )

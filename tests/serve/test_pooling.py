@@ -240,7 +240,7 @@ def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
 
 def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
     with open_llm(pooling_checkpoint("generate")) as llm:
-        with pytest.raises(RequestError, match="generates text, and returns no embeddings"):
+        with pytest.raises(RequestError, match="generates text: it gives no embeddings"):
             llm.embed("a", use_tqdm=False)
         assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     with open_llm(pooling_checkpoint("embed")) as llm:
@@ -277,7 +277,7 @@ def test_prompts_up_to_the_whole_length_and_cut_ones() -> None:
             assert found.prompt_token_ids == kept
             assert (found.outputs.embedding == wanted.tolist()) == (side == "right")
         assert llm.embed([whole], use_tqdm=False)[0].prompt_token_ids == IDS[2][:32]
-        with pytest.raises(RequestError, match="has 33 tokens; at least 1 and at most max_mod"):
+        with pytest.raises(RequestError, match="has 33 tokens; the range is 1 to max_mod"):
             embed(llm, [IDS[2][:33]])
         with pytest.raises(RequestError, match="at most max_model_len = 32, or -1"):
             embed(llm, IDS, PoolingParams(truncate_prompt_tokens=33))

@@ -83,7 +83,7 @@ def test_options_are_those_of_the_config() -> None:
 
 @pytest.mark.parametrize("name", ["port", "api_server_count", "files_dir", "usage_log"])
 def test_what_ray_does_is_no_setting(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} means nothing in a replica"):
+    with pytest.raises(ConfigError, match=f"{name} has no effect in a Ray Serve replica"):
         QuireServer("demo", **{name: 1})
 
 

@@ -401,7 +401,7 @@ def test_logprobs_of_a_prompt_by_name(settings: dict[str, Any]) -> None:
 
 def test_rows_for_other_tokens_than_the_prompt_has(ids_llm: LLM) -> None:
     params = SamplingParams(prompt_logprob_token_ids=[[1], [2]], prompt_logprob_start=1)
-    with pytest.raises(RequestError, match="has 2 lists, but behind prompt_logprob_start=1 the"):
+    with pytest.raises(RequestError, match="has 2 lists, but from prompt_logprob_start=1 the"):
         ids_llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     wrong = SamplingParams(prompt_logprob_token_ids=[[1], [97]])
     with pytest.raises(RequestError, match="token ids below 97, got 97"):
@@ -552,7 +552,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("min_tokens", -1, "at least 0"),
     ("min_tokens", 17, "at most max_tokens=16"),
     ("logprobs", -2, "None, -1"),
-    ("logprobs", 21, "more than max_logprobs=20; ask for fewer or raise max_logprobs"),
+    ("logprobs", 21, "more than max_logprobs=20; request fewer or raise max_logprobs"),
     ("logprobs", -1, "more than max_logprobs=20"),
     ("prompt_logprobs", 21, "prompt_logprobs=21 is more than max_logprobs=20"),
     ("stop", "", "non-empty strings"),

@@ -96,10 +96,10 @@ def test_errors(llm: LLM) -> None:
         with pytest.raises(RequestError, match="no tokens yet"):
             story.generate()
         story.append("Once")
-        with pytest.raises(RequestError, match="fork()"):
+        with pytest.raises(RequestError, match="call fork"):
             story.generate(SamplingParams(n=2))
         for call in (lambda: story.fork(100), lambda: story.rewind(100), lambda: story.fork(-1)):
-            with pytest.raises(RequestError, match="the number of its tokens"):
+            with pytest.raises(RequestError, match="the number of tokens"):
                 call()
         story.rewind(len(story.token_ids))
         assert story.token_ids == []

@@ -179,7 +179,7 @@ def test_without_restart_engine_the_server_ends_with_a_core() -> None:
     try:
         kill(cores_of(server)[1])
         assert server.process.wait(20) == 1
-        server.wait_for_line("core 1 ended by itself")
+        server.wait_for_line("core 1 ended unexpectedly")
         wait_until(lambda: not any(map(is_running, server.children)), "all have ended", 5)
     finally:
         server.process.kill()

@@ -25,7 +25,7 @@ from quire.serve.children import Child
 from quire.serve.core_child import CoreChild
 from quire.serve.cores import ALONE
 from quire.serve.several.served import FirstRequest, ServedModel
-from tests.base.test_plugins import Site
+from tests.support.plugin_site import Site
 from tests.support.processes.servers import WAIT_S, Server
 
 SOURCE = '''

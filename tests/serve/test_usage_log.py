@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.serve.usage_log import UsageLog, check_usage_log
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 
 
 def numbers(path: Path) -> list[int]:

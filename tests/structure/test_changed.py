@@ -16,7 +16,9 @@ def test_a_module_touches_its_own_tests_and_those_that_import_it() -> None:
 
 def test_a_helper_touches_tests_that_use_it_through_another_one() -> None:
     found = names("tests/support/scheduler/fake_device.py")
-    assert "tests/scheduler/test_preemption.py" in found, "it imports test_pins, which imports it"
+    assert "tests/scheduler/test_preemption.py" in found, (
+        "it imports pinning_core, which imports it"
+    )
     assert not any(name.startswith("tests/render/") for name in found)
 
 

@@ -296,3 +296,11 @@ def test_every_folder_has_a_line_in_the_overview() -> None:
         if each.is_dir() and each.name != "__pycache__" and f"{each.name}/" not in named
     ]
     assert not missing
+
+
+def test_the_index_lists_every_page_for_users() -> None:
+    docs = ROOT / "docs"
+    listed = {one or other for one, other in LINK.findall(text_of(docs / "README.md"))}
+    pages = [*docs.glob("start/*.md"), *docs.glob("use/*.md")]
+    assert len(pages) > 20
+    assert not {page.relative_to(docs).as_posix() for page in pages} - listed

@@ -18,7 +18,7 @@ MAX_FILES = 15  # of a folder, without its __init__.py
 # Folders that have more.
 CROWDED = {
     "base": 59,
-    "cli": 25,
+    "cli": 24,
     "models": 56,
     "models/hf": 17,
     "ops": 66,
@@ -35,6 +35,7 @@ CROWDED = {
 BUDGETS = {
     "base": 8400,
     "cli": 2950,
+    "cli/options": 1000,
     "engine": 50,
     "engine/attachments": 1550,
     "engine/client": 1800,
@@ -49,7 +50,7 @@ BUDGETS = {
     "engine/recording": 900,
     "engine/start": 800,
     "engine/wire": 950,
-    "kv": 1750,
+    "kv": 1800,
     "models": 6600,
     "models/gguf": 750,
     "models/hf": 2800,
@@ -67,7 +68,7 @@ BUDGETS = {
     "scheduler": 1250,
     "scheduler/branching": 350,
     "scheduler/core": 4050,
-    "scheduler/policy": 200,
+    "scheduler/policy": 300,
     "scheduler/reuse": 1950,
     "serve": 5150,
     "serve/api": 8550,

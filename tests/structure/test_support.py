@@ -2,10 +2,12 @@
 
 import re
 from collections import defaultdict
+from itertools import combinations, product
 
 from tests.structure.test_folders import MAX_FILES
 from tests.structure.test_house import ROOT, sources
 from tests.structure.test_mirror import TESTS
+from tests.support.cases import pairwise
 
 SUPPORT = TESTS / "support"
 # Commands that tests/README.md lists, or packages of one; the rules have their own parts.
@@ -75,3 +77,13 @@ def test_a_folder_of_helpers_holds_few_files() -> None:
     folders = {SUPPORT, *(path.parent for path in sources(SUPPORT))}
     crowded = {f.name for f in folders if len([*f.glob("*.py")]) - 1 > MAX_FILES}
     assert not crowded
+
+
+def test_each_pair_of_values_has_a_quick_case() -> None:
+    factors = ["abc", "ABCD", "12"]
+    cases = pairwise(*factors)
+    assert [case.values for case in cases] == list(product(*factors))
+    quick = [case.values for case in cases if not case.marks]
+    found = {pair for values in quick for pair in combinations(values, 2)}
+    assert found == {p for two in combinations(factors, 2) for p in product(*two)}
+    assert len(quick) < len(cases) / 1.5

@@ -41,21 +41,26 @@ DONE: dict[str, tuple[str, ...]] = {
         # docs/inside, docs/extend, and README.md beside code
         #
     ),
-    "help": (
-        # base
-        #
-        # cli and the rest
-        #
-    ),
+    "help": ("src",),
     "messages": (
         # cli
         #
+        "src/quire/cli/chat.py",
+        "src/quire/cli/chat_targets.py",
         # all others
         #
-        "src/quire/engine/executors",
+        "src/quire/base",
+        "src/quire/engine",
         "src/quire/kv",
+        "src/quire/models",
+        "src/quire/ops",
+        "src/quire/render",
+        "src/quire/runner",
+        "src/quire/scheduler",
+        "src/quire/serve",
+        "src/quire/tools",
     ),
-    "web": ("web/src/index.html",),
+    "web": ("web/src",),
 }
 
 

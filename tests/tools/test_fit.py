@@ -250,7 +250,7 @@ def test_ranks_of_a_quantised_checkpoint(tmp_path: Path) -> None:
         model = load_model(file, load_spec(file), torch.float32, CPU, own)
         assert found.memory.weights_bytes == model_bytes(model)
     path, _ = write(tmp_path / "odd", gptq(4, 32), intermediate_size=96)
-    with pytest.raises(ConfigError, match="96 inputs each of 2 ranks has 48"):
+    with pytest.raises(ConfigError, match="Each of 2 ranks has 48 of its 96"):
         fitted(resolve_model(str(path)), 12 * MIB, **asked)
 
 
@@ -400,7 +400,7 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
             fitted(source, 3 * GIB, **settings)
         message = str(caught.value)
         assert "does not fit a CPU with 3,072 MiB" in message
-        lacking = int(message.split(" MiB are lacking")[0].split()[-1].replace(",", ""))
+        lacking = int(message.split(" MiB are missing")[0].split()[-1].replace(",", ""))
         assert fitted(source, 3 * GIB + (lacking + 1) * MIB, **settings)
         with pytest.raises(OutOfMemory):
             fitted(source, 3 * GIB + (lacking - 1) * MIB, **settings)
@@ -446,7 +446,7 @@ def test_settings_that_the_engine_refuses(folders: dict[str, Path]) -> None:
     for settings, message in (
         ({"dtype": "float64", "quantization": "int8"}, "not float64"),
         ({"quantization": "int4", "quantization_group_size": 48}, "must be one of 32, 64, 128"),
-        ({"max_model_len": 1000}, "more than the model was made for"),
+        ({"max_model_len": 1000}, "more than the model supports"),
     ):
         with pytest.raises(ConfigError, match=message):
             fitted(source, SOME_BYTES, **settings)
@@ -480,8 +480,8 @@ def test_weights_of_another_model(folders: dict[str, Path], tmp_path: Path) -> N
     source = changed(folders["llama"], tmp_path, **odd)
     assert fitted(source, SOME_BYTES).warnings == (
         f"the weight files lack {norm}",
-        f"the weight files have other shapes than the config asks for: {down}",
-        "the weight files hold tensors that no layer asks for: extra.weight",
+        f"the weight files have other shapes than the config requires: {down}",
+        "the weight files hold tensors that no layer uses: extra.weight",
     )
 
 
@@ -531,7 +531,7 @@ def test_weights_that_cannot_be_looked_at(folders: dict[str, Path], tmp_path: Pa
     ):
         (tmp_path / name).write_text(content)
         (warning,) = fitted(resolve_model(str(tmp_path)), SOME_BYTES).warnings
-        assert warning.startswith("the weight files could not be looked at: ") and says in warning
+        assert warning.startswith("the weight files could not be checked: ") and says in warning
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])

@@ -180,7 +180,9 @@ def test_sizes_under_other_names(tmp_path: Path) -> None:
 
 def test_what_is_no_such_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "llama", "llama")
-    with pytest.raises(ConfigError, match="type 'llama' are supported; compare .* `quire verify"):
+    with pytest.raises(
+        ConfigError, match="type 'llama' are supported already; compare .* `quire verify"
+    ):
         read_checkpoint(tmp_path / "llama")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="has no config.json"):

@@ -236,7 +236,7 @@ def test_a_token_that_rounding_sends_to_another_expert() -> None:
     run = dataclasses.replace(run, reroutes=True)
     assert run.is_within and run.is_rerouted
     report = Report({}, [], [], 0.0, (run,))
-    assert any("sends others to other experts" in line for line in lines(report))
+    assert any("sends the other tokens to other experts" in line for line in lines(report))
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -363,7 +363,7 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 200 << 10)
     assert {run.dtype for run in verify(tmp_path).runs} == {"float32"}
     monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 10 << 10)
-    with pytest.raises(OutOfMemory, match="comparing takes .* MiB .* are free; take a smaller"):
+    with pytest.raises(OutOfMemory, match="comparing takes .* MiB .* are free. Use a smaller"):
         verify(tmp_path)
 
 

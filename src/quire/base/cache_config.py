@@ -12,6 +12,7 @@ from quire.base.kv_transfer import (
     TransferConfig,
     parse_transfer,
 )
+from quire.base.plugins import BLOCK_HASHES, EVICTION_POLICIES
 from quire.base.secrets import SecretJson, SecretUrl, wrap_secrets
 from quire.base.settings import setting
 
@@ -34,9 +35,23 @@ class CacheConfig:
         "data type of cached keys and values: the model's (`auto`), `int8`, or `fp8` on GPUs of"
         " compute capability 8.9 or later",
         choices=("auto", "int8", "fp8"),
-        aliases=("fp8_e4m3",),
+        words={"fp8_e4m3": "fp8"},
     )
     enable_prefix_caching: bool = setting(True, "reuse cached KV blocks of shared prefixes")
+    prefix_caching_hash_algo: str = setting(
+        "sha256",
+        "hash that names cached blocks; engines that share blocks must use the same one",
+        choices=("sha256", "blake2b"),
+        words={"sha256_cbor": "sha256"},
+        plugins=BLOCK_HASHES,
+    )
+    eviction_policy: str = setting(
+        "lru",
+        "cached block to evict first: the least recently used (`lru`) or the least often"
+        " used (`lfu`)",
+        choices=("lru", "lfu"),
+        plugins=EVICTION_POLICIES,
+    )
     pin_prefix: str | None = setting(
         None,
         "file with a prefix to compute at start and keep cached: text, or JSON as for"
@@ -78,6 +93,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")  # one name from here on
+        if self.prefix_caching_hash_algo == "sha256_cbor":
+            object.__setattr__(self, "prefix_caching_hash_algo", "sha256")
         stores = (self.kv_store,) if isinstance(self.kv_store, str) else tuple(self.kv_store or ())
         object.__setattr__(self, "kv_store", stores)
         wrap_secrets(self)

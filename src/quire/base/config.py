@@ -96,14 +96,14 @@ class ModelConfig:
         "data type of weights and activations; `auto` takes the checkpoint's, or float32 on a CPU"
         " without native bfloat16",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
-        aliases=tuple(DTYPE_ALIASES),
+        words=DTYPE_ALIASES,
     )
     model_impl: str = setting(
         "auto",
         "model code: quire's, or the slower one of the transformers package"
         " (`quire[transformers]`); `auto` prefers quire's",
         choices=("auto", "quire", "transformers"),
-        aliases=tuple(MODEL_IMPL_ALIASES),
+        words=MODEL_IMPL_ALIASES,
     )
     torch_compile: bool = setting(
         False,
@@ -161,7 +161,7 @@ class ModelConfig:
         "quantization of the weights at load; `none` dequantizes them; by default as in the"
         " checkpoint",
         choices=("none", "fp8", "int8", "int4"),
-        aliases=CHECKPOINT_FORMATS,
+        words=dict.fromkeys(CHECKPOINT_FORMATS, "as in the checkpoint"),
     )
     quantization_group_size: int | None = setting(
         None,
@@ -216,7 +216,7 @@ class SchedulerConfig:
         "order of waiting requests: `fifo` (arrival), `srtf` (shortest remaining prompt), or"
         " `two-level` (`srtf` within batches of 8 arrivals)",
         choices=("fifo", "srtf", "two-level"),
-        aliases=("fcfs", "priority"),
+        words={"fcfs": "fifo", "priority": "fifo"},
         plugins=POLICIES,
     )
     preemption_mode: str = setting(
@@ -412,7 +412,7 @@ class ServerConfig(SeveralModels):
     )
     files_gb: float = setting(10.0, "maximum size of `--files-dir`", unit="GB")
     usage_log: str | None = setting(
-        None, "file that gets one JSON line per finished request: API key and tokens"
+        None, "file that gets one JSON line per finished request: name of its API key, and tokens"
     )
     requests_per_minute: tuple[int, ...] = setting(
         (), "request limit of an API key, one number for all keys or one per key; 0 is no limit"

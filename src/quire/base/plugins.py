@@ -39,6 +39,12 @@ POLICIES = PluginKind(
     "scheduling policy",
     ("push", "peek", "pass_over", "remove", "rank", "waiting", "__len__"),
 )
+EVICTION_POLICIES = PluginKind(
+    "quire.eviction_policies",
+    "eviction policy",
+    ("__setitem__", "__delitem__", "__iter__", "__len__", "move_to_end"),
+)
+BLOCK_HASHES = PluginKind("quire.block_hashes", "block hash", ("digest",))
 ATTENTION_BACKENDS = PluginKind(
     "quire.attention_backends",
     "attention backend",
@@ -51,8 +57,8 @@ REASONING_FORMATS = PluginKind("quire.reasoning_formats", "format of reasoning",
 HOOKS = PluginKind("quire.hooks", "hook", METHODS, any_of=True)
 LOGITS_PROCESSORS = PluginKind("quire.logits_processors", "logits processor", ("process",))
 KINDS = (
-    POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS, TOOL_FORMATS, REASONING_FORMATS, HOOKS,
-    LOGITS_PROCESSORS,
+    POLICIES, EVICTION_POLICIES, BLOCK_HASHES, ATTENTION_BACKENDS, MODELS, CONNECTORS,
+    TOOL_FORMATS, REASONING_FORMATS, HOOKS, LOGITS_PROCESSORS,
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Fields of the configuration with their metadata, and settings that hold JSON."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any
 
@@ -15,20 +16,20 @@ def setting(
     *,
     unit: str = "",
     choices: tuple[str, ...] = (),
-    aliases: tuple[str, ...] = (),
     plugins: PluginKind | None = None,
-    words: dict[str, int] | None = None,
+    words: Mapping[str, Any] | None = None,
     secrecy: type[Secret] | None = None,
     is_path: bool = False,
 ) -> Any:
     """Return a dataclass field with the metadata that the command line needs.
 
     help: a noun phrase or an imperative of at most 25 words; the unit and the default are added.
-    aliases: accepted values that the help does not list. plugins: the kind of installed packages
-    that add choices. words: names of certain numbers. secrecy: the type that masks the value
+    plugins: the kind of installed packages that add choices. words: names of certain numbers, or
+    other names of choices, which the help does not list. secrecy: the type that masks the value
     wherever it is shown. is_path: a path of this machine, which metrics do not show.
     """
-    known: dict[str, Any] = {"help": help, "unit": unit, "words": words or {}}
+    known: dict[str, Any] = {"help": help, "unit": unit, "words": {} if choices else words or {}}
+    aliases = tuple(words or ()) if choices else ()
     known |= {"choices": (*choices, *aliases), "aliases": aliases}
     known |= {"plugins": plugins, "secrecy": secrecy, "is_path": is_path}
     return field(default=default, metadata=known)

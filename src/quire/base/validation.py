@@ -15,7 +15,7 @@ from quire.base.sampling_params import SamplingParams, processor_name
 MAX_CACHE_SALT = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TENANT = 256
-MOST_KEEP_S = 86400
+MAX_KEEP_S = 86400
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ def check_pin(request: Request) -> None:
 def check_kept(request: Request, keep_s: float) -> None:
     """Raise RequestError if a request cannot be held when it has ended, or cannot be a fork."""
     params, fork = request.params, request.fork
-    if not 0 <= keep_s <= MOST_KEEP_S:
+    if not 0 <= keep_s <= MAX_KEEP_S:
         raise RequestError(
-            f"keep_s must be a number of seconds from 0 (not retained) to {MOST_KEEP_S}, a day, got"
+            f"keep_s must be a number of seconds from 0 (not retained) to {MAX_KEEP_S}, a day, got"
             f" {keep_s!r}.",
             "keep_s",
         )

@@ -20,9 +20,10 @@ has the form of `vllm bench serve`. The server's `usage` counts the tokens."""
 CALIBRATE = """Run an engine in this process on steps of all kinds and fit the time of each part of
 a step. `quire simulate --fit` reads the output file."""
 
-USUAL_OF_SERVE = (
+USUAL = (
     "base_url", "model", "dataset_name", "dataset_path", "num_prompts", "random_input_len",
-    "random_output_len", "request_rate", "max_concurrency", "save_result", "output_json",
+    "random_output_len", "request_rate", "max_concurrency", "save_result", "output_json", "rounds",
+    "seconds",
 )  # fmt: skip
 
 
@@ -58,6 +59,7 @@ def _add(
         description=description,
     )
     parser.set_defaults(run=run)
+    parser.show_usually(*USUAL)
     if name == "throughput":
         add_throughput_arguments(parser)
         add_settings(parser)
@@ -66,7 +68,6 @@ def _add(
         add_settings(parser, model_first=True)
     else:
         add_serve_arguments(parser)
-        parser.show_usually(*USUAL_OF_SERVE)
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:

@@ -24,10 +24,10 @@ from quire.render.template_pool import start_ahead
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
-HELP = """/help   this list
-/reset  forget the conversation
-/exit   leave (so does Ctrl-D)
-Ctrl-C stops an answer."""
+HELP = """/help   show this help
+/reset  start a new conversation
+/exit   exit (or press Ctrl-D)
+Press Ctrl-C to stop an answer."""
 
 
 def add_command(commands: Commands) -> None:
@@ -129,7 +129,7 @@ class Chat:
 
     def run(self) -> int:
         if self._is_terminal:
-            tell("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the rest.")
+            tell("Press Ctrl-C to stop an answer and Ctrl-D to exit. Type /help for all commands.")
         failed = False
         for line in self._lines():
             command = line.strip()
@@ -151,7 +151,7 @@ class Chat:
             try:
                 yield input(PROMPT)
             except KeyboardInterrupt:
-                tell("\n[Ctrl-D or /exit leaves]")
+                tell("\n[press Ctrl-D or type /exit to exit]")
             except EOFError:
                 tell("")
                 return
@@ -159,11 +159,11 @@ class Chat:
     def _command(self, command: str) -> None:
         if command == "/reset":
             self._conversation.turns.clear()
-            tell("[a new conversation]")
+            tell("[new conversation]")
         elif command == "/help":
             tell(HELP)
         else:
-            tell(f"there is no command {command}\n{HELP}")
+            tell(f"unknown command {command}\n{HELP}")
 
     def _turn(self, question: str) -> bool:
         """Answer one question; whether that went well."""
@@ -171,14 +171,14 @@ class Chat:
         try:
             dropped = self._conversation.fit(question, self._target, self._max_tokens)
             if dropped:
-                tell(f"[the context is full: forgot the oldest {dropped} turn(s)]")
+                tell(f"[the context is full: removed the oldest {dropped} turn(s)]")
             messages = self._conversation.messages(question)
             with Interrupts() as interrupts:
                 for piece in self._target.answer(messages, lambda: interrupts.is_asked):
                     print(piece.text, end="", flush=True)
                     text += piece.text
                     if piece.finish_reason == "length":
-                        note = "[the answer was cut at its longest length]"
+                        note = "[the answer reached its maximum length]"
             note = "[stopped]" if interrupts.is_asked else note
         except EngineDead:
             raise

@@ -1,7 +1,6 @@
-"""`quire COMMAND`: finds the command and turns the engine's errors into messages.
+"""`quire COMMAND`: runs a command, and turns errors of the engine into messages.
 
-Exit status: 0 done, 1 the engine said no (its message is on standard error), 2 wrong usage,
-130 interrupted.
+Exit status: 0 done, 1 an error (its message is on standard error), 2 wrong usage, 130 interrupted.
 """
 
 import argparse
@@ -16,8 +15,8 @@ from quire.base.config import JSON_SETTINGS
 from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
 from quire.cli.config_file import describe, resolve
-from quire.cli.json_flags import join_parts
 from quire.cli.options.help_parser import HelpParser
+from quire.cli.options.json_flags import join_parts
 from quire.cli.options.synonyms import COMMANDS as THEIR_COMMANDS
 from quire.cli.options.synonyms import SYNONYMS
 from quire.cli.options.translate import translate
@@ -125,7 +124,7 @@ def _command(parser: HelpParser, words: Sequence[str]) -> HelpParser:
 
 
 def with_dashes(argv: Iterable[str]) -> Iterable[str]:
-    """Turn --max_model_len into --max-model-len."""
+    """Replace underscores in flags by hyphens: --max_model_len becomes --max-model-len."""
     is_text = False
     for argument in argv:
         is_text = is_text or argument == "--"

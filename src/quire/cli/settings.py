@@ -343,8 +343,8 @@ def _help(option: Option) -> str:
 
 
 def add_vllm_settings(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Add those of vLLM's flags without a counterpart that are among these words: known, so that
-    they are answered, but not in the help. There are hundreds, and argparse is slow with each."""
+    """Add the flags of vLLM without a counterpart that are among these words, so that they are
+    answered. The help does not show them. Adding all of them would be slow."""
     given = {word.split("=")[0] for word in words}
     for name in (*VLLM_SETTINGS, *SPECULATION_FIELDS):
         theirs = FLAGS[name]

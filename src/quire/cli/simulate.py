@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 # Of several devices, what is asked here is how many; the rest is about real ones.
 OWN = {"device", "tensor_parallel_size", "data_parallel_size"}
 
+USUAL = (
+    "device", "tensor_parallel_size", "data_parallel_size", "fit", "trace", "request_rate",
+    "dataset_name", "num_prompts", "random_input_len", "random_output_len", "output_json",
+)  # fmt: skip
+
 
 def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
@@ -38,6 +43,7 @@ def add_command(commands: Commands) -> None:
         " how far to trust the numbers.",
     )
     parser.set_defaults(run=run)
+    parser.show_usually(*USUAL)
     _add_device(parser)
     _add_trace(parser)
     add_dataset_arguments(parser, num_prompts=None, input_len=1024, output_len=128)

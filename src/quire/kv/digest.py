@@ -1,19 +1,29 @@
-"""Digests of blocks of tokens: SHA-256 chains that mean the same in every process.
+"""Digests of blocks of tokens: chains of hashes that mean the same in every process.
 
-    root  = H(cache fingerprint, cache salt, adapter, media ids)
+    root  = SHA-256(cache fingerprint, cache salt, adapter, media ids)
     block = H(digest of the block before it or root, int32 token ids, little endian)
 
-The fingerprint covers what determines a block's bytes besides its tokens
-(engine/start/identity.py), so processes with the same fingerprint agree, also after a restart.
-Tenants with different salts never share. Python's `hash` is not used: it differs between processes
-and can be made to collide.
+H is a `BlockHash`, SHA-256 by default. The fingerprint covers what determines a block's bytes
+besides its tokens, and the name of H (engine/start/identity.py). So processes with the same
+fingerprint agree, also after a restart. Tenants with different salts never share. Python's `hash`
+is not used: it differs between processes and can be made to collide.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+
+class HasDigest(Protocol):
+    """What a hash function of hashlib returns."""
+
+    def digest(self) -> bytes: ...  # 32 bytes
+
+
+BlockHash = Callable[[bytes], HasDigest]
 
 
 def cache_fingerprint(*parts: str) -> bytes:
@@ -34,23 +44,27 @@ def extend_digests(
     token_ids: npt.NDArray[np.int32],
     block_size: int,
     num_blocks: int,
+    block_hash: BlockHash = hashlib.sha256,
 ) -> None:
     """Append in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]."""
     parent = digests[-1] if digests else root
     for i in range(len(digests), num_blocks):
         tokens = token_ids[i * block_size : (i + 1) * block_size]
-        parent = hashlib.sha256(parent + tokens.astype("<i4", copy=False).tobytes()).digest()
+        parent = block_hash(parent + tokens.astype("<i4", copy=False).tobytes()).digest()
         digests.append(parent)
 
 
 def extend_by_one(
-    all_digests: Iterable[list[bytes]], roots: Iterable[bytes], token_ids: npt.NDArray[np.int32]
+    all_digests: Iterable[list[bytes]],
+    roots: Iterable[bytes],
+    token_ids: npt.NDArray[np.int32],
+    block_hash: BlockHash = hashlib.sha256,
 ) -> None:
     """Append the digest of one more block to each of N lists; token_ids: [N, block_size]."""
     data, width = token_ids.astype("<i4", copy=False).tobytes(), 4 * token_ids.shape[1]
     for i, (digests, root) in enumerate(zip(all_digests, roots, strict=True)):
         parent = digests[-1] if digests else root
-        digests.append(hashlib.sha256(parent + data[i * width : (i + 1) * width]).digest())
+        digests.append(block_hash(parent + data[i * width : (i + 1) * width]).digest())
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:

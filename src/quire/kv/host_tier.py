@@ -67,47 +67,41 @@ class HostTier:
         return [self._take_evicted(g) for g in range(len(self._device))]
 
     def _take_evicted(self, group: int) -> Copies:
-        pool, host = self._device[group], self._host[group]
-        if not pool.evicted:
-            return [], []
-        evicted, pool.evicted = pool.evicted, []
-        source: list[int] = []
-        destination: list[int] = []
-        for block_id, digest in evicted:
-            known = host.lookup(digest)
-            if known is not None:
-                self.hold(group, known)  # used again
-                continue
-            found = self.allocate(group)
-            if found is None:
-                continue
-            host.index(found, digest)
-            self._held.append((group, found))  # nothing else of this plan goes there
-            self._fresh.append((group, digest))
-            source.append(block_id)
-            destination.append(found)
-        self.num_offloaded += len(source)
-        return source, destination
+        copies: Copies = [], []
+        pool = self._device[group]
+        if pool.evicted:
+            evicted, pool.evicted = pool.evicted, []
+            for block_id, digest in evicted:
+                self.copy_out(group, block_id, digest, copies, names_known=False)
+        return copies
 
-    def copy_out(self, group: int, block_id: int | None, digest: bytes, copies: Copies) -> bool:
-        """Have the plan that is being made copy a block of the device which stays where it is,
-        unless host memory has it; its name is told when that is settled, as if it were evicted.
-        False if host memory has no room."""
+    def copy_out(
+        self,
+        group: int,
+        block_id: int | None,
+        digest: bytes,
+        copies: Copies,
+        names_known: bool = True,
+    ) -> bool:
+        """Have the plan that is being made copy a block of the device, unless host memory has it.
+        Its name is reported when that is settled; names_known: also if host memory has it. False if
+        host memory has no room."""
         host = self._host[group]
         known = host.lookup(digest)
         if known is not None:
-            self.hold(group, known)
+            self.hold(group, known)  # used again
         else:
             found = self.allocate(group)
             if found is None:
                 return False
             assert block_id is not None, "a block that is nowhere is copied"
             host.index(found, digest)
-            self._held.append((group, found))
+            self._held.append((group, found))  # nothing else of this plan goes there
             copies[0].append(block_id)
             copies[1].append(found)
             self.num_offloaded += 1
-        self._fresh.append((group, digest))
+        if known is None or names_known:
+            self._fresh.append((group, digest))
         return True
 
     @property

@@ -42,7 +42,9 @@ def check_invariants(
         pool.check_invariants(held + moving + on_order(g))
     for g, pool in enumerate(kv.pools):
         tables = [sequence.tables[g] for sequence in alive]
-        pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)
+        lent = [sequence.tables[g] for sequence in alive if sequence.is_evictable]
+        held, evictable = ([b for t in each for b in t.live_blocks] for each in (tables, lent))
+        pool.check_invariants(held, evictable)
         for table in tables:
             waste = table.capacity - table.num_tokens
             assert 0 <= waste < kv.block_size, "a table holds a block that it does not fill"

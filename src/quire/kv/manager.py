@@ -5,13 +5,13 @@ is a number of leading blocks, equal for all groups, such that each group finds 
 index that the token right after the hit needs (base/cache_group.py).
 """
 
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.host_tier import Copies, HostTier
-from quire.kv.pool import BlockPool
+from quire.kv.pool import BlockPool, MakeEviction
 from quire.kv.state_table import StateTable
 from quire.kv.state_worth import StateWorth
 from quire.kv.table import NULL, Appended, BlockTable
@@ -43,13 +43,15 @@ Has = Callable[[int, bytes], bool]  # whether a cache group has the block of a d
 
 
 class SequenceBlocks:
-    """The block tables of one sequence, and how many leading blocks the index has been told of."""
+    """The block tables of one sequence, and how many leading blocks the index has been told of.
+    is_evictable: they may be freed at any time (`KVManager.set_evictable`)."""
 
-    __slots__ = ("tables", "num_indexed")
+    __slots__ = ("tables", "num_indexed", "is_evictable")
 
     def __init__(self, tables: tuple[BlockTable, ...]) -> None:
         self.tables = tables
         self.num_indexed = 0
+        self.is_evictable = False
 
     @property
     def num_tokens(self) -> int:
@@ -72,6 +74,7 @@ class KVManager:
     groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in
     which fresh blocks are handed out (tests replay the paper's figures with it). host_limits: most
     evicted blocks of each group that host memory keeps; without it there is no such tier.
+    make_eviction: makes the eviction policy of each pool.
     """
 
     def __init__(
@@ -83,16 +86,18 @@ class KVManager:
         free_orders: Sequence[Sequence[int]] | None = None,
         block_bytes: Sequence[int] = (),
         host_limits: Sequence[int] | None = None,
+        make_eviction: MakeEviction = OrderedDict,
     ) -> None:
         orders: Sequence[Sequence[int] | None] = free_orders or [None] * len(groups)
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pools = tuple(BlockPool(n, o) for n, o in zip(num_blocks, orders, strict=True))
+        pairs = zip(num_blocks, orders, strict=True)
+        self.pools = tuple(BlockPool(n, o, make_eviction) for n, o in pairs)
         # Swap space is as large as the device's pools: it is never too small (P 4.5).
         limits = [0] * len(groups) if host_limits is None else host_limits
         sizes = [max(pair) for pair in zip(num_blocks, limits, strict=True)]
-        self.host_pools = tuple(BlockPool(n) for n in sizes)
+        self.host_pools = tuple(BlockPool(n, None, make_eviction) for n in sizes)
         self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
         self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
         self.block_bytes = tuple(block_bytes)
@@ -260,6 +265,10 @@ class KVManager:
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
         names from now on: loads come before the forward pass of the plan being made."""
+        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+            pool.note_hits(blocks)
+        for pool, away in zip(self.host_pools, hit.host, strict=False):
+            pool.note_hits(away.values())
         if hit.is_in_use:  # nobody takes one of them meanwhile
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)
@@ -267,17 +276,13 @@ class KVManager:
             self._begin_states(sequence, hit)
             return
         for pool, blocks in zip(self.pools, hit.blocks, strict=True):
-            for block_id in blocks:  # first, so that no load takes one of them
-                if block_id >= 0:
-                    pool.acquire(block_id)
+            pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
         for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
             blocks = list(hit.blocks[g])
             for i, host_block in hit.host[g].items() if hit.host else ():
                 blocks[i] = self._load(g, host_block)
             table.adopt(blocks, hit.num_tokens)
-            for block_id in blocks:
-                if block_id != NULL:
-                    pool.release(block_id)
+            pool.release_all([b for b in blocks if b != NULL])
         sequence.num_indexed = hit.num_tokens // self.block_size
         self._begin_states(sequence, hit)
 
@@ -406,8 +411,11 @@ class KVManager:
         return child
 
     def truncate(self, sequence: SequenceBlocks, num_tokens: int) -> None:
+        was_evictable = sequence.is_evictable
+        self.set_evictable(sequence, False)
         for table in sequence.tables:
             table.truncate(num_tokens)
+        self.set_evictable(sequence, was_evictable)
         sequence.num_indexed = min(sequence.num_indexed, num_tokens // self.block_size)
 
     def num_distinct(self, sequences: Iterable[SequenceBlocks]) -> list[int]:
@@ -419,20 +427,24 @@ class KVManager:
             for g in range(len(self.groups))
         ]
 
-    def num_only_in(
-        self, tables: Sequence[SequenceBlocks], but: Sequence[Sequence[int]] = ()
-    ) -> list[int]:
-        """Count the blocks, by cache group, that would come free if these tables were freed. but:
-        blocks, by cache group, that are not counted."""
-        found = []
-        for g, pool in enumerate(self.pools):
-            held = Counter(b for sequence in tables for b in sequence.tables[g].live_blocks)
-            others = set(but[g]) if but else set()
-            free = (b for b, num in held.items() if num == pool.num_refs(b) and b not in others)
-            found.append(sum(1 for _ in free))
+    def set_evictable(self, sequence: SequenceBlocks, is_evictable: bool) -> None:
+        """Say whether these tables may be freed at any time, for others who need their blocks."""
+        if sequence.is_evictable != is_evictable:
+            sequence.is_evictable = is_evictable
+            for pool, table in zip(self.pools, sequence.tables, strict=True):
+                mark = pool.mark_evictable if is_evictable else pool.unmark_evictable
+                mark(table.live_blocks)
+
+    def num_evictable(self, but: Sequence[Sequence[int]] = ()) -> list[int]:
+        """Count the blocks, by cache group, that would come free if all evictable tables were
+        freed. but: blocks, by cache group, that are not counted."""
+        found = [pool.num_evictable for pool in self.pools]
+        for g, blocks in enumerate(but):
+            found[g] -= sum(map(self.pools[g].is_evictable, {b for b in blocks if b >= 0}))
         return found
 
     def free(self, sequence: SequenceBlocks) -> None:
+        self.set_evictable(sequence, False)
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0
@@ -454,17 +466,6 @@ class KVManager:
     def _is_on_device(self, g: int, digest: bytes) -> bool:
         block_id = self.pools[g].lookup(digest)
         return block_id is not None and block_id not in self._not_yet[g]
-
-    def share_block(self, g: int, block_id: int) -> bool:
-        """Add a reference to a block, if somebody has one; whether that was so."""
-        is_used = self.pools[g].num_refs(block_id) > 0
-        if is_used:
-            self.pools[g].acquire(block_id)
-        return is_used
-
-    def release_block(self, g: int, block_id: int) -> None:
-        """Give that reference back."""
-        self.pools[g].release(block_id)
 
     def device_block(self, g: int, digest: bytes) -> int | None:
         """Return the block of the device that the index calls so, or None. Takes no reference."""

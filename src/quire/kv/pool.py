@@ -3,8 +3,8 @@
 A block is in exactly one of three places:
 
     free stack    reference count 0, not named by the index; last freed is taken first
-    LRU queue     reference count 0, named by the index; the least recently used is evicted when the
-                  free stack is empty
+    cached        reference count 0, named by the index; the eviction policy chooses one of these
+                  when the free stack is empty
     in use        reference count >= 1, held by that many block tables; the index may name it
 
 The index maps the digest of a full block of known tokens to the block that holds its K and V.
@@ -12,15 +12,48 @@ Invariant (`check_invariants`): the three places partition the blocks, and index
 inverse to each other.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 MOST_LOST = 1 << 14
 TAKEN = b""  # no name
 
 
+class EvictionPolicy(Protocol):
+    """The cached blocks of a pool that no table holds: a dictionary from each to its number of
+    hits, which iterates in the order of eviction. So an OrderedDict is LRU, and costs no Python
+    call. The order follows from the calls alone, or a replay would evict other blocks."""
+
+    def __setitem__(self, block_id: int, num_hits: int, /) -> None:
+        """Add a block whose last table has just released it. num_hits: how many sequences have
+        begun with it since it got its name."""
+
+    def __delitem__(self, block_id: int, /) -> None:
+        """Remove a block: a hit has taken it, or it has lost its name, as by eviction."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the blocks, the next one to be evicted first. A pool usually takes only that."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        ...
+
+    def move_to_end(self, block_id: int, /, last: bool = True) -> None:
+        """With `last=False`, which is the only use: let a block be evicted before all others."""
+
+
+MakeEviction = Callable[[], EvictionPolicy]
+
+
 class BlockPool:
-    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out.
+    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out, and
+    `make_eviction` makes the policy of the cached ones.
+
+    num_evictable: blocks in use of which only tables that may be freed at any time have references
+    (`mark_evictable`). The pool counts them as references come and go: a count on demand would take
+    time for every retained table, in each step of a full pool.
 
     evicted: blocks that lost their place in the index to make room, with their digests, for those
     who copy them; None if nobody does. lost: the last such digests, for those who remember them.
@@ -31,12 +64,20 @@ class BlockPool:
 
     changes: list[bytes] | None = None
 
-    def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        free_order: Sequence[int] | None = None,
+        make_eviction: MakeEviction = OrderedDict,
+    ) -> None:
         order = range(num_blocks) if free_order is None else free_order
         assert len(order) == len(set(order)) == num_blocks, "the order must name every block once"
         self.num_blocks = num_blocks
         self._free = list(reversed(order))
-        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._unused = make_eviction()
+        self._num_hits = [0] * num_blocks  # of each block under its name
+        self._evictable_refs = [0] * num_blocks  # of tables that may be freed at any time
+        self.num_evictable = 0
         self._num_refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
@@ -69,7 +110,7 @@ class BlockPool:
         return (self.num_index_changes - len(self._index)) // 2
 
     def allocate(self) -> int:
-        """Take a free block, evicting the least recently used indexed one if need be."""
+        """Take a free block; evict one if there is no other."""
         if not self._free:
             self.evict()
         block_id = self._free.pop()
@@ -77,13 +118,12 @@ class BlockPool:
         return block_id
 
     def evict(self) -> bool:
-        """Make the least recently used indexed block that nobody holds plainly free; False if there
-        is none."""
+        """Make the cached block that the policy chooses plainly free; False if there is none."""
         if not self._unused:
             return False
         block_id = next(iter(self._unused))
         digest = self._digests[block_id]
-        assert digest is not None, "an unnamed block waits in the LRU queue"
+        assert digest is not None, "an unnamed block is cached"
         if self.evicted is not None:
             self.evicted.append((block_id, digest))
         self.lost.append(digest)
@@ -93,21 +133,32 @@ class BlockPool:
     def evict_soon(self, digest: bytes) -> None:
         """Let this block be evicted before all others, if nobody holds it."""
         block_id = self._index.get(digest)
-        if block_id is not None and block_id in self._unused:
+        if block_id is not None and self._num_refs[block_id] == 0:
             self._unused.move_to_end(block_id, last=False)
 
+    def note_hits(self, blocks: Iterable[int]) -> None:
+        """Count a hit for each of these blocks, as far as they are blocks of the pool."""
+        for block_id in blocks:
+            if block_id >= 0:
+                self._num_hits[block_id] += 1
+
     def acquire(self, block_id: int) -> None:
-        """Add a reference to a block that is in use or waits in the LRU queue."""
-        if self._num_refs[block_id] == 0:
+        """Add a reference to a block that is in use or cached."""
+        num_refs = self._num_refs[block_id]
+        if num_refs == 0:
             del self._unused[block_id]
-        self._num_refs[block_id] += 1
+        elif num_refs == self._evictable_refs[block_id]:
+            self.num_evictable -= 1
+        self._num_refs[block_id] = num_refs + 1
 
     def acquire_all(self, blocks: Iterable[int]) -> None:
         """Acquire each of these: a long prompt has thousands."""
-        refs, unused = self._num_refs, self._unused
+        refs, unused, evictable = self._num_refs, self._unused, self._evictable_refs
         for block_id in blocks:
             if refs[block_id] == 0:
                 del unused[block_id]
+            elif refs[block_id] == evictable[block_id]:
+                self.num_evictable -= 1
             refs[block_id] += 1
 
     def release(self, block_id: int) -> None:
@@ -119,16 +170,34 @@ class BlockPool:
             if self._digests[block_id] is None:
                 self._free.append(block_id)
             else:
-                self._unused[block_id] = None
+                self._unused[block_id] = self._num_hits[block_id]
+        elif left == self._evictable_refs[block_id]:
+            self.num_evictable += 1
 
     def release_all(self, blocks: Iterable[int]) -> None:
         """Release each of these, in their order."""
-        refs = self._num_refs
+        refs, evictable = self._num_refs, self._evictable_refs
         for block_id in blocks:
-            if refs[block_id] > 1:
+            if refs[block_id] > 1 and not evictable[block_id]:
                 refs[block_id] -= 1
             else:
                 self.release(block_id)
+
+    def mark_evictable(self, blocks: Iterable[int]) -> None:
+        """Note that a table which holds each of these may be freed at any time."""
+        for block_id in blocks:
+            self._evictable_refs[block_id] += 1
+            self.num_evictable += self.is_evictable(block_id)
+
+    def unmark_evictable(self, blocks: Iterable[int]) -> None:
+        """Note that such a table is to stay, or is about to be freed."""
+        for block_id in blocks:
+            self.num_evictable -= self.is_evictable(block_id)
+            self._evictable_refs[block_id] -= 1
+
+    def is_evictable(self, block_id: int) -> bool:
+        """Tell whether all references of a block are of tables that may be freed at any time."""
+        return 0 < self._num_refs[block_id] == self._evictable_refs[block_id]
 
     def num_refs(self, block_id: int) -> int:
         return self._num_refs[block_id]
@@ -175,10 +244,11 @@ class BlockPool:
         self._num_names_lost[block_id] += 1  # first: other threads look (`num_names_lost`)
         del self._index[digest]
         self._digests[block_id] = None
+        self._num_hits[block_id] = 0
         self.num_index_changes += 1
         if self.changes is not None:
             self.changes += (TAKEN, digest)
-        if block_id in self._unused:
+        if self._num_refs[block_id] == 0:
             del self._unused[block_id]
             self._free.append(block_id)
 
@@ -193,19 +263,26 @@ class BlockPool:
         for block_id in list(self._index.values()):
             self.unindex(block_id)
 
-    def check_invariants(self, held: Iterable[int]) -> None:
-        """Assert that the book-keeping closes. held: block ids of all tables, with repetition."""
-        counts = [0] * self.num_blocks
-        for block_id in held:
-            counts[block_id] += 1
+    def check_invariants(self, held: Iterable[int], evictable: Iterable[int] = ()) -> None:
+        """Assert that the book-keeping closes. held: block ids of all tables, with repetition;
+        evictable: of those that may be freed at any time."""
+        counts = self._count(held)
         assert counts == self._num_refs, "reference counts differ from the tables"
+        assert self._count(evictable) == self._evictable_refs, "tables are marked otherwise"
         free, unused = set(self._free), set(self._unused)
+        assert len(unused) == len(self._unused), "the eviction policy miscounts its blocks"
         assert len(free) == len(self._free), "a block is twice in the free stack"
         assert not free & unused, "a block is both plainly free and indexed"
         used = {block_id for block_id, count in enumerate(counts) if count > 0}
         assert not used & (free | unused), "a block is both free and used"
         assert len(free) + len(unused) + len(used) == self.num_blocks, "a block was lost"
+        num_evictable = sum(map(self.is_evictable, range(self.num_blocks)))
+        assert num_evictable == self.num_evictable, "the evictable blocks are miscounted"
         named = {b: d for b, d in enumerate(self._digests) if d is not None}
         assert {d: b for b, d in named.items()} == self._index, "index and digests differ"
-        assert unused <= named.keys(), "an unnamed block waits in the LRU queue"
+        assert unused <= named.keys(), "an unnamed block is evictable"
         assert not free & named.keys(), "the index names a plainly free block"
+
+    def _count(self, blocks: Iterable[int]) -> list[int]:
+        counts = Counter(blocks)
+        return [counts[block_id] for block_id in range(self.num_blocks)]

@@ -45,7 +45,7 @@ def live_state(core: SchedulerCore, retained: Holds, pinned: PinnedPrefixes) -> 
     queue, parked = lifecycle.queue.waiting(), _parked(lifecycle)
     told = list(itertools.islice((*queue, *parked), MOST_TOLD))
     held = retained.all()
-    kept = [(blocks, HELD) for blocks in retained.evictable(None)]
+    kept = [(blocks, HELD) for blocks in retained.tables()]
     kept += [(blocks, PINNED) for blocks in pinned.tables()]
     return LiveState(
         groups=[_block_map(memory, g, oldest_last, kept) for g in range(len(memory.kv.groups))],

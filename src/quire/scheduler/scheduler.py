@@ -152,7 +152,9 @@ class Scheduler(SchedulerCore):
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
         assert not self.memory.spent, "what a plan has begun with is still held"
-        tables = self.retained.evictable(None) + self.pinned.tables()
+        tables = self.retained.tables()
+        assert all(table.is_evictable for table in tables), "room that it makes is not counted"
+        tables += self.pinned.tables()
         stores = self.stores
         on_order = [] if stores is None else [stores.held_blocks]
         check_memory(self.memory, self.rows, self.lifecycle, tables, on_order)

@@ -59,10 +59,10 @@ from quire.scheduler.core import (
     sequence,
     step_results,
 )
-from quire.scheduler.policy import srtf, two_level
+from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
-STATE_VERSION = 13  # of what is kept of the state
+STATE_VERSION = 14  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -76,7 +76,7 @@ VOCABULARY = (
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
+    host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
     branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
     planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
     two_level,

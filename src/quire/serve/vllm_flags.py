@@ -220,7 +220,9 @@ CACHE = {
     "calculate_kv_scales": _switch("scales come from the checkpoint, or are 1", False),
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "enable_prefix_caching": _same(),
-    "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),
+    "prefix_caching_hash_algo": _same(
+        "sha256_cbor means sha256; xxhash needs a package (docs/extend/block-hashes.md)"
+    ),
     "prefix_cache_retention_interval": _value("pin a prefix instead: --pin-prefix or /v1/prefixes"),
     "prefix_match_unit": _ignored("prefixes match by whole blocks"),
     "kv_sharing_fast_prefill": _switch("quire computes all layers of a prompt", False),

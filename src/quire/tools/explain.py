@@ -6,6 +6,7 @@ from quire.base.errors import ConfigError
 from quire.engine.observability.timeline import Timelines
 from quire.engine.recording.files import Segment
 from quire.engine.recording.frames import State
+from quire.scheduler.core.names import Digester
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
@@ -22,7 +23,7 @@ class Listener:
     def __call__(self, segment: Segment, step: Step, _: Scheduler) -> None:
         if self._last is not segment:
             if self.timelines is None or not segment.follows:
-                scheduler = restored(segment)
+                scheduler = restored(segment, Digester())
                 begun = Timelines.of(scheduler.view(), scheduler.requests(), MOST_REQUESTS)
                 if self.timelines is not None:  # after a gap: what ended before it is still known
                     begun.ended = self.timelines.ended

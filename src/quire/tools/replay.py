@@ -42,10 +42,10 @@ from quire.engine.recording.frames import State
 from quire.engine.recording.redact import Redaction
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.names import Digester, Named, digest_blocks
+from quire.scheduler.core.names import Digester, Named
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.decisions import Decisions
-from quire.scheduler.policy.policies import make_policy
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 
@@ -133,10 +133,11 @@ class Outcome:
         )
 
 
-class RecordedDigests:
+class RecordedDigests(Digester):
     """The digester of a replay without tokens: what the recording has for the call."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._waiting: deque[tuple[int, list[bytes]]] = deque()
         self._num_made = 0
         self.problem: tuple[str, str] | None = None  # recorded, replayed
@@ -149,8 +150,9 @@ class RecordedDigests:
         if self._waiting and self.problem is None:
             self.problem = _blocks(*self._next()), "no digests requested"
 
-    def __call__(self, sequences: Seq[Named], block_size: int, counts: Seq[int]) -> None:
-        for sequence, count in zip(sequences, counts, strict=True):
+    def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
+        """See Digester."""
+        for sequence, count in zip(named, counts, strict=True):
             if count > len(sequence.digests):
                 self._extend(sequence, count - len(sequence.digests))
 
@@ -218,7 +220,7 @@ class _Replay:
         self.has_tokens = bool(segment.header["has_tokens"])
         self.redaction = None if self.has_tokens else Redaction(b"")
         self.digests = RecordedDigests()
-        self.scheduler = restored(segment, digest_blocks if self.has_tokens else self.digests)
+        self.scheduler = restored(segment, None if self.has_tokens else self.digests)
         self.before: Call | None = None
 
     def steps(self) -> Iterator[Step]:
@@ -285,9 +287,13 @@ class _Replay:
         return Difference(step_id, what, recorded, replayed, in_words(call), in_words(self.before))
 
 
-def restored(segment: Segment, digester: Digester = digest_blocks) -> Scheduler:
+def restored(segment: Segment, digester: Digester | None = None) -> Scheduler:
     """Restore the scheduler as it was at the beginning of a segment. digester: what names its
-    blocks. Raises EngineError."""
+    blocks; None computes names with the recorded engine's hash. Raises EngineError, and ConfigError
+    for a hash of a package that is not installed."""
+    if digester is None:
+        name = segment.header["settings"].get("prefix_caching_hash_algo", "sha256")
+        digester = Digester(make_block_hash(name))
     if segment.header["new"] is not None:
         return _new_scheduler(segment.header, digester)
     version = segment.header.get("state", 1)
@@ -314,6 +320,7 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
         settings["enable_prefix_caching"],
         block_bytes=parts["block_bytes"],
         host_limits=parts.get("host_limits"),
+        make_eviction=make_eviction(settings.get("eviction_policy", "lru")),
     )
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})

@@ -18,6 +18,7 @@ from quire.base.events import Admitted, Event, Finished, Preempted, Queued
 from quire.base.plan import Plan
 from quire.engine.recording.calls import UPDATE
 from quire.engine.recording.files import Segment, read_recording
+from quire.scheduler.core.names import Digester
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import RequestView, SchedulerView
 from quire.tools.replay import Outcome, Step, replay_all, restored
@@ -160,7 +161,7 @@ def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> lis
     def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
         if state["path"] != segment.path:
             if state["path"] is None or not segment.follows:
-                begun, now = restored(segment), segment.header["now_s"]
+                begun, now = restored(segment, Digester()), segment.header["now_s"]
                 trace.begin(begun.view().plans, begun.requests(), now)
             state["path"] = segment.path
         trace.take(step, scheduler.view())

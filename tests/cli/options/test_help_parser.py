@@ -73,6 +73,13 @@ def test_options_of_a_command_have_groups(capsys: pytest.CaptureFixture[str]) ->
     assert "--top-p" in out and "--max-model-len" not in out
 
 
+def test_the_usual_options_of_a_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    out = helped(capsys, "bench", "serve", "--help")
+    assert "--request-rate" in out and "--burstiness" not in out
+    assert "the server that answers" in out and "address, names" not in out
+    assert "--burstiness" in helped(capsys, "bench", "serve", "--help", "load")
+
+
 def test_an_unknown_topic(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (("serve", "--help", "cahce"), ("--help", "cahce")):
         status, out, err = run(capsys, *words)

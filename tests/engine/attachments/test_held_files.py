@@ -122,7 +122,7 @@ def test_what_is_damaged_is_left_out(
         assert len(names(tmp_path)) == 1
     finally:
         logging.getLogger("quire").removeHandler(caplog.handler)
-    assert "1 files of held requests" in caplog.text and "damaged" in caplog.text
+    assert "1 files of retained requests" in caplog.text and "damaged" in caplog.text
     assert len(files_in(tmp_path)) == 1
 
 

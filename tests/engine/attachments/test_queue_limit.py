@@ -31,7 +31,7 @@ def core() -> EngineCore:
 def test_a_burst_may_take_the_free_rows_and_the_queue(core: EngineCore) -> None:
     for i in range(ROWS + QUEUED):
         core.add(request(f"{i}"))
-    with pytest.raises(EngineBusy, match="wait already .5, and max_num_queued_reqs is 3"):
+    with pytest.raises(EngineBusy, match="are waiting already .5, and max_num_queued_reqs is 3"):
         core.add(request("one more"))
     core.step()
     assert core.scheduler.num_waiting == QUEUED

@@ -14,14 +14,14 @@ from quire.engine.recording.calls import CONTROL, calls_of
 from quire.engine.recording.files import read_recording, segment_paths
 from quire.ops.native import core
 from quire.scheduler.reuse.stores import Stores
-from quire.tools.replay import Outcome, replay_all
+from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model
 from tests.engine.attachments.test_recorder import Recorded, bodies
 from tests.scheduler.test_scheduler_machine import MixedStoresMachine, StoresMachine
 from tests.serve.test_host_tier import PARAMS
 from tests.serve.test_same_bits import open_llm
 from tests.support.engine.attachments import attached
-from tests.support.engine.recorded_runs import begin_segment
+from tests.support.engine.recorded_runs import begin_segment, replayed
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 from tests.support.scheduler.state_machines import run_machine
@@ -52,12 +52,6 @@ def record(folder: Path, name: str, segments: bool = False, **settings: Any) -> 
                 llm.reset_prefix_cache()
             llm.generate([prompt, PROMPTS[0]], PARAMS, use_tqdm=False)
     return folder / name
-
-
-def replayed(path: Path) -> Outcome:
-    outcome = replay_all(read_recording(path))
-    assert outcome.difference is None, "\n".join(outcome.difference.lines())
-    return outcome
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.calls import END, UPDATE, PlanGuess, calls_of, end_of, plan_fields
 from quire.engine.recording.files import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.engine.recording.frames import State, read_frames
-from quire.tools.replay import Outcome, replay_all
+from quire.scheduler.core.names import Digester, Named
+from quire.scheduler.policy.policies import make_block_hash
+from quire.tools.replay import Outcome, replay_all, restored
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
 from tests.support.cases import pairwise
@@ -76,6 +79,44 @@ def test_every_policy(tmp_path: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_the_chosen_eviction_policy_and_hash(tmp_path: Path, keeps_tokens: bool) -> None:
+    chosen = {"eviction_policy": "lfu", "prefix_caching_hash_algo": "blake2b"}
+    run = Run(tmp_path, keeps_tokens, **chosen)
+    for i in range(3):
+        run.ask(f"shared {i}", prompt(1, 40), 2)
+        run.step(6)
+    for i in range(12):
+        run.ask(f"other {i}", prompt(2 + i, 20), 2)
+        run.step(6)
+    run.ask("shared again", prompt(1, 40), 2)
+    run.finish()
+    replayed(tmp_path)
+    [segment] = read_recording(tmp_path)
+    segment.header["settings"]["eviction_policy"] = "lru"
+    assert replay_all([segment]).difference is not None
+    blake2b, sha256 = map(make_block_hash, ("blake2b", "sha256"))
+    assert restored(segment).memory.names.digester.block_hash is blake2b
+    for name in chosen:  # as recordings of earlier versions
+        del segment.header["settings"][name]
+    assert restored(segment).memory.names.digester.block_hash is sha256
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_a_snapshot_keeps_the_eviction_policy(tmp_path: Path, keeps_tokens: bool) -> None:
+    run = Run(tmp_path, keeps_tokens, eviction_policy="lfu")
+    for i in range(10):
+        run.ask(f"r{i}", prompt(i % 4, 20), 2)
+        run.step(6)
+        if i == 5:
+            begin_segment(run.recorder)
+    run.finish()
+    segments = list(read_recording(tmp_path))
+    assert len(segments) == 2
+    replayed(tmp_path)
+    assert replay_all(segments[1:]).difference is None
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_that_fail(tmp_path: Path, depth: int, keeps_tokens: bool) -> None:
     """What the scheduler is told of a step that was repeated in parts is what is recorded."""
@@ -101,15 +142,15 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     secrets: list[bytes] = [SALT.encode(), STOP.encode(), b"somebody", b"tenant 0", b"tenant 1"]
     digests: set[bytes] = set()
     names = run.core.scheduler.memory.names
-    digester = names.digester
 
-    def overheard(sequences, size, counts) -> None:
-        digester(sequences, size, counts)
-        for sequence in sequences:
-            digests.update(sequence.digests)
-            digests.add(sequence.root)
+    class Overheard(Digester):
+        def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
+            super().__call__(named, block_size, counts)
+            for each in named:
+                digests.update(each.digests)
+                digests.add(each.root)
 
-    names.digester = overheard
+    names.digester = Overheard()
     for i in range(4):  # a segment begins in the middle of things, several times
         run.ask(f"early {i}", prompt(30 + i, 20), 10, n=2)
         run.step(3)
@@ -261,7 +302,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
     cut = read_segment(path)
     assert cut.is_cut and not cut.is_readable
     path.write_bytes(b"hello")
-    with pytest.raises(ConfigError, match="no recording of quire"):
+    with pytest.raises(ConfigError, match="not a quire recording"):
         read_segment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_recording(tmp_path / "nowhere"))

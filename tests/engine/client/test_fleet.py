@@ -268,7 +268,7 @@ def test_a_core_that_dies_fails_its_requests_and_comes_back_knowing_nothing(
 def test_cores_must_be_alike(tmp_path: Path) -> None:
     cores = [Served(tmp_path / str(number), 0, 20 - number) for number in range(2)]
     try:
-        with pytest.raises(ConfigError, match=r"core 1 is unlike.*max_logprobs: 20 and 19"):
+        with pytest.raises(ConfigError, match=r"core 1 differs from.*max_logprobs: 20 and 19"):
             with_client(cores, lambda _: asyncio.sleep(0))
     finally:
         for core in cores:

@@ -135,7 +135,7 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
             await asyncio.sleep(0)
         num_bytes = transport.get_write_buffer_size()
         for _ in range(20):
-            with pytest.raises(EngineBusy, match="has not taken in"):
+            with pytest.raises(EngineBusy, match="has not yet accepted"):
                 await token_ids(client.generate(request("refused")))
         assert transport.get_write_buffer_size() == num_bytes
         assert client.num_unfinished == len(waiting)

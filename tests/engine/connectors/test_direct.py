@@ -236,7 +236,7 @@ def test_a_peer_that_is_started_anew_is_read_again(transfer: MemoryTransfer) -> 
 
 
 def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="cannot go by 'pigeon'"):
+    with pytest.raises(ConfigError, match="cannot be transferred by 'pigeon'"):
         make_store("peer://127.0.0.1:7?via=pigeon", 1)
     if not HAS_NIXL:
         with pytest.raises(MissingDependency, match="pip install 'quire"):

@@ -306,7 +306,7 @@ def test_the_disk_keeps_its_last_bytes(
     assert store.put(key(1), [value(1)])  # 50 MB are 5 % of 1 GB
     Facts.f_bavail -= 2
     warning = refuse_for_a_while(store, clock, caplog)
-    assert "the last 0.05 GB are left alone" in warning
+    assert "must keep 0.05 GB free" in warning
     Facts.f_blocks, Facts.f_bavail = 10**15 // 4096, (10**9 + 10_000) // 4096
     assert store.put(key(1), [value(1)])  # of a large disk 1 GB
 
@@ -336,7 +336,7 @@ def test_a_disk_that_cannot_be_written_to_is_read(
 
 def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be made .*; give one that can be"):
+    with pytest.raises(ConfigError, match="cannot be created .*; give another one"):
         DiskStore(tmp_path / "file" / "kv", PLENTY)
     with pytest.raises(ConfigError, match="max_bytes of a store must be positive, got 0"):
         DiskStore(tmp_path, 0)

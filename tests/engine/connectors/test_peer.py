@@ -297,7 +297,7 @@ def test_addresses_are_checked() -> None:
             PeerStore(text, 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="cannot be listened on"):
+        with pytest.raises(ConfigError, match="cannot listen on"):
             Engine(place)
 
 

@@ -16,7 +16,6 @@ from quire.base.plugins import CONNECTORS
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker
-from tests.base.test_plugins import Site
 from tests.support.engine.store_servers import open_redis
 from tests.support.engine.stores import (
     BLOCK_BYTES,
@@ -31,6 +30,7 @@ from tests.support.engine.stores import (
     look_up,
     sealed,
 )
+from tests.support.plugin_site import Site
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_server_that_is_not_there_makes_misses_and_one_warning(
 
 
 def test_an_address_that_is_none_is_an_error_at_the_start(site: Site) -> None:
-    with pytest.raises(ConfigError, match=r"'valkey:\*\*\*' cannot be made: ValueError"):
+    with pytest.raises(ConfigError, match=r"'valkey:\*\*\*' cannot be created: ValueError"):
         make_store("valkey:host:port", max_bytes=1)
 
 

@@ -349,7 +349,7 @@ def test_a_damaged_value_is_missing_until_it_was_written_again(
         assert bench.do(fetch(1)).ok == [False]
     assert bench.memory.blocks[0, 1] == b"mine"
     [record] = caplog.records
-    assert "a block of the KV store DictStore is not used: it is the block of" in record.message
+    assert "a block of the KV store DictStore is not used: the block belongs to" in record.message
     assert bench.do(look_up(1, 2)).found == [False, True]
     bench.memory.blocks[0, 1] = contents(1)
     assert bench.do(keep(1, 2)) == Kept(0, 1, [True, True], 1000, 0.0)

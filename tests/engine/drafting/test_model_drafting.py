@@ -55,13 +55,15 @@ def test_another_vocabulary() -> None:
 def test_other_tokens(tmp_path: Path) -> None:
     """As many, but not the same ones."""
     other = write_checkpoint(write_directory(fresh_directory(), "metaspace"), "llama", 424)
-    with pytest.raises(ConfigError, match=r"has other tokens than .*: token \d+ is .*, not "):
+    with pytest.raises(
+        ConfigError, match=r"has a different vocabulary from .*: token \d+ is .*, not "
+    ):
         engine(text_checkpoint("llama"), **guessed_by(other))
     engine(text_checkpoint("llama"), **guessed_by(checkpoint("gpt2", 424))).close()
 
 
 def test_a_draft_model_with_states() -> None:
-    with pytest.raises(ConfigError, match=r"layers that remember a state.*one without"):
+    with pytest.raises(ConfigError, match=r"layers with states.*without such layers"):
         engine(checkpoint("llama"), **guessed_by(checkpoint("qwen3_5")))
 
 

@@ -120,7 +120,7 @@ def test_what_the_device_meets_with_ends_the_engine(
 ) -> None:
     executor.submit(plan(1))
     runner.launched.get(timeout=WAIT_S).gate.put("an illegal memory access")
-    with pytest.raises(EngineError, match="illegal memory access.*must be started again"):
+    with pytest.raises(EngineError, match="illegal memory access.*restart the process"):
         executor.next_result()
 
 

@@ -107,7 +107,7 @@ def test_a_model_without_what_grammars_need_says_so(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="needs an end token"):
         make_vocabulary(the("demo"), 2000, [])
     for family in ("wordpiece", "metaspace"):  # no model that writes text has these
-        with pytest.raises(ConfigError, match="llguidance does not know"):
+        with pytest.raises(ConfigError, match="llguidance cannot read"):
             make_vocabulary(the(family), 2000, [1])
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(MissingDependency, match="pip install llguidance"):

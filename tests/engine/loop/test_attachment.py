@@ -34,7 +34,7 @@ from quire.scheduler.scheduler import Scheduler
 from tests.support.engine.attachments import attached
 from tests.support.engine.fake_attachment import FakeAttachment
 from tests.support.engine.token_limit import TokenLimit
-from tests.support.engine.updates import read, reason_of
+from tests.support.engine.updates import read, reason_of, run_to_end
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.scheduler.fake_device import (
     Curse,
@@ -80,11 +80,8 @@ def ask(core: EngineCore, name: str = "a", num_tokens: int = 3, **changed: Any) 
 def run(core: EngineCore, reader: StepReader | None = None) -> list[Any]:
     """Take steps to the end; return all updates."""
     reader, found = reader or StepReader(), []
-    for _ in range(200):
-        if not core.has_work:
-            return found
-        found += read(reader, core.step())
-    raise AssertionError("a request starves")
+    run_to_end(core, lambda: found.extend(read(reader, core.step())))
+    return found
 
 
 # ---- when they are called -----------------------------------------------------------------------

@@ -14,6 +14,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event
 from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
+from tests.support.engine.updates import run_to_end
 
 DOCS = Path(__file__).parents[3] / "docs" / "extend"
 PAGES = (DOCS / "scheduler.md", DOCS / "attachments.md")
@@ -50,11 +51,8 @@ def run(core: EngineCore, name: str, prompt: list[int], max_tokens: int = 1, **r
     plan = core.plan()
     assert plan is not None
     core.take()
-    for _ in range(50):
-        if not core.has_work:
-            return plan.num_scheduled_tokens
-        core.step()
-    raise AssertionError("a request starves")
+    run_to_end(core, core.step)
+    return plan.num_scheduled_tokens
 
 
 def test_the_page_has_these_examples() -> None:

@@ -32,7 +32,7 @@ from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.runner.build import BuiltRunner, build_runner
 from tests.support.engine.failing_core import prompt
-from tests.support.engine.updates import read
+from tests.support.engine.updates import read, run_to_end
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 MAX_LEN = 48
@@ -259,11 +259,7 @@ class Engine:
                 self.ends[name].add(output.finish.reason)
 
     def finish(self) -> None:
-        for _ in range(2000):
-            if not self.core.has_work:
-                return
-            self.step()
-        raise AssertionError("a request starves")
+        run_to_end(self.core, self.step)
 
 
 def request(name: str, tokens: list[int], seed: int, **params: Any) -> Request:

@@ -272,10 +272,10 @@ def test_more_than_may_be_held_is_refused(
     monkeypatch.setattr(held, "MOST_HELD", 3)
     source = reference.kept()
     running = reference.ask(reference.story, max_tokens=2, keep_s=5)
-    with pytest.raises(EngineBusy, match="sequences are held or will be"):
+    with pytest.raises(EngineBusy, match="sequences are retained or will be"):
         reference.ask(reference.story, max_tokens=2, n=2, keep_s=5)
     monkeypatch.setattr(held, "MOST_HELD_TOKENS", 150)
-    with pytest.raises(EngineBusy, match="tokens are held or will be"):
+    with pytest.raises(EngineBusy, match="tokens are retained or will be"):
         reference.ask(reference.story, max_tokens=90, keep_s=5)
     reference.finish(running)
     for name in (source.id, running.request_id):

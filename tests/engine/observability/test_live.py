@@ -8,7 +8,7 @@ from quire.base.live import LiveState
 from quire.engine.observability import live
 from quire.engine.observability.live import LiveFrames
 from quire.kv.pool import BlockPool
-from tests.scheduler.test_pins import BLOCK, Bench
+from tests.support.scheduler.pinning_core import BLOCK, Bench
 from tests.support.scheduler.watched_scheduler import random_run
 
 LINE = list(range(17))  # four full blocks and a token

@@ -14,7 +14,7 @@ APART = {"miss": "diverged", "at_token": 40, "near_id": "cmpl-1"}
     ("report", "told"),
     [
         (PrefixReport(), "no prefix hit"),
-        (PrefixReport(miss="new"), "no prefix hit; nothing like the rest is known"),
+        (PrefixReport(miss="new"), "no prefix hit; the rest matches no known prompt"),
         (
             PrefixReport(device=96),
             "prefix hit 96 % (96 tokens on the device): all whole blocks of the prompt",
@@ -31,11 +31,11 @@ APART = {"miss": "diverged", "at_token": 40, "near_id": "cmpl-1"}
         ),
         (
             PrefixReport(miss="evicted", near_id="a", lost_s=2.51),
-            "no prefix hit; the next block was there, and was evicted 2.5 s before",
+            "no prefix hit; the next block was cached, but was evicted 2.5 s before",
         ),
         (
             PrefixReport(miss="evicted", near_id="a"),
-            "no prefix hit; the next block was there, and was evicted",
+            "no prefix hit; the next block was cached, but was evicted",
         ),
         (
             PrefixReport(miss="salt", num_other_tokens=1600),
@@ -64,7 +64,7 @@ def test_others_stay_hidden() -> None:
     assert as_data(foreign)["cache_miss"]["nearest_request"] == "cmpl-1"
     assert in_words(foreign, 100, hides_others=True) == "prefix hit 32 % (32 tokens on the device)"
     assert in_words(own, 100, hides_others=True).endswith(
-        "differs from another of yours at token 40"
+        "differs from another of your requests at token 40"
     )
     salted = PrefixReport(miss="salt", num_other_tokens=64)
     assert shown_to(salted, "key 1") == {"cached_tokens_by_tier": {}}
@@ -88,5 +88,5 @@ def test_timelines_tell_it() -> None:
     text = lines.text("mine", "t")
     assert '"cached_tokens":8,"cached_tokens_by_tier":{"device":8}' in text
     assert '"cache_miss":{"reason":"evicted","evicted_s_ago":1.0}' in text
-    assert "prefix hit 27 % (8 tokens on the device); the next block was there" in text
+    assert "prefix hit 27 % (8 tokens on the device); the next block was cached" in text
     assert "other" not in text.replace("others", "")

@@ -59,7 +59,7 @@ def test_a_whole_life() -> None:
     [line] = story.lines.find("mine")
     assert in_words(line, BLOCK) == [
         "100 prompt tokens, at most 30 out",
-        "waited 120 ms behind 1 long prompt (3,000 tokens of them were computed meanwhile)",
+        "waited 120 ms behind 1 long prompt (3,000 tokens of them were computed in the meantime)",
         "prefix hit 60 %, diverged at token 60",
         "the prompt was computed in 2 chunks (40 tokens within 30 ms)",
         "first token after 165 ms",

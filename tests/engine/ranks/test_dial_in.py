@@ -147,5 +147,5 @@ def test_it_listens_where_it_is_told_and_nowhere_else(door: Door) -> None:
     with pytest.raises(EngineError, match=r"192\.0\.2\.254:0.*must be an address of this machine"):
         Door("192.0.2.254", SECRET, lambda arrival: None)
     door.close()
-    with pytest.raises(EngineError, match="nobody answers at 127.0.0.1"):
+    with pytest.raises(EngineError, match="no core answers at 127.0.0.1"):
         dial(door.address, SECRET, Role.RANK, 0)

@@ -64,7 +64,10 @@ def test_slow_steps_are_given_more() -> None:
 def test_what_is_known_is_told() -> None:
     made = lateness(Beat(-1, 0, "MainThread at a.py:3 (f)"))
     text = made.tell(0, "step 0", 9.0)
-    assert "step 0 was not over after 9.0 s" in text and "8.0 s ago: it had begun no step" in text
+    assert (
+        "step 0 did not finish within 9.0 s" in text
+        and "8.0 s ago: it had not begun a step" in text
+    )
     assert text.endswith("MainThread at a.py:3 (f)")
 
 

@@ -61,7 +61,7 @@ def test_what_one_sets_others_of_its_group_find(core: Core) -> None:
     assert two.delete_key("x") and not two.delete_key("x") and not one.check(["x"])
     threading.Timer(0.05, lambda: two.set("late", "text")).start()
     assert one.get("late") == b"text"
-    with pytest.raises(RuntimeError, match="nobody has set never"):
+    with pytest.raises(RuntimeError, match="no rank has set never"):
         one.wait(["never"], timedelta(seconds=0.05))
 
 

@@ -114,9 +114,9 @@ def test_masks_and_guesses() -> None:
 
 
 def test_what_is_no_message() -> None:
-    with pytest.raises(EngineError, match="not one of ours"):
+    with pytest.raises(EngineError, match="not quire's"):
         rank_codec().decode(b"\x81\xa4type\xa3Odd")
-    with pytest.raises(EngineError, match="not one of ours"):
+    with pytest.raises(EngineError, match="not quire's"):
         rank_codec().decode(b"")
     with pytest.raises(NotImplementedError, match="function cannot be sent"):
         params = SamplingParams(logits_processors=[lambda ids, logits: logits])

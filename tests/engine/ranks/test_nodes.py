@@ -91,7 +91,7 @@ def test_two_machines_answer_as_one_process_and_end_together(nodes: StartNode, p
     first, second = (alone("llama", 120, ()).answers[i : i + 5] for i in (0, NUM_ASKED))
     assert found.answers == first + second
     assert node.wait(20) == 0
-    assert "keeps ranks 1 of 2" in said(node) and "the core has ended" in said(node)
+    assert "runs ranks 1 of 2" in said(node) and "the core has ended" in said(node)
 
 
 @pytest.mark.slow
@@ -143,12 +143,12 @@ def test_two_machines_with_one_number(nodes: StartNode, port: int) -> None:
     with engine(model, port):
         second = nodes(model, 1, "-tp", "2")
         assert second.wait(20) == 1
-        assert "has refused rank 1 of this machine: this rank is kept already" in said(second)
+        assert "has refused rank 1 of this machine: this rank is running already" in said(second)
         assert first.poll() is None
 
 
 def test_an_engine_is_on_machine_0(nodes: StartNode, port: int) -> None:
-    with pytest.raises(ConfigError, match="node_rank=1 only keeps ranks"):
+    with pytest.raises(ConfigError, match="node_rank=1 only runs ranks"):
         engine(checkpoint("llama"), port, node_rank=1)
 
 
@@ -166,7 +166,7 @@ def test_a_machine_whose_core_does_not_come_says_where_it_looked(
 ) -> None:
     node = nodes(checkpoint("llama"), 1, "-tp", "2", "--node-wait-s", "0.6")
     assert node.wait(20) == 1
-    assert f"no core came to 127.0.0.1:{port} within 0.6 s" in said(node)
+    assert f"no core connected to 127.0.0.1:{port} within 0.6 s" in said(node)
 
 
 class NoStarter:
@@ -259,7 +259,7 @@ def test_who_was_started_otherwise_is_refused_with_the_difference(
     assert 'revision is "main" there and not set on machine 0; start' in unset
     assert "no rank 5 of 3: machine 0 was started with tensor_parallel_size=3" in core.refusal(5)
     ending = core.keep(1, settings={"model": '"a"'})
-    assert "kept already by 127.0.0.1; is its node_rank another" in core.refusal(1)
+    assert "running already by 127.0.0.1; is its node_rank another" in core.refusal(1)
     core.ranks.close()  # the core's thread has said all that it says
     assert ending.result(10) == Ending(CORE_ENDED)
     lines = [record.getMessage() for record in caplog.records]
@@ -273,7 +273,7 @@ def test_secrets_of_machines_are_compared_and_not_shown() -> None:
     )
     given = given_settings_of(one, ["kv_store"])
     assert contradictions(one, given) == ""
-    assert contradictions(two, given) == "kv_store has another secret there than on machine 0"
+    assert contradictions(two, given) == "kv_store has a different secret there than on machine 0"
     assert hashlib.sha256(b'["redis://user:x@cache"]').hexdigest()[:16] not in str(given)
 
 
@@ -282,7 +282,7 @@ def test_a_machine_that_is_told_to_end_says_so_and_the_others_hear_why(core: Cor
     first, other = core.keep(0, leaving=leaving), core.keep(1)
     leaving.set()
     assert first.result(10) == Ending(LEFT)
-    why = "rank 0 of 3 (on 127.0.0.1) was ended in order: its machine was told to end"
+    why = "rank 0 of 3 (on 127.0.0.1) was stopped, because its machine was shut down"
     assert str(core.losses.found.get(timeout=10)) == why
     assert other.result(10) == Ending(f"{CORE_ENDED}: {why}")
 

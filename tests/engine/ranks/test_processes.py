@@ -145,7 +145,7 @@ def test_who_spins_is_told_from_who_waits_for_it(
             core.step()
         assert 1.6 < time.monotonic() - began < 30.0
         said = str(core._death)
-        assert re.search(r"step \d+ was not over after \d+\.\d s", said)
+        assert re.search(r"step \d+ did not finish within \d+\.\d s", said)
         assert re.search(place, said)
         with pytest.raises(EngineError, match="the engine has stopped"):
             llm.generate(WORDS, GREEDY, use_tqdm=False)

@@ -23,10 +23,9 @@ from quire.engine.recording.frames import (
     State,
     read_frames,
 )
-from quire.tools.replay import Outcome, replay_all
 from tests.support.commands import run as command
 from tests.support.engine.failing_core import prompt
-from tests.support.engine.recorded_runs import Run, begin_segment
+from tests.support.engine.recorded_runs import Run, begin_segment, replayed
 
 FIRST_FORMAT = b"quire recording\n"
 
@@ -61,12 +60,6 @@ def state_of(data: bytes) -> State:
     assert frames is not None, "it is not even taken for a recording"
     assert (frames.state is State.WHOLE) == (not frames.problem)
     return frames.state
-
-
-def replayed(path: Path) -> Outcome:
-    outcome = replay_all(read_recording(path))
-    assert outcome.difference is None, "\n".join(outcome.difference.lines())
-    return outcome
 
 
 def test_the_whole_one_is_whole(whole: bytes, tmp_path: Path) -> None:
@@ -178,8 +171,8 @@ def test_what_stands_is_replayed_and_the_rest_is_told(whole: bytes, tmp_path: Pa
         assert "all plans that can be read are identical" in outcome.summary()
     assert found[State.DAMAGED].num_calls == found[State.CUT].num_calls
     assert found[State.DAMAGED].notes == [
-        "segment-000001.rec is damaged: it is not what was written"
-        f" (frame 12 is not what was written (at byte {begin:,}))"
+        "segment-000001.rec is damaged: its content has changed (frame 12 is not what was written"
+        f" (at byte {begin:,}))"
     ]
     assert "is cut off" in found[State.CUT].notes[0] and "has no end" in found[State.CUT].notes[0]
 

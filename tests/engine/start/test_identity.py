@@ -29,11 +29,13 @@ def fingerprint(built: BuiltRunner, **changes: Any) -> bytes:
 
 def test_what_changes_the_bits_of_blocks_changes_their_names(built: BuiltRunner) -> None:
     fixed = dataclasses.replace(built.config, deterministic=True)
+    hashed = dataclasses.replace(built.config.cache, prefix_caching_hash_algo="blake2b")
     int8 = dataclasses.replace(built.config.cache, kv_cache_dtype="int8")
     found = [
         fingerprint(built),
         fingerprint(built, config=fixed),
         fingerprint(built, config=dataclasses.replace(built.config, cache=int8)),
+        fingerprint(built, config=dataclasses.replace(built.config, cache=hashed)),
         fingerprint(built, kv_scales={0: (0.5, 1.0)}),
         fingerprint(built, kv_scales={0: (1.0, 0.5)}),
         fingerprint(built, backend_name="another"),
@@ -55,3 +57,8 @@ def test_an_instruction_set_rounds_in_its_own_way(built: BuiltRunner, tmp_path: 
 def test_what_does_not_leaves_them(built: BuiltRunner) -> None:
     eager = dataclasses.replace(built.config, enforce_eager=True, compilation="piecewise")
     assert fingerprint(built, config=eager) == fingerprint(built)
+    lfu = dataclasses.replace(
+        built.config.cache, eviction_policy="lfu", prefix_caching_hash_algo="sha256_cbor"
+    )
+    config = dataclasses.replace(built.config, cache=lfu)
+    assert fingerprint(built, config=config) == fingerprint(built)

@@ -61,7 +61,7 @@ def test_a_directory_that_is_no_model_is_told_why(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"max_model_len": 4096}, "max_model_len=4096 is more than the model was made for"),
+        ({"max_model_len": 4096}, "max_model_len=4096 is more than the model supports"),
         ({"chat_template": "/nowhere.jinja"}, "'/nowhere.jinja' is neither a file nor"),
         ({"chat_template": "x" * 5000}, "is neither a file nor the text of a template"),
         ({"chat_template": "/bin/true"}, "'/bin/true' cannot be read"),

@@ -100,7 +100,7 @@ def test_candidates_keep_bits_and_dtypes() -> None:
     "body", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa5Abort", b"\x81\xa4type\xa6Nobody"]
 )
 def test_other_messages_are_refused(body: bytes) -> None:
-    with pytest.raises(EngineError, match="not one of ours"):
+    with pytest.raises(EngineError, match="not quire's"):
         core_codec().decode(body)
 
 
@@ -129,5 +129,5 @@ def test_a_message_that_is_nested_too_deep() -> None:
     request = b"\x81\xa4type" + deep  # {"type": [[[...]]]}
     for codec in (core_codec(), client_codec()):
         for body in (deep, request, b"\x82\xa4type\xa5Abort\xa1x" + deep):
-            with pytest.raises(EngineError, match="not one of ours"):
+            with pytest.raises(EngineError, match="not quire's"):
                 codec.decode(body)

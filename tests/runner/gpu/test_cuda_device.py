@@ -234,7 +234,7 @@ class TestGraphs:
         def too_large(config: Any, num_blocks: Any) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        with pytest.raises(OutOfMemory, match="lower max_num_batched_tokens"):
+        with pytest.raises(OutOfMemory, match="Lower max_num_batched_tokens"):
             profile.plan_gpu_memory(built.config, spec, CUDA, 1 << 20, free, too_large)
 
 

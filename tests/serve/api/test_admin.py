@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 
 KEYS = ("one", "two", "boss")

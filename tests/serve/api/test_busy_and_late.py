@@ -15,7 +15,7 @@ from quire.serve.api.auth import tenant_of
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.test_sse import CHAT, LONG, REQUESTS, events, held, open_connection
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 
 __all__ = ["held"]  # a fixture

@@ -21,7 +21,8 @@ from quire.serve.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS
 from tests.serve.api.test_sse import hang_up, open_connection
-from tests.support.serve.direct_engine import direct, text_of, twin, wait_until
+from tests.support.processes.servers import wait_until
+from tests.support.serve.direct_engine import direct, text_of, twin
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]

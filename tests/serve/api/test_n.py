@@ -181,7 +181,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 129}, "n", "n must be at most 128, got 129"),
     ({"n": 0}, "n", "n must be at least 1, got 0"),
     ({"n": "many"}, "n", 'n must be an integer, got "many"'),
-    ({"n": 9}, "n", "n=9 is more than max_num_seqs=8; ask for fewer or raise max_num_seqs"),
+    ({"n": 9}, "n", "n=9 is more than max_num_seqs=8; request fewer or raise max_num_seqs"),
     ({"n": 2, "temperature": 0}, "n", "n=2 needs sampling.*Raise temperature, or set n to 1"),
 ]
 REFUSED_TEXT: list[tuple[dict[str, Any], str, str]] = [

@@ -23,7 +23,8 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.observers import Observers
 from quire.serve.rate_limits import RateLimits, make_memory
 from tests.serve.api.conftest import MakeContext, serving
-from tests.support.serve.direct_engine import direct, wait_until
+from tests.support.processes.servers import wait_until
+from tests.support.serve.direct_engine import direct
 from tests.support.serve.fake_client import FakeClient
 
 KEYS = ("first-secret", "second-secret")

@@ -92,7 +92,7 @@ def test_a_parameter_is_sent_only_if_the_user_has_set_it(page: Any) -> None:
     assert "temperature" not in asked[0] and asked[1]["temperature"] == 0.5
     page.get_by_role("tab", name="Tokens").click()
     with page.expect_request("**/v1/completions") as written:
-        page.get_by_role("button", name="Write", exact=True).click()
+        page.get_by_role("button", name="Generate", exact=True).click()
     assert "temperature" not in json.loads(written.value.post_data)
 
 

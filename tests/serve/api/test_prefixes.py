@@ -24,7 +24,7 @@ from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MODEL, serving
 from tests.serve.api.test_sse import hang_up, open_connection
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 
 URL = "/v1/prefixes"
@@ -270,7 +270,7 @@ def test_the_openai_client_works_as_before(url: str) -> None:
         ({"prompt": [True]}, "prompt", "got a list of 1"),
         ({"prompt": [99999]}, "prompt", "token id 99999 is not in the vocabulary"),
         ({"prompt": [5] * 512}, "prompt", "max_model_len - 1 = 511"),
-        ({"prompt": [5] * 340}, "prompt", "22 of 42 KV blocks, and half of them may be"),
+        ({"prompt": [5] * 340}, "prompt", "22 of 42 KV blocks, and the limit is half of them"),
         ({"prompt": "a", "tools": [{"type": "function"}]}, "tools", "messages only"),
         ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "messages"),
         ({"messages": []}, "messages", "messages is empty"),
@@ -360,7 +360,8 @@ def test_a_key_pins_its_share(small: Engine, context: ApiContext) -> None:
                 large = {"prompt": [5] * (16 * most + 1)}
                 answer = api.post(URL, json=large, headers=headers)
                 assert answer.status_code == 400
-                wanted = f"share is {most} of 42; remove" if most < 21 else "half of them may be"
+                own = f"share is {most} of 42. Remove"
+                wanted = own if most < 21 else "the limit is half of them"
                 assert wanted in answer.json()["error"]["message"]
                 assert answer.json()["error"]["param"] == "prompt"
                 body = {"prompt": [5] * (16 * most)}

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 
 PROMPT = "Once upon a time there was a little fox. One day the fox"
 SAMPLED = {"temperature": 1.0, "seed": 5, "ignore_eos": True, "return_token_ids": True}

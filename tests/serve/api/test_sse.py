@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext, serving, small_engine
-from tests.support.serve.direct_engine import direct, wait_until
+from tests.support.processes.servers import wait_until
+from tests.support.serve.direct_engine import direct
 from tests.support.serve.fake_client import FakeClient
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 450, "temperature": 0, "ignore_eos": True}

@@ -14,7 +14,8 @@ from starlette.websockets import WebSocketDisconnect
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.support.serve.direct_engine import text_of, twin, wait_until
+from tests.support.processes.servers import wait_until
+from tests.support.serve.direct_engine import text_of, twin
 
 PATH = "/v1/stream"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -18,7 +18,8 @@ from websockets.sync.client import ClientConnection, connect
 
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext, serving
-from tests.support.serve.direct_engine import text_of, wait_until
+from tests.support.processes.servers import wait_until
+from tests.support.serve.direct_engine import text_of
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "use" / "streaming.md"
 STORY = "Once upon a time, there was a little fox. It lived in the woods, and one day it"

@@ -9,7 +9,7 @@ import pytest
 
 from quire.serve.api.context import ApiContext
 from quire.serve.api.strict_http import MAX_CHUNKS, MAX_HEAD_BYTES
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 
 JSON = b"Host: localhost\r\nContent-Type: application/json\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\n" + JSON

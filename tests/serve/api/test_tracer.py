@@ -18,7 +18,7 @@ from quire.serve.api.observed_client import ObservedClient, ObservedRequest
 from quire.serve.api.observers import Observers
 from quire.serve.tracing_package import check_tracing
 from tests.serve.api.conftest import MakeContext
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs quire[otel]")

@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.processes.servers import Server, is_running, kill
+from tests.support.processes.servers import Server, is_running, kill, wait_until
 from tests.support.serve.batch_files import request, write
-from tests.support.serve.direct_engine import text_of, wait_until
+from tests.support.serve.direct_engine import text_of
 
 FLAGS = ("--max-num-seqs", "8", "--max-model-len", "512", "--kv-cache-memory-bytes", "16M")
 
@@ -112,7 +112,7 @@ def test_a_batch_survives_the_server(tmp_path: Path) -> None:
     try:
         client = client_of(server)
         assert batch is not None
-        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", 120)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", timeout_s=120)
         check(client, client.batches.retrieve(batch.id), number)
     finally:
         server.stop()

@@ -20,9 +20,10 @@ from quire.serve.api.batches.batches import open_batches
 from quire.serve.api.batches.directory import FilesDirectory
 from quire.serve.api.batches.slots import Slots
 from tests.serve.api.conftest import MakeContext
+from tests.support.processes.servers import wait_until
 from tests.support.serve.batch_files import request
 from tests.support.serve.batch_server import KeptServer, serving
-from tests.support.serve.direct_engine import text_of, wait_until
+from tests.support.serve.direct_engine import text_of
 
 
 def requests(number: int) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from quire.serve.api.batches.batch_store import BatchStore
 from quire.serve.api.batches.directory import FilesDirectory
 from quire.serve.api.batches.file_store import FileStore
 from tests.serve.api.conftest import MakeContext
+from tests.support.processes.servers import wait_until
 from tests.support.serve.batch_files import request
 from tests.support.serve.batch_server import serving
-from tests.support.serve.direct_engine import wait_until
 
 DAMAGED = [b"", b'{"id":"file-', b"\xff\xfe", b"[" * 100_000, b'{"id": 3}']
 

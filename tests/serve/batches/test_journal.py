@@ -73,7 +73,7 @@ def test_other_files_stay_as_they_are(tmp_path: Path, index: InputIndex, content
     path = tmp_path / "out"
     for before in (b"", answered(index, 0).encode()):
         path.write_bytes(before + content)
-        with pytest.raises(RequestError, match="something else than answers"):
+        with pytest.raises(RequestError, match="is not a batch output file"):
             resumed(path, index)
         assert path.read_bytes() == before + content
 

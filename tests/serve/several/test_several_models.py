@@ -247,7 +247,7 @@ def test_a_prompt_in_pieces_goes_to_the_model_that_it_names(
 def test_the_memory_is_told_at_the_start(server: Server) -> None:
     text = "".join(server.lines)
     assert "memory for 2 models, all at once" in text
-    assert re.search(r"^  b +weights .* KV pool", text, re.M)
+    assert re.search(r"INFO quire:   b +weights .* KV pool", text)
 
 
 def test_one_dies_and_comes_again_while_the_other_answers(

@@ -75,7 +75,7 @@ def test_a_pool_of_ones_own_stays_as_it_is() -> None:
 
 
 def test_too_little_for_one_sequence_of_each() -> None:
-    with pytest.raises(OutOfMemory, match="600 MiB together, and .* takes 630 MiB"):
+    with pytest.raises(OutOfMemory, match="600 MiB together, but .* needs 630 MiB"):
         split(needs(), 3, 600 * MIB, NO_OWN)
     assert split(needs(), 1, 600 * MIB, NO_OWN)[0] == pytest.approx(600 * MIB, rel=1e-3)
 

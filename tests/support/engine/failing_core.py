@@ -20,7 +20,7 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from tests.support.engine.stages import StagesExecutor, build_stages, with_runner
-from tests.support.engine.updates import read, reason_of
+from tests.support.engine.updates import read, reason_of, run_to_end
 from tests.support.models.reference_checkpoints import reference_tokens
 
 POISON = 96
@@ -135,11 +135,7 @@ class Bench:
         return outputs
 
     def finish(self) -> None:
-        for _ in range(500):
-            if not self.core.has_work:
-                break
-            self.step()
-        assert not self.core.has_work, "a request starves"
+        run_to_end(self.core, self.step)
         assert all(pool.num_used == 0 for pool in self.core.scheduler.memory.kv.pools), (
             "blocks leak"
         )

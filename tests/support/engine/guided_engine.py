@@ -24,7 +24,7 @@ from quire.scheduler.beams import BeamSearch
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler_machine import BLOCK, FULL, MAX_LEN
-from tests.support.engine.updates import read
+from tests.support.engine.updates import read, run_to_end
 from tests.support.scheduler.fake_device import (
     VOCAB,
     FakeDevice,
@@ -166,11 +166,7 @@ class GuidedBench:
         self.scheduler.check_invariants()
 
     def finish(self) -> None:
-        for _ in range(2000):
-            if not self.core.has_work:
-                break
-            self.step()
-        assert not self.core.has_work, "a request starves"
+        run_to_end(self.core, self.step)
         assert self.grammars.num_followed == 0, "a grammar is still followed"
         assert all(pool.num_used == 0 for pool in self.scheduler.memory.kv.pools)
 

@@ -10,13 +10,23 @@ from quire.base.config import flat_settings
 from quire.base.messages import Abort, Request
 from quire.base.sampling_params import SamplingParams
 from quire.engine.attachments.recorder import Recorder
+from quire.engine.recording.files import read_recording
+from quire.tools.replay import Outcome, replay_all
 from tests.support.engine.failing_core import Bench, prompt
+from tests.support.engine.updates import run_to_end
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 
 MAX_BYTES = 50_000_000
 SALT = "salt of a tenant"
 STOP = "stop string"
 STOPS = tuple(range(30, 35))  # so many that some output ends with one
+
+
+def replayed(path: Path) -> Outcome:
+    """Replay a recording; all of its plans must come out the same."""
+    outcome = replay_all(read_recording(path))
+    assert outcome.difference is None, "\n".join(outcome.difference.lines())
+    return outcome
 
 
 def begin_segment(recorder: Recorder) -> None:
@@ -83,11 +93,7 @@ class Run:
                 self.core.step()
 
     def finish(self) -> None:
-        for _ in range(2000):
-            if not self.core.has_work:
-                break
-            self.step()
-        assert not self.core.has_work, "a request starves"
+        run_to_end(self.core, self.step)
         self.core.close()
 
     def everything(self) -> None:

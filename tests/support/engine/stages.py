@@ -6,7 +6,6 @@ plans are in flight; the last one does when its result is asked for.
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from quire.models.rank_place import RankPlace
 from quire.models.source import ModelSource
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.stage import StageLinks
+from tests.support.scheduler.fake_device import QueueExecutor
 
 
 class QueueLink:
@@ -49,19 +49,13 @@ def build_stages(config: EngineConfig, source: ModelSource, num: int) -> list[Bu
     ]
 
 
-class StagesExecutor:
+class StagesExecutor(QueueExecutor):
     """Carries out plans by all stages."""
 
     def __init__(self, stages: list[BuiltRunner]) -> None:
+        super().__init__()
         self.stages = stages
-        self._queue: deque[tuple[Plan, MaskPromise | None, list[str]]] = deque()
         self._has_failed = [False] * len(stages)
-
-    def start(self, on_result: Callable[[], None]) -> None:
-        pass
-
-    def copy_bytes_per_s(self) -> float:
-        return 1e9
 
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         if not self._queue:
@@ -71,16 +65,10 @@ class StagesExecutor:
         for number in range(len(self.stages) - 1):
             self._run(number, plan, None, errors)
 
-    def is_ready(self) -> bool:
-        return len(self._queue) > 0
-
     def next_result(self) -> StepResult:
         plan, masks, errors = self._queue.popleft()
         result = self._run(len(self.stages) - 1, plan, masks, errors)
         return failed_step(plan, errors[0]) if errors or result is None else result
-
-    def close(self) -> None:
-        pass
 
     def _run(
         self, number: int, plan: Plan, masks: MaskPromise | None, errors: list[str]

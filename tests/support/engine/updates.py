@@ -1,6 +1,16 @@
 """What a core's steps gave, sequence by sequence."""
 
+from collections.abc import Callable
+from typing import Protocol
+
 from quire.base.step_outputs import SequenceUpdate, StepOutputs, StepReader
+
+MAX_STEPS = 2000
+
+
+class HasWork(Protocol):
+    @property
+    def has_work(self) -> bool: ...
 
 
 def read(reader: StepReader, outputs: StepOutputs) -> list[SequenceUpdate]:
@@ -12,6 +22,15 @@ def read(reader: StepReader, outputs: StepOutputs) -> list[SequenceUpdate]:
         for name, token in reader.tokens(outputs)
     ]
     return plain + outputs.details
+
+
+def run_to_end(owner: HasWork, step: Callable[[], object]) -> None:
+    """Take steps until a core or a scheduler has no work."""
+    for _ in range(MAX_STEPS):
+        if not owner.has_work:
+            return
+        step()
+    raise AssertionError("a request starves")
 
 
 def reason_of(update: SequenceUpdate) -> str | None:

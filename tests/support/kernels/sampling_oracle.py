@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Floats = npt.NDArray[np.float64]
 
@@ -83,3 +84,25 @@ def chi_square_z(counts: npt.NDArray[np.int64], probabilities: Floats) -> float:
     freedom = max(len(expected_cells) - 1, 1)
     spread = 2 / (9 * freedom)
     return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_p": 0.5},
+    {"top_p": 0.95},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.1, "temperature": 1.3},
+    {"top_p": 0.7, "min_p": 0.01},
+]
+
+
+def random_logits(num_rows: int, vocab_size: int, spread: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * spread

@@ -381,10 +381,7 @@ def write_own(
 ) -> Checkpoint:
     """Write a checkpoint of another config. Tests share the model: do not change it."""
     made = _make(model_type, json.dumps(config), max_shard_size)
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in made.files.items():
-        (directory / name).write_bytes(content)
-    torch.set_rng_state(made.random_state)
+    made.write(directory)
     return Checkpoint(directory, load_spec(directory), made.model)
 
 
@@ -395,6 +392,12 @@ class Made:
     model: torch.nn.Module
     files: dict[str, bytes]
     random_state: torch.Tensor
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (directory / name).write_bytes(content)
+        torch.set_rng_state(self.random_state)
 
 
 @functools.lru_cache(maxsize=96)  # most are a quarter of a megabyte

@@ -6,8 +6,6 @@ attends by plain float64 arithmetic here, over the masks that transformers makes
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from quire.base.model_spec import ModelSpec
 from quire.models.registry import model_spec
-from tests.support.models.checkpoints import EXPERTS, LLAMA, VOCAB
+from tests.support.models.checkpoints import EXPERTS, LLAMA, VOCAB, Checkpoint, Made
 
 SMALL = LLAMA | {"pad_token_id": 0}
 WINDOW = SMALL | {"head_dim": 8, "sliding_window": 6}
@@ -64,44 +62,17 @@ TRANSLATED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A directory, the spec for transformers' class, and the model as transformers runs it."""
-
-    directory: Path
-    spec: ModelSpec
-    model: torch.nn.Module
-
-    @torch.inference_mode()
-    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[tokens, V], float64."""
-        return self.model(torch.tensor([tokens])).logits[0]
-
-
-def write_reference(directory: Path, model_type: str, config: dict[str, Any]) -> Reference:
+def write_reference(directory: Path, model_type: str, config: dict[str, Any]) -> Checkpoint:
     """Write a checkpoint with weights large enough that every part matters. Tests share the model:
     do not change it."""
-    made = _make(model_type, json.dumps(config))
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in made.files.items():
-        (directory / name).write_bytes(content)
-    torch.set_rng_state(made.random_state)
-    return Reference(directory, made.spec, made.model)
-
-
-@dataclass(frozen=True)
-class Made:
-    """A model in float64, its spec, the files of its checkpoint, and the random generator's state
-    after its weights."""
-
-    model: torch.nn.Module
-    spec: ModelSpec
-    files: dict[str, bytes]
-    random_state: torch.Tensor
+    made, spec = _make(model_type, json.dumps(config))
+    made.write(directory)
+    return Checkpoint(directory, spec, made.model)
 
 
 @functools.lru_cache(maxsize=64)
-def _make(model_type: str, config: str) -> Made:
+def _make(model_type: str, config: str) -> tuple[Made, ModelSpec]:
+    """Return a model in float64 with its files, and its spec for transformers' class."""
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **json.loads(config))
@@ -120,7 +91,7 @@ def _make(model_type: str, config: str) -> Made:
         ).eval()
         spec = model_spec(directory, "transformers")
         files = {path.name: path.read_bytes() for path in directory.iterdir()}
-    return Made(model, spec, files, torch.get_rng_state())
+    return Made(model, files, torch.get_rng_state()), spec
 
 
 def use_exact_attention() -> str:

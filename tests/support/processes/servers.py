@@ -159,12 +159,14 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_until(done: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> float:
+def wait_until(
+    done: Callable[[], bool], what: str = "the condition holds", timeout_s: float = WAIT_S
+) -> float:
     """Poll until it is so; returns how long that took, in seconds."""
     began = time.monotonic()
     while not done():
         assert time.monotonic() - began < timeout_s, f"still waiting until {what}"
-        time.sleep(0.01)
+        time.sleep(0.005)
     return time.monotonic() - began
 
 

@@ -28,8 +28,9 @@ CHAT_TOKENS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 FAMILIES = ("byte_level", "llama", "gemma", "metaspace", "wordpiece")
 
 
-def byte_level() -> tk.Tokenizer:
-    """GPT-2, Llama 3, Qwen: all bytes are in the vocabulary, so every text can be written."""
+def byte_level(**parts: Any) -> tk.Tokenizer:
+    """GPT-2, Llama 3, Qwen: all bytes are in the vocabulary, so every text can be written.
+    parts: of the tokenizer, in the place of its own."""
     backend = tk.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -41,6 +42,8 @@ def byte_level() -> tk.Tokenizer:
     )
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_tokens(["<tool_call>"])
+    for name, part in parts.items():
+        setattr(backend, name, part)
     return backend
 
 

@@ -17,6 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -420,13 +421,11 @@ class FakeGrammars:
         promise.put(TokenMasks(plan.masked_rows, np.full(shape, -1, np.int32)))
 
 
-class FakeExecutor:
-    """Carries out plans when they are submitted, or only when their result is asked for."""
+class QueueExecutor:
+    """What executors of tests share: a queue of plans or results, and nothing to start or close."""
 
-    def __init__(self, device: FakeDevice, is_lazy: bool) -> None:
-        self.device, self.is_lazy = device, is_lazy
-        self._queue: deque[Work | StepResult] = deque()
-        self.has_failed = False
+    def __init__(self) -> None:
+        self._queue: deque[Any] = deque()
 
     def start(self, on_result: Callable[[], None]) -> None:
         pass
@@ -437,16 +436,25 @@ class FakeExecutor:
     def copy_bytes_per_s(self) -> float:
         return 1e9
 
+    def close(self) -> None:
+        pass
+
+
+class FakeExecutor(QueueExecutor):
+    """Carries out plans when they are submitted, or only when their result is asked for."""
+
+    def __init__(self, device: FakeDevice, is_lazy: bool) -> None:
+        super().__init__()
+        self.device, self.is_lazy = device, is_lazy
+        self.has_failed = False
+
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.has_failed &= len(self._queue) > 0
         self._queue.append((plan, masks) if self.is_lazy else self._run(plan, masks))
 
     def next_result(self) -> StepResult:
-        oldest = self._queue.popleft()
+        oldest: Work | StepResult = self._queue.popleft()
         return self._run(*oldest) if isinstance(oldest, tuple) else oldest
-
-    def close(self) -> None:
-        pass
 
     def _run(self, plan: Plan, masks: MaskPromise | None) -> StepResult:
         """Plans behind one that failed are answered without being carried out."""

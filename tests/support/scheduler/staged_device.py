@@ -6,14 +6,12 @@ Stages are ahead of each other: the first ones carry out a plan when they get it
 its result is asked for, or all then.
 """
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executors.executor import failed_step
-from tests.support.scheduler.fake_device import CursedStep, FakeDevice
+from tests.support.scheduler.fake_device import CursedStep, FakeDevice, QueueExecutor
 
 Handed = dict[int, list[int]]  # of each row, what its tokens are made of
 
@@ -72,22 +70,13 @@ class Work:
     result: StepResult | None = None
 
 
-class StagedExecutor:
+class StagedExecutor(QueueExecutor):
     """ahead: how many stages carry out a plan at once."""
 
     def __init__(self, stages: list[Stage], ahead: int) -> None:
+        super().__init__()
         self.stages, self._ahead = stages, ahead
-        self._queue: deque[Work] = deque()
         self._has_failed = [False] * len(stages)
-
-    def start(self, on_result: Callable[[], None]) -> None:
-        pass
-
-    def is_ready(self) -> bool:
-        return len(self._queue) > 0
-
-    def copy_bytes_per_s(self) -> float:
-        return 1e9
 
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         if not self._queue:
@@ -96,15 +85,12 @@ class StagedExecutor:
         self._go_on(self._queue[-1], self._ahead)
 
     def next_result(self) -> StepResult:
-        work = self._queue.popleft()
+        work: Work = self._queue.popleft()
         self._go_on(work, len(self.stages))
         if work.error is not None:
             return failed_step(work.plan, work.error)
         assert work.result is not None
         return work.result
-
-    def close(self) -> None:
-        pass
 
     def _go_on(self, work: Work, end: int) -> None:
         for number in range(work.stage, end):

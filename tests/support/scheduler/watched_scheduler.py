@@ -11,7 +11,7 @@ from quire.base.errors import RequestError
 from quire.base.live import CACHED, FREE, HELD, NOBODY, PINNED, USED, LiveState
 from quire.base.messages import Abort, Hold, Unpin
 from quire.kv.table import NULL
-from tests.scheduler.test_pins import FULL, WINDOW, Bench
+from tests.support.scheduler.pinning_core import FULL, WINDOW, Bench
 
 
 def random_run(

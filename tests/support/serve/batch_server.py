@@ -15,7 +15,7 @@ from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext
-from tests.support.serve.direct_engine import wait_until
+from tests.support.processes.servers import wait_until
 
 
 class KeptServer:

@@ -1,10 +1,8 @@
-"""What the engine gives without a server, to compare with; and waiting for a condition.
+"""What the engine gives without a server, to compare with.
 
 Answers come from a twin of the server's engine: that one is stepped by the server's thread.
 """
 
-import time
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,14 +25,6 @@ def twin() -> Engine:
             disable_log_stats=True,
         )
     )
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Returns as soon as the condition holds; fails if it does not in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "the condition did not come true"
-        time.sleep(0.002)
 
 
 def direct(prompt: object, options: ChatOptions | None = None, **params: Any) -> RequestOutput:

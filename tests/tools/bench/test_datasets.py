@@ -123,7 +123,7 @@ def test_sharegpt_output_length_and_repetition(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("[{", "share.json is not valid JSON"),
-        ({"a": 1}, "no list of conversations"),
+        ({"a": 1}, "not a list of conversations"),
         ([{"text": "x"}, 7], 'no entry with "conversations"'),
         ([turns("abc", "answer")], "no conversation of a question and an answer with 4 to"),
         ([{"conversations": [{"from": "human", "value": 7}, {"from": "gpt"}, "x"]}], "no conversa"),

@@ -190,8 +190,8 @@ def test_waiting_for_a_server_that_never_comes() -> None:
     ("line", "words"),
     [
         ("--percentile-metrics ttft,speed", "--percentile-metrics knows ttft, .* not 'speed'"),
-        ("--metric-percentiles 101", "'101' is no number from 0 to 100"),
-        ("--goodput ttft", "--goodput: '' is no number"),
+        ("--metric-percentiles 101", "'101' is not a number from 0 to 100"),
+        ("--goodput ttft", "--goodput: '' is not a number"),
         ("--goodput itl:5", "--goodput knows ttft, tpot, e2el, not 'itl'"),
         ("--header nonsense", "is not NAME=VALUE"),
         ("--base-url host:80", "is not a server's address"),

@@ -90,7 +90,7 @@ def test_a_turn_comes_after_the_answer_before_it(tmp_path: Path) -> None:
         ('{"timestamp": 1, "input_length": 0, "output_length": 1}\n', "must be above 0"),
         ("{not json\n", "line 1, is not valid JSON"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no request"),
-        ("", "no trace that is known"),
+        ("", "not a known trace"),
     ],
 )
 def test_what_cannot_be_read_is_told(tmp_path: Path, text: str, told: str) -> None:

@@ -153,7 +153,8 @@ OTHER_VARIABLES = {
 }
 
 
-def text_of(name: str) -> str:
-    """Return what a group is about."""
-    texts = {group.name: group.text for group in GROUPS}
-    return texts.get(name) or COMMAND_GROUPS.get(name, "")
+def text_of(name: str, *, has_settings: bool) -> str:
+    """Return what a group of settings, or of other options, is about."""
+    if not has_settings:
+        return COMMAND_GROUPS.get(name, "")
+    return next(group.text for group in GROUPS if group.name == name)

@@ -10,7 +10,7 @@ import copy
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from quire.cli.options.groups import GROUPS, USUAL, text_of
 
@@ -56,13 +56,13 @@ class HelpParser(argparse.ArgumentParser):
             made.end_section()
         if topic == BRIEF and (topics := self._hidden_topics()):
             made.start_section("more help")
-            made.add_arguments([_topic_line(name) for name in (*topics, ALL)])
+            made.add_arguments([_topic_line(name, text) for name, text in topics.items()])
             made.end_section()
         if topic in (BRIEF, ALL):
             made.add_text(self.epilog)
         return made.format_help()
 
-    def print_help(self, file: IO[str] | None = None, topic: str = BRIEF) -> None:
+    def print_help(self, file: Any = None, topic: str = BRIEF) -> None:
         """Print the help on a topic. Stop with wrong usage if there is no such topic.
 
         A parser of commands takes a command's name, too, and has the topics of `quire serve`.
@@ -111,16 +111,17 @@ class HelpParser(argparse.ArgumentParser):
             return action.dest in USUAL and not (action.dest == "model" and has_words)
         return self._usual is None or topic_of(group) is None or action.dest in self._usual
 
-    def _hidden_topics(self) -> list[str]:
-        """Return the topics that tell more than `--help` does; none if it shows everything."""
-        found: list[str] = []
+    def _hidden_topics(self) -> dict[str, str]:
+        """Return the topics that show more than `--help` does, each with what it is about; none if
+        it shows everything."""
+        found: dict[str, str] = {}
         is_complete = True
         for group in sorted(self._action_groups, key=_rank):
             is_whole = all(self._is_usual(action, group) for action in group._group_actions)
             is_complete = is_complete and is_whole
             if (topic := topic_of(group)) and (is_settings(group) or not is_whole):
-                found.append(topic)
-        return [] if is_complete else [*dict.fromkeys(found)]
+                found.setdefault(topic, text_of(topic, has_settings=is_settings(group)))
+        return {} if is_complete else found | {ALL: "every option"}
 
     def _refuse(self, topic: str) -> None:
         groups = map(topic_of, self._action_groups)
@@ -180,7 +181,6 @@ def _in_brief(action: argparse.Action) -> argparse.Action:
     return short
 
 
-def _topic_line(name: str) -> argparse.Action:
+def _topic_line(name: str, text: str) -> argparse.Action:
     """Return a line of the help that names a topic, as an option."""
-    text = "every option" if name == ALL else text_of(name)
     return argparse.Action([f"--help {name}"], "", nargs=0, help=text)

@@ -62,7 +62,7 @@ def _replaced(
         value = next(rest, None) if given is None else given
         if value is None:
             raise ConfigError(f"{flag} needs a value.")
-    if value in meaning.values:
+    if value is not None and value in meaning.values:
         taken.add(flag, meaning.values[value])
         return meaning.values[value]
     if not meaning.others:

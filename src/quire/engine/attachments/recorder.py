@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
 from quire.base.kv_transfer import EVICTED
@@ -53,6 +54,7 @@ from quire.engine.recording.frames import FORMAT
 from quire.engine.recording.redact import BLANK, Context, Redaction
 from quire.scheduler.core.names import NewNames
 from quire.scheduler.decisions import Decisions
+from quire.scheduler.policy.policies import EVICTION_POLICIES, POLICIES
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, encode
 
@@ -65,6 +67,20 @@ FRAME_ITEMS = 256
 BREATH_ITEMS = 4  # then the writer lets the core's thread have the interpreter
 BREATH_S = 1e-6
 END_S = 10.0
+
+
+def check_recordable(config: EngineConfig) -> None:
+    """Raise ConfigError for an engine that has a class of another package in the scheduler's state:
+    a recording only restores ours."""
+    for name, value, ours in (
+        ("scheduling policy", config.scheduler.scheduling_policy, POLICIES),
+        ("eviction policy", config.cache.eviction_policy, EVICTION_POLICIES),
+    ):
+        if value not in ours:
+            raise ConfigError(
+                f"record={config.record!r} cannot record the {name} {value!r}, which another"
+                f" package provides; remove record, or use one of {', '.join(ours)}."
+            )
 
 
 class Recorder(DoorWatcher):

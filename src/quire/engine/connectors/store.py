@@ -77,7 +77,7 @@ class BlockStore(Protocol):
 
 def block_key(fingerprint: bytes, group: int, digest: bytes) -> bytes:
     """Return the key of a block, 68 bytes: the fingerprint, the group (big endian), the digest."""
-    assert len(fingerprint) == len(digest) == DIGEST_BYTES, "SHA-256 digests have 32 bytes"
+    assert len(fingerprint) == len(digest) == DIGEST_BYTES, "digests have 32 bytes"
     return KEY.pack(fingerprint, group, digest)
 
 

@@ -27,7 +27,7 @@ from quire.engine.attachments.held_files import HeldFiles, keep_held
 from quire.engine.attachments.kv_events import publish_events
 from quire.engine.attachments.loading import Loading
 from quire.engine.attachments.queue_limit import QueueLimit
-from quire.engine.attachments.recorder import Recorder, make_directory
+from quire.engine.attachments.recorder import Recorder, check_recordable, make_directory
 from quire.engine.client.client import InProcessClient
 from quire.engine.client.requests import RequestMaker
 from quire.engine.drafting.device_drafting import AheadDrafting
@@ -58,7 +58,8 @@ from quire.runner.step_size import first_budget
 from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.policy.policies import POLICIES, make_policy
+from quire.scheduler.core.names import Digester
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -278,13 +279,8 @@ def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) ->
 
 def _check_record(config: EngineConfig) -> None:
     """Raise ConfigError for an engine that cannot be recorded, but shall be."""
-    policy = config.scheduler.scheduling_policy
-    if config.record is not None and policy not in POLICIES:
-        raise ConfigError(
-            f"record={config.record!r} cannot record the scheduling policy {policy!r}, which"
-            f" another package provides; remove record, or use one of {', '.join(POLICIES)}."
-        )
     if config.record is not None:
+        check_recordable(config)
         make_directory(Path(config.record))
 
 
@@ -363,9 +359,12 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
         config.cache.enable_prefix_caching,
         block_bytes=block_bytes_of(config, built.spec),
         host_limits=built.host_limits,
+        make_eviction=make_eviction(config.cache.eviction_policy),
     )
     most_tokens = config.scheduler.max_num_batched_tokens or 0
-    memory = Memory(kv, most_tokens, config.cache.watermark, fingerprint_of(built, source))
+    fingerprint = fingerprint_of(built, source)
+    digester = Digester(make_block_hash(config.cache.prefix_caching_hash_algo))
+    memory = Memory(kv, most_tokens, config.cache.watermark, fingerprint, digester)
     return Scheduler(
         memory,
         config.scheduler,

@@ -35,7 +35,13 @@ def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
         "deterministic" if config.deterministic else "",
         _kernels(built),
         *_of_drafter(built),
+        *_of_hash(cache.prefix_caching_hash_algo),
     )
+
+
+def _of_hash(name: str) -> tuple[str, ...]:
+    """Name the hash of blocks, unless it is the default: caches of earlier versions stay valid."""
+    return () if name == "sha256" else (f"blocks hashed with {name}",)
 
 
 def _of_drafter(built: LoadedModel) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.base.plan import MoveKind
-from quire.kv.manager import KVBlocks
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory, Needs
 from quire.scheduler.core.plans import Blocks, PlanBuilder, SharedBlocks
@@ -49,7 +48,9 @@ class Admission:
             if deferred:
                 pass_over_heads(queue, deferred[0])
             head = competing_head(queue, deferred[0]) if deferred else queue.peek()
-            used = None if head is None else self._bring_in(head, builder, budget, now)
+            used: int | None = None
+            if head is not None and head not in self._lifecycle.suspects.until:
+                used = self.bring_in(head, builder, budget, now)
             if used is None and head is not None and self._park_idle(head, builder, now):
                 continue
             if used is None and not deferred:
@@ -72,11 +73,14 @@ class Admission:
         its own."""
         if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
             return False
-        if self._must_wait_for_prompt(sequence) or not self._could_have_group(sequence):
+        if self._must_wait_for_prompt(sequence):
             return False
-        hit = self._memory.find_hit(sequence)
+        memory, reserve, needs = self._memory, self.reserve(sequence), self._group_needs(sequence)
+        if needs is None or (needs and not memory.could_fit(needs, reserve)):
+            return False
+        hit = memory.find_hit(sequence)
         num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
-        return self._could_have_blocks(sequence, hit, num_new)
+        return memory.could_fit(memory.needs_to_start(sequence, hit, num_new), reserve, hit.blocks)
 
     def reserve(self, sequence: Sequence) -> int:
         """Count the blocks that must stay free if this waiting sequence is admitted."""
@@ -101,22 +105,17 @@ class Admission:
 
     # ---- one sequence ------------------------------------------------------------------------
 
-    def _bring_in(
-        self, head: Sequence, builder: PlanBuilder, budget: int, now: float
-    ) -> int | None:
-        """Admit the head of the queue; the tokens that it gets, None if it must wait."""
-        if head in self._lifecycle.suspects.until:
-            return None
-        return self.bring_in(head, builder, budget, now)
-
     def _start(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
         """Admit a sequence that has computed nothing but what it finds in the index; the tokens
         that it gets, None if it must wait."""
-        if self._must_wait_for_prompt(sequence) or not self._make_room_for_group(sequence):
+        if self._must_wait_for_prompt(sequence):
             return None
-        memory, lifecycle = self._memory, self._lifecycle
+        memory, lifecycle, reserve = self._memory, self._lifecycle, self.reserve(sequence)
+        needs = self._group_needs(sequence)
+        if needs is None or (needs and not memory.make_room(needs, reserve, sequence)):
+            return None
         while True:
             hit = memory.find_hit(sequence)
             num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
@@ -126,9 +125,10 @@ class Admission:
             num_new = min(num_new, self._most_prefill or num_new)
             if memory.keeps_nothing and num_new < sequence.num_known_tokens:
                 return None  # its tokens see each other: it waits for a step that has room for all
-            if self._has_blocks(sequence, hit, num_new):
+            needs = memory.needs_to_start(sequence, hit, num_new)
+            if memory.fits(needs, reserve):
                 break
-            if not self._could_have_blocks(sequence, hit, num_new):
+            if not memory.could_fit(needs, reserve, hit.blocks):
                 return None
             if not memory.evict_one(sequence):  # after that it may find less
                 return None
@@ -203,7 +203,7 @@ class Admission:
         num_new = min(budget, self._rows.need_of(sequence))
         appended = memory.grow(sequence, num_new)
         if appended is None:
-            num_new = min(num_new, memory.num_free_slots(sequence))
+            num_new = min(num_new, memory.kv.num_free_slots(sequence.blocks))
             appended = memory.grow(sequence, num_new) if num_new > 0 else None
         if appended is None:
             return 0
@@ -228,15 +228,6 @@ class Admission:
 
     # ---- does it fit -------------------------------------------------------------------------
 
-    def _has_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
-        reserve = self.reserve(sequence)
-        return self._memory.fits(self._memory.needs_to_start(sequence, hit, num_new), reserve)
-
-    def _could_have_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
-        """Tell whether it has these blocks if what others can do without is evicted."""
-        needs, reserve = self._memory.needs_to_start(sequence, hit, num_new), self.reserve(sequence)
-        return self._memory.could_fit(needs, reserve, sequence, hit.blocks)
-
     def _worst_growth(self, sequence: Sequence) -> int:
         """Count the blocks that all that run, and this sequence's request, lack up to their
         limits."""
@@ -260,20 +251,6 @@ class Admission:
             return None
         longest = max(member.num_known_tokens for member in waiting)
         return self._memory.needs_of_all(sequence, longest, len(waiting))
-
-    def _could_have_group(self, sequence: Sequence) -> bool:
-        """Tell whether the whole group of a sequence could come in now."""
-        needs = self._group_needs(sequence)
-        if not needs:
-            return needs is not None
-        return self._memory.could_fit(needs, self.reserve(sequence), sequence)
-
-    def _make_room_for_group(self, sequence: Sequence) -> bool:
-        """Make room for the whole group of a sequence; whether it can come in."""
-        needs = self._group_needs(sequence)
-        if not needs:
-            return needs is not None
-        return self._memory.make_room(needs, self.reserve(sequence), sequence)
 
     def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
         """Tell whether a member that comes back would compute what another one is just

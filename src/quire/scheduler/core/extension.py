@@ -6,9 +6,9 @@
     StepExtension    acts at certain times and between steps            called by SchedulerCore
 
 A feature implements those that it needs, and `SchedulerCore.attach` connects it. The order of
-attaching is the order of calls. A question (`find`, `num_tokens`, `evictable`, `accept`) changes
+attaching is the order of calls. A question (`find`, `num_tokens`, `accept`) changes
 nothing. A method that a feature does not bring does nothing: a source that remembers one prompt
-needs `find`, `evictable` and `evict_one` (tests/scheduler/test_extension.py has one).
+needs `find` and `evict_one` (tests/scheduler/test_extension.py has one).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sized
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from quire.base.messages import Drafted, Request
 from quire.base.plan import Plan, StepResult
 from quire.kv.host_tier import Copies, Name
-from quire.kv.manager import KVBlocks, SequenceBlocks
+from quire.kv.manager import KVBlocks
 from quire.scheduler.core.plans import InFlightStep, PlanBuilder
 from quire.scheduler.core.sequence import Int32, Sequence
 from quire.scheduler.decisions import OutputsBuilder
@@ -35,6 +35,8 @@ Kind = TypeVar("Kind")
 class HitSource:
     """A place in which the beginning of a prompt may be found.
 
+    Tables that a source holds and `evict_one` frees are marked (`KVManager.set_evictable`): room
+    that they would make is counted, whether or not it is made.
     entries: while it is empty, nothing can be found, and the source is not asked.
     """
 
@@ -52,13 +54,9 @@ class HitSource:
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
         """Note that a sequence has got a row, and holds its hit and its next blocks."""
 
-    def evictable(self, spared: Sequence | None) -> list[SequenceBlocks]:
-        """List the tables that may be evicted, the first to be evicted first. spared: the sequence
-        for which room is made, whose own go last."""
-        return []
-
     def evict_one(self, spared: Sequence | None) -> bool:
-        """Free the first of these; return whether there was one."""
+        """Free the evictable tables that are worth the least; return whether there were any.
+        spared: the sequence for which room is made, whose own go last."""
         return False
 
     def lasting_blocks(self, sequence: Sequence) -> Seq[int]:

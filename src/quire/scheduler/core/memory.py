@@ -28,7 +28,7 @@ from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.swapping import swap_in, swap_out
 from quire.kv.table import Appended
 from quire.scheduler.core.extension import CacheListener, HitSource, overriding
-from quire.scheduler.core.names import BlockNaming, Digester, digest_blocks
+from quire.scheduler.core.names import BlockNaming, Digester
 from quire.scheduler.core.sequence import Sequence
 
 STEP_UP = 1.0  # blocks per running row
@@ -96,7 +96,7 @@ class Memory:
         chunk: int,
         watermark: float = 0.01,
         fingerprint: bytes = b"",
-        digester: Digester = digest_blocks,
+        digester: Digester | None = None,
     ) -> None:
         pairs = list(zip(kv.groups, kv.pools, strict=True))
         sizes = [pool.num_blocks for group, pool in pairs if group.kind != STATE]
@@ -104,6 +104,7 @@ class Memory:
         self.kv = kv
         self.rates = MeasuredRates()
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
+        digester = digester or Digester()
         self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
         self.sources: list[HitSource] = []
         self.listeners: list[CacheListener] = []
@@ -161,18 +162,14 @@ class Memory:
         states fewer, since sequences that grow do not take more and more of them."""
         return self.kv.fits(self._with_reserve(needs, reserve))
 
-    def could_fit(
-        self, needs: Needs, reserve: int = 0, spared: Sequence | None = None, hit: Tables = ()
-    ) -> bool:
-        """Tell whether this need can be met if sources give up what they can. spared: for whom room
-        is made; hit: blocks, by cache group, that it begins with, which would be no gain."""
+    def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
+        """Tell whether this need can be met if sources give up what they can. hit: blocks, by cache
+        group, that it begins with, which would be no gain."""
         if self.fits(needs, reserve):
             return True
-        tables = [each for source in self.sources for each in source.evictable(spared)]
-        if not tables:
-            return False
-        gain = self.kv.num_only_in(tables, hit)
-        return self.fits([need - more for need, more in zip(needs, gain, strict=True)], reserve)
+        gain = self.kv.num_evictable(hit)
+        lacking = [need - more for need, more in zip(needs, gain, strict=True)]
+        return self.fits(lacking, reserve)
 
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
         """Tell whether the pools are large enough beside what is reserved, or would be."""
@@ -223,7 +220,7 @@ class Memory:
     def make_room(self, needs: Needs, reserve: int = 0, spared: Sequence | None = None) -> bool:
         """Evict what sources hold until this need can be met; whether it can. Nothing is evicted if
         all of it would not be enough."""
-        if not self.could_fit(needs, reserve, spared):
+        if not self.could_fit(needs, reserve):
             return False
         while not self.fits(needs, reserve):
             if not self.evict_one(spared):
@@ -236,7 +233,8 @@ class Memory:
         are freed may be written by it."""
         copied, self.copied = self.copied, []
         for g, block_id in copied:
-            if self.kv.share_block(g, block_id):
+            if self.kv.pools[g].num_refs(block_id):
+                self.kv.pools[g].acquire(block_id)
                 self.kept_copied.append((g, block_id))
         return any(source.evict_one(spared) for source in self.sources)
 
@@ -338,15 +336,6 @@ class Memory:
             self.kv.end_guesses(blocks)
         return had_more
 
-    def num_free_slots(self, sequence: Sequence) -> int:
-        """Count the tokens that a running sequence could take in, if it got all free blocks."""
-        return self.kv.num_free_slots(sequence.blocks)
-
-    def grow_by_blocks(self, sequences: Seq[Sequence], targets: Seq[int]) -> list[int] | None:
-        """Give each of these one block for one token more; None, and nothing is done, if one of
-        them needs something else. targets: their lengths with it."""
-        return self.kv.append_blocks([sequence.blocks for sequence in sequences], targets)
-
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let the child hold what its parent holds. They share it until one of them writes."""
         child.blocks = self.kv.fork(parent.blocks)
@@ -433,7 +422,7 @@ class Memory:
         for blocks in self.spent:
             self.kv.free(blocks)
         for g, block_id in self.kept_copied:
-            self.kv.release_block(g, block_id)
+            self.kv.pools[g].release(block_id)
         self.copied, self.kept_copied, self.spent = [], [], []
         for _, end in self._planned:
             end(now)
@@ -441,6 +430,7 @@ class Memory:
     def free_after_plan(self, blocks: SequenceBlocks) -> None:
         """Free tables that the plan being made may copy from: a plan may write into blocks that are
         freed while it is made, and writes what it loads before it copies."""
+        self.kv.set_evictable(blocks, False)
         self.spent.append(blocks)
 
     def _note_copies(self, appended: Seq[Appended]) -> None:

@@ -13,15 +13,16 @@ Names of an epoch mean something to this engine alone. In a store that is shared
 stays as it is, for them and for a later run of this one.
 """
 
-from collections.abc import Callable, Sized
+import hashlib
 from collections.abc import Sequence as Seq
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from quire.base.messages import MeasuredRates, Request
-from quire.kv.digest import extend_by_one, extend_digests, root_digest
+from quire.kv.digest import BlockHash, extend_by_one, extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.extension import HitSource
 from quire.scheduler.core.sequence import Int32, Sequence
@@ -41,23 +42,28 @@ class Prefix:
 
 
 Named = Sequence | Prefix
-Digester = Callable[[Seq[Named], int, Seq[int]], None]
 
 
-def digest_blocks(named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
-    """Extend the digests of each to its first `count` blocks."""
-    rows = [each.row for each in named]
-    lacks_one = [len(s.digests) == n - 1 for s, n in zip(named, counts, strict=True)]
-    if len(named) < 2 or min(rows) < 0 or not all(lacks_one):
-        for each, count in zip(named, counts, strict=True):
-            extend_digests(each.digests, each.root, each.known_tokens, block_size, count)
-        return
-    first = named[0]
-    assert isinstance(first, Sequence), "only a sequence holds a row"
-    starts = (np.array(counts) - 1) * block_size
-    places = np.array(rows)[:, None], starts[:, None] + np.arange(block_size)
-    tokens = first.table.tokens[places]
-    extend_by_one([each.digests for each in named], [each.root for each in named], tokens)
+class Digester:
+    """Computes the digests of blocks from their tokens. block_hash: the hash of a block."""
+
+    def __init__(self, block_hash: BlockHash = hashlib.sha256) -> None:
+        self.block_hash = block_hash
+
+    def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
+        """Extend the digests of each to its first `count` blocks."""
+        rows = [each.row for each in named]
+        lacks_one = [len(s.digests) == n - 1 for s, n in zip(named, counts, strict=True)]
+        if len(named) < 2 or min(rows) < 0 or not all(lacks_one):
+            for s, n in zip(named, counts, strict=True):
+                extend_digests(s.digests, s.root, s.known_tokens, block_size, n, self.block_hash)
+            return
+        first = named[0]
+        assert isinstance(first, Sequence), "only a sequence holds a row"
+        starts = (np.array(counts) - 1) * block_size
+        places = np.array(rows)[:, None], starts[:, None] + np.arange(block_size)
+        all_digests, roots = [each.digests for each in named], [each.root for each in named]
+        extend_by_one(all_digests, roots, first.table.tokens[places], self.block_hash)
 
 
 class BlockNaming:
@@ -66,7 +72,7 @@ class BlockNaming:
     """
 
     def __init__(
-        self, block_size: int, caches: bool, fingerprint: bytes, digester: Digester = digest_blocks
+        self, block_size: int, caches: bool, fingerprint: bytes, digester: Digester
     ) -> None:
         self.block_size = block_size
         self.fingerprint = fingerprint

@@ -167,7 +167,8 @@ class Planner:
         # A shared block is not in a row's capacity: such a row needs a copy of it as well.
         if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
             return False
-        found = self._memory.grow_by_blocks(self._rows.sequences(rows), target.tolist())
+        blocks = [sequence.blocks for sequence in self._rows.sequences(rows)]
+        found = self._memory.kv.append_blocks(blocks, target.tolist())
         if found is None:
             return False
         size = self._memory.block_size

@@ -179,6 +179,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         )
         self._enter(held)
         if blocks is not None:
+            self._kv.set_evictable(blocks, True)
             self.standing.append(held)
         if request.fork is not None and request.fork.takes_over:
             self._remove(request.fork.request_id, request.fork.index)
@@ -286,18 +287,22 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
             sequence.digests = self._names_of(found, fork.num_tokens)
         if isinstance(found, Held):
             if found.blocks is not None:
-                blocks = self._kv.fork(found.blocks)
                 num_tokens = min(fork.num_tokens, found.num_computed)
-                self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
+                self._add_branch(request, self._kv.fork(found.blocks), num_tokens)
                 self.standing.remove(found)
                 self.standing.append(found)
             return None
         num_tokens = min(fork.num_tokens, num_sure(found))
         if num_tokens == 0:
             return None
-        blocks = self._fork(found, num_tokens)
-        self.branches[request.request_id] = Branch(blocks, num_tokens, fork.request_id)
+        self._add_branch(request, self._fork(found, num_tokens), num_tokens)
         return found
+
+    def _add_branch(self, request: Request, blocks: SequenceBlocks, num_tokens: int) -> None:
+        assert request.fork is not None, "it is no fork"
+        self._kv.set_evictable(blocks, True)
+        branch = Branch(blocks, num_tokens, request.fork.request_id)
+        self.branches[request.request_id] = branch
 
     def find_source(self, fork: Fork) -> Held | Sequence | None:
         """Find what a fork continues: held, or not ended. An index of -1 is any."""
@@ -369,10 +374,10 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
             self._kv.free(self.branches.pop(names[0]).blocks)
         return bool(names)
 
-    def evictable(self, spared: Sequence | None) -> list[SequenceBlocks]:
-        """See HitSource."""
+    def tables(self) -> list[SequenceBlocks]:
+        """List the tables of all that is held, and of branches."""
         held = [held.blocks for held in self.standing if held.blocks is not None]
-        return held + [self.branches[name].blocks for name in self._branches_to_evict(spared)]
+        return held + [branch.blocks for branch in self.branches.values()]
 
     def _branches_to_evict(self, spared: Sequence | None) -> list[str]:
         """List whose branches go, in this order."""

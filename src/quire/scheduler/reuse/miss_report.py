@@ -242,7 +242,8 @@ class MissReports(HitSource, CacheListener):
         if near is None or near.root == sequence.root:
             return {}
         digests: list[bytes] = []
-        extend_digests(digests, near.root, tokens, kv.block_size, most)
+        block_hash = self._names.digester.block_hash
+        extend_digests(digests, near.root, tokens, kv.block_size, most, block_hash)
         num_blocks = kv.num_computed_blocks(digests, len(tokens))
         if not num_blocks:
             return {}

@@ -90,7 +90,7 @@ class Pins(Extension, StepExtension, CacheListener):
         if share < 1.0 and excess:
             raise RequestError(
                 f"a prefix of {len(request.prompt_token_ids)} tokens would raise your key's pinned"
-                f" blocks to {excess.num_needed} and its share is {excess.most} of"
+                f" KV blocks to {excess.num_needed}, but its share is {excess.most} of"
                 f" {excess.num_blocks}. Remove pinned prefixes that you no longer need, or ask the"
                 " operator for a larger pin_share."
             )

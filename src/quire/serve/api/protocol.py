@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.base.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
 from quire.base.sampling_params import MOST_NAMED_TOKENS
-from quire.base.validation import MOST_KEEP_S
+from quire.base.validation import MAX_KEEP_S
 from quire.serve.api.open_body import OpenBody
 from quire.serve.api.unsupported_fields import unsupported
 
@@ -166,7 +166,7 @@ NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(M
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
-KeepSeconds = Annotated[float, Field(ge=0, le=MOST_KEEP_S)]
+KeepSeconds = Annotated[float, Field(ge=0, le=MAX_KEEP_S)]
 
 
 class NamedProcessor(BaseModel):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest
-from quire.base.validation import MOST_KEEP_S
+from quire.base.validation import MAX_KEEP_S
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import reader_of
@@ -78,7 +78,7 @@ class KeepBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    keep_s: Annotated[float, Field(gt=0, le=MOST_KEEP_S)]
+    keep_s: Annotated[float, Field(gt=0, le=MAX_KEEP_S)]
 
 
 @router.get("/v1/requests")

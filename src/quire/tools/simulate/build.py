@@ -11,14 +11,16 @@ from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
 from quire.base.speculation import parse_speculation
 from quire.engine.attachments.queue_limit import QueueLimit
-from quire.engine.attachments.recorder import Recorder
+from quire.engine.attachments.recorder import Recorder, check_recordable
 from quire.engine.loop.step_budget import StepBudget
+from quire.kv.digest import BlockHash
 from quire.kv.manager import KVManager
 from quire.ops.threads import num_threads
 from quire.runner.memory_plan import block_bytes_of, host_tier_limits
 from quire.runner.step_size import first_budget
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.policy.policies import POLICIES, make_policy
+from quire.scheduler.core.names import Digester
+from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.devices import CPU
 from quire.tools.fit import Fit
@@ -62,6 +64,10 @@ class Engines:
         """Tokens of a block that may be found in the cache; 0 if none are kept."""
         cache = self.config.cache
         return cache.block_size if cache.enable_prefix_caching else 0
+
+    @property
+    def block_hash(self) -> BlockHash:
+        return make_block_hash(self.config.cache.prefix_caching_hash_algo)
 
     @property
     def block_bytes(self) -> list[int]:
@@ -112,10 +118,11 @@ class Engines:
             cache.enable_prefix_caching,
             block_bytes=block_bytes_of(config, self.spec),
             host_limits=self.host_limits,
+            make_eviction=make_eviction(cache.eviction_policy),
         )
         most_tokens = config.scheduler.max_num_batched_tokens or 0
         policy = make_policy(config.scheduler.scheduling_policy)
-        memory = Memory(kv, most_tokens, cache.watermark)
+        memory = Memory(kv, most_tokens, cache.watermark, digester=Digester(self.block_hash))
         return Scheduler(memory, config.scheduler, config.model.most_tokens, policy, num_stores)
 
     def _record(self, replica: Replica, number: int | None) -> None:
@@ -146,8 +153,5 @@ def check_settings(asked: EngineConfig) -> None:
             "speculative_config is not simulated, because only a real run shows how many draft"
             " tokens are accepted. Remove it."
         )
-    policy = asked.scheduler.scheduling_policy
-    if asked.record is not None and policy not in POLICIES:
-        raise ConfigError(
-            f"record={asked.record!r} cannot record the scheduling policy {policy!r}; remove it."
-        )
+    if asked.record is not None:
+        check_recordable(asked)

@@ -95,7 +95,7 @@ def simulate_work(
         cores, cores_of = engines.replicas(num_replicas, times, clock, run), None
     else:
         engines.check_stores()
-        offered = Offered(len(engines.block_bytes), engines.block_size)
+        offered = Offered(len(engines.block_bytes), engines.block_size, engines.block_hash)
         work, cores_of = HandedOver(work, offered), roles.cores_of
 
         def link(number: int) -> Link | None:

@@ -10,6 +10,7 @@ stores (`scheduler/reuse/stores.py`), in virtual time: a fetch takes its bytes b
 one after the other for each decode replica. Blocks are offered when the prompt is done, at no cost.
 """
 
+import hashlib
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from quire.base.kv_orders import (
     Order,
     Removed,
 )
-from quire.kv.digest import extend_digests, root_digest
+from quire.kv.digest import BlockHash, extend_digests, root_digest
 from quire.tools.simulate.arrivals import OTHER, Arrival
 from quire.tools.simulate.run import Coming, Run
 from quire.tools.simulate.workload import Work
@@ -61,10 +62,12 @@ class Roles:
 
 @dataclass
 class Offered:
-    """The blocks that prefill replicas have computed and others may fetch."""
+    """The blocks that prefill replicas have computed and others may fetch. block_hash: of the
+    replicas."""
 
     num_groups: int
     block_size: int
+    block_hash: BlockHash = hashlib.sha256
     names: set[BlockName] = field(default_factory=set)
 
     def offer(self, prompt_token_ids: Sequence[int]) -> None:
@@ -72,7 +75,7 @@ class Offered:
         digests: list[bytes] = []
         num = len(prompt_token_ids) // self.block_size
         tokens = np.asarray(prompt_token_ids, np.int32)
-        extend_digests(digests, root_digest(b""), tokens, self.block_size, num)
+        extend_digests(digests, root_digest(b""), tokens, self.block_size, num, self.block_hash)
         self.names.update((g, digest) for digest in digests for g in range(self.num_groups))
 
 

@@ -81,8 +81,8 @@ def test_stages_on_two_nodes() -> None:
     [
         ("rank_main", signal.SIGKILL, r"has ended \(signal 9\)"),
         ("RankActor", signal.SIGKILL, "Ray actor or machine has ended"),
-        ("RankActor", signal.SIGSTOP, "Ray actor gave no sign of life"),
-        ("ray_driver", signal.SIGKILL, r"process that talks to Ray has ended \(signal 9\)"),
+        ("RankActor", signal.SIGSTOP, "Ray actor sent no heartbeat"),
+        ("ray_driver", signal.SIGKILL, r"process that connects to Ray has ended \(signal 9\)"),
         ("raylet", signal.SIGKILL, "has lost its node"),
     ],
 )
@@ -104,7 +104,7 @@ def test_too_few_resources_are_named_and_given_back() -> None:
     settings = RAY | {"tensor_parallel_size": 4, "node_wait_s": 2.0}
     with pytest.raises(ConfigError) as raised:
         LLM(str(checkpoint("llama")), **COMMON, **settings)
-    said = r"node_wait_s=2 s: 4 x 1 CPU are asked for, and the cluster.s \d nodes have 1 \+ 1"
+    said = r"node_wait_s=2 s: 4 x 1 CPU are requested, and the cluster.s \d nodes have 1 \+ 1"
     assert re.search(said, str(raised.value))  # Ray counts a node that died for a while
     with LLM(str(checkpoint("llama")), **COMMON, **RAY):
         pass

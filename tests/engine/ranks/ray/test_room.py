@@ -23,7 +23,7 @@ def test_an_error_names_what_is_there_and_what_is_asked_for() -> None:
     room = Room("CPU", 4, 3)
     told = lack(room, [{"CPU": 8.0}, {"CPU": 2.5}, {}], [{"CPU": 1.0}])
     assert told == (
-        "3 x 4 CPU are asked for, and the cluster's 3 nodes have 8 + 2.5 + 0, of which 1 are free"
+        "3 x 4 CPU are requested, and the cluster's 3 nodes have 8 + 2.5 + 0, of which 1 are free"
     )
     assert "QUIRE_NUM_THREADS" in advice(room)
     assert "device='cpu'" in advice(Room("GPU", 1, 2))

@@ -7,7 +7,8 @@ from starlette.testclient import TestClient
 
 from quire.serve.api.context import ApiContext
 from quire.serve.api.responses import state
-from tests.support.serve.direct_engine import text_of, wait_until
+from tests.support.processes.servers import wait_until
+from tests.support.serve.direct_engine import text_of
 from tests.support.serve.official_types import (
     GREEDY,
     PATH,

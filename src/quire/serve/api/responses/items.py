@@ -148,7 +148,7 @@ def _texts(parts: object, where: str) -> list[str]:
         kind = part.get("type")
         name = "refusal" if kind == "refusal" else "text"
         if kind != "refusal" and kind not in TEXTS:
-            rule = "must be input_text or output_text: this model takes text only"
+            rule = "must be input_text or output_text: this model accepts text only"
             raise _wrong(f"{where}[{index}].type", f"{rule}, got {shown(kind)}")
         found.append(_text(part, name, f"{where}[{index}]"))
     return found

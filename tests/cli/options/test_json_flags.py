@@ -6,8 +6,8 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.cli.config_file import resolve
-from quire.cli.json_flags import join_parts
 from quire.cli.main import _parse, main
+from quire.cli.options.json_flags import join_parts
 
 NAMES = ("one", "two_words")
 
