@@ -4,8 +4,8 @@ Input: the bytes of a file from a client. Output: a uint8 array [H, W, 3]. The c
 process whose CPU time and memory are bounded (`media_worker.py`); this module adds the bounds that
 are cheaper to check first: the file's size, its format, and the number of pixels in its header.
 
-Pixels equal those of transformers' PIL processors: EXIF rotation is applied, transparency is
-composited onto white, and everything else is converted by Pillow's own rules.
+EXIF rotation is applied and transparency is composited onto white. Pillow's own rules convert
+everything else, 16-bit values included, as in transformers' PIL processors.
 """
 
 import io
@@ -21,7 +21,6 @@ Pixels = npt.NDArray[np.uint8]
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 WHITE = (255, 255, 255, 255)
-MIN_16_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 
 @dataclass(frozen=True)

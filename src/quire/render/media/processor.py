@@ -37,6 +37,11 @@ class ProcessedImage:
 class ImageProcessor(Protocol):
     """Preprocessing of one model family."""
 
+    @property
+    def settings(self) -> "ImageSettings":
+        """Return the settings, whose table belongs to every processed image."""
+        ...
+
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the arrays for an RGB image, uint8 [H, W, 3]. Raises RequestError for a size that
         the model cannot take."""
