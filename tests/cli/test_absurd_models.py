@@ -85,7 +85,7 @@ def test_of_a_gguf_file(
         ("generation_config.json", {"eos_token_id": [[1]]}, r"eos_token_id is \[\[1\]\]"),
         ("generation_config.json", {"temperature": "hot"}, "sampling defaults that do not work"),
         ("config.json", {"text_config": 3}, "text_config is 3; it must be an object"),
-        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder is not an"),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "added_tokens_decoder must map"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"a": {}}}, "for example 'a'"),
     ],
 )

@@ -141,7 +141,7 @@ def test_another_head_than_the_one_it_is_tied_to(tmp_path: Path) -> None:
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
     table[5, 3] += 0.5
     rewrite(tmp_path, lm_head__weight=table)
-    with pytest.raises(ModelError, match=r"tie_word_embeddings\), but lm_head.* in row 5: set"):
+    with pytest.raises(ModelError, match=r"tie_word_embeddings\), but lm_head.* in row 5. Set"):
         load(checkpoint)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))

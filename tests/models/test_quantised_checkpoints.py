@@ -319,7 +319,7 @@ BROKEN: list[tuple[str, str, Any, str]] = [
         None,
         r"o_proj is stored as gptq, but the weight files lack .*proj\.scales",
     ),
-    ("gptq", "scales", torch.ones(3, 64), r"scales has the shape \[3, 64\], .* asks for \[2, 64\]"),
+    ("gptq", "scales", torch.ones(3, 64), r"scales has the shape \[3, 64\], .* requires \[2, 64\]"),
     ("gptq", "qweight", torch.zeros(8, 64), r"qweight holds F32, not I32"),
     ("gptq", "g_idx", torch.arange(64, dtype=torch.int32) % 3, r"not of 32 inputs each"),
     ("gptq", "bias", torch.ones(64), r"bias is not 0, but the model has no such bias"),

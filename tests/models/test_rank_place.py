@@ -356,7 +356,7 @@ def test_whole_experts_take_as_much_of_each_rank(tmp_path: Path) -> None:
 def test_classes_of_transformers_cannot_be_shared(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     spec = model_spec(tmp_path, "transformers")
-    with pytest.raises(ConfigError, match="class of transformers.*leave tensor_parallel_size=2"):
+    with pytest.raises(ConfigError, match="class of transformers.*remove tensor_parallel_size=2"):
         spec.of_ranks(2)
 
 

@@ -110,4 +110,4 @@ def test_what_cannot_come_in_pieces_is_refused() -> None:
     for more in ({"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1}):
         request = make_request("a", [1, 2, 3], max_tokens=9, **more)
         refusal = scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0).refusal
-        assert isinstance(refusal, RequestError) and "open prompt" in str(refusal)
+        assert isinstance(refusal, RequestError) and "sent in pieces" in str(refusal)

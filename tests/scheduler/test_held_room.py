@@ -54,7 +54,7 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
         holds.check(msgspec.structs.replace(request, keep_s=9.0, pin_share=share))
 
     check(5)
-    with pytest.raises(EngineBusy, match="16 tokens are held or will be, and 96 more"):
+    with pytest.raises(EngineBusy, match="16 tokens are retained or will be, and 96 more"):
         check(6)
     check(2, share=0.5)
     with pytest.raises(EngineBusy, match="16 tokens of your key .* 48 more .* 50 of 100"):
@@ -78,7 +78,7 @@ def test_room_to_hold_counts_what_runs_and_is_to_be_held(monkeypatch: pytest.Mon
     bench._send(msgspec.structs.replace(running, keep_s=9.0))
     bench.step()
     more = msgspec.structs.replace(make_request("more", PROMPT, max_tokens=6, n=2), keep_s=9.0)
-    with pytest.raises(EngineBusy, match="2 sequences are held or will be, and 2 more"):
+    with pytest.raises(EngineBusy, match="2 sequences are retained or will be, and 2 more"):
         bench.core.add(more)
     bench.finish()
     bench.let_go()

@@ -283,9 +283,7 @@ def test_half_of_the_pool_may_be_pinned() -> None:
     with pytest.raises(RequestError, match=r"11 of 20 KV blocks, and the limit is half of them"):
         bench.pin("large", list(range(41)))
     bench.pin("a", list(range(29)))  # 8 blocks
-    with pytest.raises(
-        RequestError, match=r"of 12 tokens would raise the pinned blocks to 11 of 20"
-    ):
+    with pytest.raises(RequestError, match=r"would raise the pinned blocks to 11 of 20"):
         bench.pin("b", list(range(12)))
     bench.pin("c", list(range(30, 38)))
     with pytest.raises(RequestError, match="half of them"):

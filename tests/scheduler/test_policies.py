@@ -90,5 +90,5 @@ def test_a_policy_of_another_package_must_be_empty_when_it_is_made(monkeypatch) 
     monkeypatch.setattr(policies, "load_plugin", lambda kind, name, known: Fifo)
     assert policies.make_policy("theirs") is Fifo
     monkeypatch.setattr(policies, "load_plugin", lambda kind, name, known: NotEmpty)
-    with pytest.raises(ConfigError, match="is not empty when it is created"):
+    with pytest.raises(ConfigError, match="is not empty when it is made"):
         policies.make_policy("theirs")

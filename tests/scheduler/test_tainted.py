@@ -14,9 +14,10 @@ from quire.scheduler.core.failures import find_tainted
 from quire.scheduler.core.plans import InFlightStep, SharedBlocks
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.two_level import TwoLevel
-from tests.scheduler.test_policies import answer, scheduler_of
+from tests.scheduler.test_policies import scheduler_of
 from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.plain_scheduler import answer
 
 FAILS = {0: Finish("error", error=Failure(STEP_FAILED, "it failed"))}
 

@@ -75,5 +75,7 @@ def test_gpus_are_dealt_out_by_ranks(tmp_path: Path) -> None:
     assert shares(settings(2, device="cpu")) == ["-", "-"]
     assert shares(settings(2), CUDA_VISIBLE_DEVICES="5, GPU-7") == ["5", "GPU-7"]
     assert shares(settings(2), CUDA_VISIBLE_DEVICES="-1") == ["-", "-"]
-    with pytest.raises(ConfigError, match="data_parallel_size=4 .* needs 4 GPUs, but 3 can be"):
+    with pytest.raises(
+        ConfigError, match="data_parallel_size=4 .* needs 4 GPUs, but only 3 are visible"
+    ):
         shares(settings(4))

@@ -240,7 +240,7 @@ def test_checkpoints_without_a_head_fit_and_are_previewed() -> None:
 
 def test_who_generates_does_not_pool_and_the_other_way_round() -> None:
     with open_llm(pooling_checkpoint("generate")) as llm:
-        with pytest.raises(RequestError, match="generates text: it gives no embeddings"):
+        with pytest.raises(RequestError, match="generates text and does not return embeddings"):
             llm.embed("a", use_tqdm=False)
         assert llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].finished
     with open_llm(pooling_checkpoint("embed")) as llm:

@@ -401,7 +401,7 @@ def test_logprobs_of_a_prompt_by_name(settings: dict[str, Any]) -> None:
 
 def test_rows_for_other_tokens_than_the_prompt_has(ids_llm: LLM) -> None:
     params = SamplingParams(prompt_logprob_token_ids=[[1], [2]], prompt_logprob_start=1)
-    with pytest.raises(RequestError, match="has 2 lists, but from prompt_logprob_start=1 the"):
+    with pytest.raises(RequestError, match="has 2 lists, but the prompt has 1 tokens after"):
         ids_llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     wrong = SamplingParams(prompt_logprob_token_ids=[[1], [97]])
     with pytest.raises(RequestError, match="token ids below 97, got 97"):

@@ -209,9 +209,9 @@ def test_there_must_be_a_secret_also_on_this_machine(
         monkeypatch.delenv(SECRET)
     else:
         monkeypatch.setenv(SECRET, value)
-    with pytest.raises(ConfigError, match=f"peer://.*set the environment variable {SECRET}"):
+    with pytest.raises(ConfigError, match=f"peer://.*Set the environment variable {SECRET}"):
         PeerStore(f"{host}:0", 1)
-    with pytest.raises(ConfigError, match=f"serve://.*set the environment variable {SECRET}"):
+    with pytest.raises(ConfigError, match=f"serve://.*Set the environment variable {SECRET}"):
         Engine(f"{host}:0")
 
 

@@ -48,7 +48,7 @@ def config_of(model: str | Path, **settings: Any) -> tuple[EngineConfig, ModelSo
 
 
 def test_another_vocabulary() -> None:
-    with pytest.raises(ConfigError, match=r"has 120 tokens, and .* served 97.*same family"):
+    with pytest.raises(ConfigError, match=r"has 120 tokens, but .* has 97.*same family"):
         engine(checkpoint("llama"), **guessed_by(checkpoint("llama", 120)))
 
 

@@ -308,4 +308,6 @@ def test_every_command_ends_with_a_status_that_tells(
         assert command(capsys, *words, "r0")[0] == STATUS[State.CUT]
         assert "there is no request 'r0'" in caplog.text
     status, out, _ = command(capsys, name, "--help")
-    assert status == 0 and "3 the recording is damaged; 4 it is cut off" in " ".join(out.split())
+    assert status == 0 and "3 damaged recording, 4 truncated or unfinished recording" in " ".join(
+        out.split()
+    )

@@ -58,7 +58,7 @@ def test_the_cache_is_not_for_each_key_to_reset(
 
 
 def test_an_admin_key_must_be_a_key_and_is_not_shown() -> None:
-    with pytest.raises(ConfigError, match="admin_api_key names 1 of 1 keys") as raised:
+    with pytest.raises(ConfigError, match="admin_api_key has 1 of 1 keys") as raised:
         ServerConfig(api_key=("one",), admin_api_key=("s3cret",))
     assert "s3cret" not in str(raised.value)
 

@@ -169,7 +169,7 @@ def test_some_of_the_tools(openai_client: openai.OpenAI) -> None:
         ({"tool_choice": NAMED, "tools": TOOLS}, "tool_choice", '"get_time", which is not among'),
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "must be one of auto"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "must be one of"),
-        ({"tools": [*TOOLS, *TOOLS]}, "tools[1]", "another tool is called"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1]", "another tool is also called"),
         (
             {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
             "tools[0]",

@@ -431,7 +431,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema must be a JSON schema, got null"),
-        ({"tools": [*TOOLS, *TOOLS]}, "tools[1]: another tool is called 'get_weather'"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1]: another tool is also called 'get_weather'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema is"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
