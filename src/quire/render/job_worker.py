@@ -30,7 +30,9 @@ MADE, REFUSED, TOO_MUCH = b"t", b"r", b"m"
 READY = b"+"
 
 
-def serve_jobs(work: Callable[[bytes], str | bytes], failure: str, warm_up: bytes | None = None) -> None:
+def serve_jobs(
+    work: Callable[[bytes], str | bytes], failure: str, warm_up: bytes | None = None
+) -> None:
     """Do jobs until the other side closes the socket. work: raises RequestError for a job that is
     wrong. failure: the beginning of the message about any other error. warm_up: a job to do before
     any other, so that no job pays for what is loaded once."""

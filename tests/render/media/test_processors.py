@@ -18,14 +18,14 @@ from transformers.models.llava_next.modeling_llava_next import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from quire.base.errors import ModelError
 from quire.render.media.gemma3 import GemmaImages
-from quire.render.media.image_files import ImageLimits
 from quire.render.media.llava import LlavaImages, LlavaNextImages
 from quire.render.media.processor import ProcessedImage
+from quire.render.media.processors import image_processor, media_settings
 from quire.render.media.qwen_vl import QwenImages
 
 SIZES = [(64, 64), (1, 1), (37, 211), (211, 37), (500, 333), (3, 590), (1023, 769), (29, 30)]
-LIMITS = ImageLimits()
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -111,3 +111,37 @@ def test_llava_next(size: tuple[int, int], grids: list[list[int]]) -> None:
     kept = unpad_image(torch.empty(1, 4 * down, 4 * across), size[::-1]).shape[1:]
     assert ours.grid == (down, across, *kept)
     assert ours.num_tokens == 16 + kept[0] * (kept[1] + 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "family"),
+    [("qwen2_vl", QwenImages), ("qwen2_5_vl", QwenImages), ("qwen3_vl", QwenImages),
+     ("qwen3_vl_moe", QwenImages), ("gemma3", GemmaImages), ("llava", LlavaImages),
+     ("llava_next", LlavaNextImages)],
+)  # fmt: skip
+def test_a_model_type_has_a_processor(model_type: str, family: type) -> None:
+    settings = media_settings({"model_type": model_type}, {"image_mean": [0, 0, 0]}, {})
+    processor = image_processor(settings)
+    assert type(processor) is family
+    assert processor.settings.mean == (0, 0, 0)
+
+
+def test_other_model_types_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="'mllama'.*llava_next"):
+        media_settings({"model_type": "mllama"}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("model", "processor", "expected"),
+    [({}, {}, (14, 0)),
+     ({"vision_feature_select_strategy": "full"}, {}, (14, 1)),
+     ({"vision_config": {"model_type": "siglip_vision_model", "patch_size": 16},
+       "vision_feature_select_strategy": "full"}, {}, (16, 0)),
+     ({}, {"patch_size": 8, "num_additional_image_tokens": 1,
+           "vision_feature_select_strategy": "default"}, (8, 0))],
+)  # fmt: skip
+def test_llava_counts_the_class_token(
+    model: dict[str, Any], processor: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    settings = media_settings({"model_type": "llava", **model}, {}, processor)
+    assert (settings.patch_size, settings.num_extra_tokens) == expected
