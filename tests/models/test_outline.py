@@ -60,7 +60,5 @@ def test_every_model_type_has_a_variant() -> None:
 
 def test_a_type_that_is_not_ours() -> None:
     raw = json.loads((resolve_model("shape:qwen3-0.6b").directory / "config.json").read_text())
-    with pytest.raises(
-        ModelError, match="'bloom' are not supported; supported are .*gpt2, .*llama"
-    ):
+    with pytest.raises(ModelError, match="'bloom' is not supported; supported are .*gpt2, .*llama"):
         outline(parse_spec(raw | {"model_type": "bloom"}))

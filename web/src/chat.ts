@@ -244,7 +244,7 @@ export class ChatView {
     const busy = targets.find((branch) => this.isBusy(branch));
     if (!content) return;
     if (busy !== undefined) {
-      this.wait.textContent = busy === this.active ? "An answer is still being generated. Wait until it ends, or press Stop (Esc)." : `An answer is still being generated in branch ${busy + 1}. Wait until it ends, or stop it there.`;
+      this.wait.textContent = busy === this.active ? "An answer is still being generated. Wait for it to finish, or press Stop (Esc)." : `Branch ${busy + 1} is still generating. Wait for it to finish, or stop it in that branch.`;
       return;
     }
     if (this.settings.problem) {

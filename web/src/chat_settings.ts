@@ -59,7 +59,7 @@ export class ChatSettings {
   readonly parameters = new Parameters("quire.chat.parameters");
   private readonly choice = make("select", {}, ...["auto", "required", "none"].map((name) => make("option", {}, name)));
   private readonly tools = new JsonBox("Tools (JSON list)", TOOLS_EXAMPLE, (value) => (Array.isArray(value) ? "" : "it must be a list of tools"), () => this.keep());
-  private readonly schema = new JsonBox("JSON schema", SCHEMA_EXAMPLE, (value) => (typeof value === "object" && value !== null && !Array.isArray(value) ? "" : "it must be an object"), () => this.keep());
+  private readonly schema = new JsonBox("JSON schema", SCHEMA_EXAMPLE, (value) => (typeof value === "object" && value !== null && !Array.isArray(value) ? "" : "a schema must be a JSON object"), () => this.keep());
   private of: Conversation | null = null;
 
   constructor(private readonly kept: () => void, close: () => void) {
@@ -82,7 +82,7 @@ export class ChatSettings {
 
   /** Say what keeps a request from being sent; nothing if it can. */
   get problem(): string {
-    const problems = [["tools", this.tools.tell()], ["the JSON schema", this.schema.tell()]];
+    const problems = [["tools", this.tools.tell()], ["JSON schema", this.schema.tell()]];
     return problems.filter(([, problem]) => problem).map(([what, problem]) => `Correct ${what} in the settings: ${problem}.`).join(" ");
   }
 

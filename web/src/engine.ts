@@ -257,7 +257,7 @@ export class EngineView {
     this.tile("Output", `${short(written)} tok/s`);
     this.tile("Prompts", `${short(read)} tok/s`);
     this.tile("Host memory", num_blocks ? `${(num_swapped + num_cached).toLocaleString("en")} of ${num_blocks.toLocaleString("en")}` : "none");
-    if (num_blocks) this.tiles.get("Host memory")?.setAttribute("title", `blocks: ${num_swapped} of preempted sequences, ${num_cached} cached prefixes`);
+    if (num_blocks) this.tiles.get("Host memory")?.setAttribute("title", `host memory: ${num_swapped} blocks of preempted sequences, ${num_cached} of cached prefixes`);
   }
 
   private tile(name: (typeof TILES)[number], text: string): void {

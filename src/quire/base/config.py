@@ -59,8 +59,8 @@ class ModelConfig:
 
     model: str = setting(
         "demo",
-        "model: a directory, GGUF file, Hugging Face id, `demo`, or a shape such as"
-        " `shape:qwen3-0.6b`",
+        "model: a directory, GGUF file, Hugging Face id, the built-in `demo`, or random weights"
+        " of a shape such as `shape:qwen3-0.6b`",
     )
     tokenizer: str | None = setting(
         None, "tokenizer: a directory, GGUF file or Hugging Face id; by default the model's own"
@@ -107,8 +107,8 @@ class ModelConfig:
     )
     torch_compile: bool = setting(
         False,
-        "run a transformers model with torch.compile instead of quire's operations; the first"
-        " steps take minutes",
+        "compile models of transformers' classes with torch.compile instead of using quire's"
+        " operations; the first steps take minutes",
     )
     max_model_len: int | None = setting(
         None,

@@ -21,7 +21,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = setting(1, "devices that share each layer")
     pipeline_parallel_size: int = setting(
-        1, "stages of consecutive layers, each on its own devices"
+        1, "pipeline stages: parts of the model's layers, each on its own devices"
     )
     data_parallel_size: int = setting(1, "replicas of the model, each with its own scheduler")
     enable_expert_parallel: bool = setting(
@@ -41,7 +41,7 @@ class ParallelConfig:
         0, "number of this machine; machine 0 answers requests, the others hold ranks"
     )
     master_addr: str | None = setting(
-        None, "address of machine 0 on the network that the machines share"
+        None, "address of machine 0 that the other machines can reach"
     )
     master_port: int = setting(29501, "TCP port of machine 0 for the other machines")
     ray_address: str | None = setting(

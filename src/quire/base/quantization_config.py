@@ -290,7 +290,7 @@ def _compressed(fields: Fields) -> QuantizationConfig | None:
     for name in groups.names():
         group = groups.inner(name)
         if group is None:
-            raise groups.error(name, "it must be an object with targets and weights")
+            raise groups.error(name, "it must be an object with the fields targets and weights")
         stored = _group(group, fields)
         found += [(_target(group, each), stored) for each in group.texts("targets") or ()]
     found.sort(key=lambda each: (each[0] in CLASSES, each[0].startswith("re:"), each[0]))

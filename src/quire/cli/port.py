@@ -17,7 +17,7 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "port",
         usage="quire port DIRECTORY [--out DIRECTORY]",
-        help="start a class for a model of an unknown type",
+        help="write a first class for an unsupported model type",
         description="Find the supported architecture nearest to the checkpoint in DIRECTORY, by"
         " config.json and the headers of the weights. Print the differences, and write a class and"
         " its test to start from. The class rejects each field that it does not implement yet.",

@@ -132,8 +132,8 @@ def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
     if not _is_ours(model_type):
         known = plugins.all_names(plugins.MODELS, sorted(OWN))
         raise ModelError(
-            f"models of type {model_type!r} are not supported; supported are {known}. Others run"
-            f" by the classes of transformers: {EXTRA}, and keep model_impl=auto."
+            f"the model type {model_type!r} is not supported; supported are {known}. To try the"
+            f" implementation of transformers, {EXTRA}, and keep model_impl=auto."
         )
     found: type[Model] = plugins.load_plugin(plugins.MODELS, model_type, OWN)
     if not issubclass(found, nn.Module):

@@ -185,7 +185,7 @@ MODEL = {
     "io_processor_plugin": _value("use --hooks (docs/extend/hooks.md)"),
     "disable_sliding_window": _switch("sliding windows are always applied", False),
     "disable_cascade_attn": _ignored("answers do not depend on it", True),
-    "use_fp64_gumbel": _ignored("a request's noise has the same bits on every device", True),
+    "use_fp64_gumbel": _ignored("sampling uses the same random bits on every device", True),
     "enable_return_routed_experts": _switch("responses do not contain the chosen experts", False),
     "return_sampling_mask": _switch("responses do not contain the mask", False),
     "enable_trace_replay": _switch("use quire replay (docs/operate/recording.md)", False),

@@ -220,7 +220,8 @@ async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> l
     is_ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
     if not (isinstance(prompt, str) or is_ids):
         raise bad_request(
-            f"{given[0]} must be one text or list of token ids, got {shown(prompt)}.", given[0]
+            f"{given[0]} must be a single text or a single list of token ids, got {shown(prompt)}.",
+            given[0],
         )
     special = bool(body.add_special_tokens)
     try:

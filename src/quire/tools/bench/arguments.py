@@ -113,7 +113,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--save-detailed",
         action="store_true",
-        help="also write the times and the text of every request",
+        help="also write each request's times and generated text to the result file",
     )
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 

@@ -67,7 +67,9 @@ def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
             if not isinstance(weight, OpaqueWeight):
                 continue
             if field != "weight" or not isinstance(module, Layer):
-                raise ConfigError("packed experts of a GPU are not compared with others yet.")
+                raise ConfigError(
+                    "expert weights packed for a GPU cannot be compared yet; use device=cpu."
+                )
             set_weight(module, _dequantised(weight, device))
 
 

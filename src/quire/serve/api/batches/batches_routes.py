@@ -96,9 +96,7 @@ async def create_batch(
         metadata=body.metadata,
     )
     if not await asyncio.to_thread(kept.records.create, record):
-        message = (
-            f"{MAX_BATCHES} batches are waiting already; try again when some of them are done."
-        )
+        message = f"{MAX_BATCHES} batch jobs are waiting already; try again when some are done."
         raise ApiError(429, message, "rate_limit_error", code="too_many_batches")
     kept.start(request.app)
     kept.wake()
