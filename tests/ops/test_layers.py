@@ -9,7 +9,7 @@ from quire.ops.add import add
 from quire.ops.clamped_gate import ClampedGate
 from quire.ops.embedding import embedding
 from quire.ops.gated_add import gated_add
-from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.gelu import gelu, gelu_tanh, quick_gelu
 from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import can_pack, linear, pack_weight
@@ -133,6 +133,7 @@ def test_activations(dtype: torch.dtype) -> None:
     check(gelu(x), exact * (1 + torch.erf(exact / math.sqrt(2))) / 2, dtype)
     inner = math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
     check(gelu_tanh(x), exact * (1 + torch.tanh(inner)) / 2, dtype)
+    check(quick_gelu(x), exact / (1 + torch.exp(-1.702 * exact)), dtype)
     gate, up = exact.chunk(2, dim=-1)
     check(silu_mul(x), gate / (1 + torch.exp(-gate)) * up, dtype)
     check(gelu_mul(x), gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up, dtype)

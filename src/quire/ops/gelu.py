@@ -15,3 +15,9 @@ def gelu(x_TF: torch.Tensor) -> torch.Tensor:
 def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
     """The approximation by tanh (`gelu_new`, `gelu_pytorch_tanh` in configs)."""
     return torch.nn.functional.gelu(x_TF, approximate="tanh")
+
+
+@op("quick_gelu")
+def quick_gelu(x_TF: torch.Tensor) -> torch.Tensor:
+    """Return x * sigmoid(1.702 x), the approximation of CLIP's towers."""
+    return x_TF * torch.sigmoid(1.702 * x_TF)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.render.job_process import JobKind, JobProcess
-from quire.render.job_worker import REFUSED, TEXT, TOO_MUCH
+from quire.render.job_worker import MADE, REFUSED, TOO_MUCH
 
 MAX_PROCESSES = 4
 MAX_WAITING = 1024
@@ -43,6 +43,14 @@ class JobPool:
             self._idle.append(JobProcess(self._kind))
 
     def run(self, data: bytes, heavy: bool = False) -> str:
+        """Return the text that a job makes; see `run_bytes`."""
+        return self.run_bytes(data, heavy).decode("utf-8", "surrogatepass")
+
+    async def run_async(self, data: bytes, heavy: bool = False) -> str:
+        """Do the same without holding up an event loop."""
+        return (await self.run_bytes_async(data, heavy)).decode("utf-8", "surrogatepass")
+
+    def run_bytes(self, data: bytes, heavy: bool = False) -> bytes:
         """Return what a job makes. heavy: it leaves a process to the others. Raises RequestError
         for one that is wrong or takes too much, EngineBusy where too many wait or the machine gives
         the process too little time."""
@@ -56,15 +64,15 @@ class JobPool:
             self._give_back(None, heavy)
             raise
         try:
-            kind, text = process.exchange(data)
+            kind, made = process.exchange(data)
         except OSError:
             raise self._ended(process, heavy) from None
         except BaseException:
             self._leave(process, heavy)
             raise
-        return self._taken(process, heavy, kind, text)
+        return self._taken(process, heavy, kind, made)
 
-    async def run_async(self, data: bytes, heavy: bool = False) -> str:
+    async def run_bytes_async(self, data: bytes, heavy: bool = False) -> bytes:
         """Do the same without holding up an event loop."""
         place = self._ask(heavy)
         living = _living(place.result() if place.done() else await self._wait(place, heavy))
@@ -76,13 +84,13 @@ class JobPool:
             self._give_back(None, heavy)
             raise
         try:
-            kind, text = await process.exchange_async(data)
+            kind, made = await process.exchange_async(data)
         except OSError:
             raise await asyncio.to_thread(self._ended, process, heavy) from None
         except BaseException:
             self._leave(process, heavy)
             raise
-        return self._taken(process, heavy, kind, text)
+        return self._taken(process, heavy, kind, made)
 
     # ---- who gets a process ------------------------------------------------------------------
 
@@ -161,17 +169,17 @@ class JobPool:
 
     # ---- what came of it ---------------------------------------------------------------------
 
-    def _taken(self, process: JobProcess, heavy: bool, kind: bytes, text: str) -> str:
+    def _taken(self, process: JobProcess, heavy: bool, kind: bytes, made: bytes) -> bytes:
         if kind == TOO_MUCH:
             why = process.too_much_memory()
             process.kill()
             self._give_back(None, heavy)
             raise self._refused(why)
         self._give_back(process, heavy)
-        if kind == TEXT:
-            return text
+        if kind == MADE:
+            return made
         assert kind == REFUSED
-        message, field = json.loads(text)
+        message, field = json.loads(made)
         raise RequestError(message, field)
 
     def _ended(self, process: JobProcess, heavy: bool) -> RequestError:

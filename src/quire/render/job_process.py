@@ -89,8 +89,8 @@ class JobProcess:
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
-    def exchange(self, job: bytes) -> tuple[bytes, str]:
-        """Return kind and text of the answer. Raise OSError if the process has ended or does not
+    def exchange(self, job: bytes) -> tuple[bytes, bytes]:
+        """Return kind and bytes of the answer. Raise OSError if the process has ended or does not
         answer in time; `why` says which."""
         try:
             return self._exchanged(job)
@@ -98,7 +98,7 @@ class JobProcess:
             self._is_late = True
             raise
 
-    def _exchanged(self, job: bytes) -> tuple[bytes, str]:
+    def _exchanged(self, job: bytes) -> tuple[bytes, bytes]:
         if not self._is_ready:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
@@ -114,11 +114,11 @@ class JobProcess:
             try:
                 wanted = reading.send(self._socket.recv(min(wanted, READ_BYTES)))
             except StopIteration as done:
-                found: tuple[bytes, str] = done.value
+                found: tuple[bytes, bytes] = done.value
                 self.is_at_rest = True
                 return found
 
-    async def exchange_async(self, job: bytes) -> tuple[bytes, str]:
+    async def exchange_async(self, job: bytes) -> tuple[bytes, bytes]:
         """Do the same. Only a process that `is_at_rest` may be asked again if this is cancelled."""
         loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
@@ -135,7 +135,7 @@ class JobProcess:
                     data = await loop.sock_recv(self._socket, min(wanted, READ_BYTES))
                     wanted = reading.send(data)
                 except StopIteration as done:
-                    found: tuple[bytes, str] = done.value
+                    found: tuple[bytes, bytes] = done.value
                     self.is_at_rest = True
                     return found
         finally:
@@ -218,7 +218,7 @@ def _end(
     last_words.close()
 
 
-def _answer() -> Generator[int, bytes, tuple[bytes, str]]:
+def _answer() -> Generator[int, bytes, tuple[bytes, bytes]]:
     """Yield how many bytes are wanted at most, take what came."""
     data = bytearray()
     while len(data) < ANSWER.size:
@@ -229,7 +229,7 @@ def _answer() -> Generator[int, bytes, tuple[bytes, str]]:
     data.clear()
     while len(data) < size:
         data += _some((yield size - len(data)))
-    return kind, data.decode("utf-8", "surrogatepass")
+    return kind, bytes(data)
 
 
 def _some(data: bytes) -> bytes:

@@ -8,8 +8,8 @@ with it.
 
     ready    one byte, once: jobs may come
     job      length (4 bytes), bytes
-    answer   kind (1 byte), length (4 bytes), UTF-8: what was made, or as JSON why there is nothing
-             and the field that is wrong
+    answer   kind (1 byte), length (4 bytes), bytes: what was made (text as UTF-8), or as JSON why
+             there is nothing and the field that is wrong
 """
 
 import contextlib
@@ -26,11 +26,13 @@ from quire.base.errors import RequestError
 
 LENGTH = struct.Struct("<I")
 ANSWER = struct.Struct("<cI")
-TEXT, REFUSED, TOO_MUCH = b"t", b"r", b"m"
+MADE, REFUSED, TOO_MUCH = b"t", b"r", b"m"
 READY = b"+"
 
 
-def serve_jobs(work: Callable[[bytes], str], failure: str, warm_up: bytes | None = None) -> None:
+def serve_jobs(
+    work: Callable[[bytes], str | bytes], failure: str, warm_up: bytes | None = None
+) -> None:
     """Do jobs until the other side closes the socket. work: raises RequestError for a job that is
     wrong. failure: the beginning of the message about any other error. warm_up: a job to do before
     any other, so that no job pays for what is loaded once."""
@@ -55,9 +57,10 @@ def serve_jobs(work: Callable[[bytes], str], failure: str, warm_up: bytes | None
             return  # what is left of it in memory would make the next job fail
 
 
-def _answer(work: Callable[[bytes], str], failure: str, data: bytes) -> tuple[bytes, bytes]:
+def _answer(work: Callable[[bytes], str | bytes], failure: str, data: bytes) -> tuple[bytes, bytes]:
     try:
-        return TEXT, work(data).encode("utf-8", "surrogatepass")
+        made = work(data)
+        return MADE, made if isinstance(made, bytes) else made.encode("utf-8", "surrogatepass")
     except MemoryError:
         return TOO_MUCH, b""
     except RequestError as error:

@@ -1,0 +1,57 @@
+"""Attention inside a vision tower, and the rotation of its queries and keys.
+
+Shape legend: T patches, N heads, H head dim.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.precision import accumulation_dtype
+
+Int64 = npt.NDArray[np.int64]
+
+
+def range_attention(
+    q_TNH: torch.Tensor,
+    k_TNH: torch.Tensor,
+    v_TNH: torch.Tensor,
+    bounds: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """Return softmax(q k^T * scale) v within each range of patches, [T, N * H].
+
+    bounds: the cumulative lengths of the ranges, from 0 to T. A patch sees all patches of its own
+    range and no others. Neighbouring ranges of one length are computed in one call.
+    """
+    out_TNH = torch.empty_like(q_TNH)
+    start = 0
+    for length, group in groupby(end - first for first, end in pairwise(bounds)):
+        num = len(list(group))
+        end = start + num * length
+        q, k, v = (x[start:end].unflatten(0, (num, length)).transpose(1, 2) for x in
+                   (q_TNH, k_TNH, v_TNH))  # fmt: skip
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        out_TNH[start:end] = found.transpose(1, 2).flatten(0, 1)
+        start = end
+    assert start == q_TNH.shape[0], "the ranges hold all patches"
+    return out_TNH.flatten(1)
+
+
+def axial_rotary_rows(
+    positions_T2: Int64, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Return the factors that `ops/rotary.py` turns heads with, [T, 1, 2 H] in the accumulation
+    type: the first half of the angles comes from a patch's row, the second from its column.
+
+    The two-dimensional rotation of Qwen2-VL (arXiv 2409.12191). Angles are computed in float64.
+    """
+    per_axis = head_dim // 2
+    frequencies = theta ** -(np.arange(0, per_axis, 2) / per_axis)
+    angles = (positions_T2[:, :, None] * frequencies).reshape(len(positions_T2), per_axis)
+    cos, sin = np.cos(angles), np.sin(angles)
+    rows = torch.from_numpy(np.concatenate((cos, cos, -sin, sin), axis=1))
+    return rows.to(device, accumulation_dtype(dtype))[:, None]

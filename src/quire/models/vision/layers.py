@@ -1,0 +1,116 @@
+"""The layers that vision towers share.
+
+Shape legend: T patches, D tower width, F feed-forward dim, N heads, H head dim.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quire.models.layers import Layer, Linear, ParamFactory
+from quire.models.sources import Part, Source
+from quire.models.vision.attention import range_attention
+from quire.ops.add import add
+from quire.ops.rotary import rotary
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PatchLinear(Linear):
+    """The embedding of patches. Checkpoints hold it as a convolution whose stride is its kernel.
+
+    kernel: the shape of a patch in the checkpoint's weight [D, *kernel], channels first. Quantising
+    leaves it out, since the size of a patch is rarely a multiple of a group.
+    """
+
+    keeps_dtype = True
+
+    def __init__(
+        self, name: str, kernel: tuple[int, ...], size: int, factory: ParamFactory, *, bias: bool
+    ) -> None:
+        super().__init__([name], math.prod(kernel), [size], factory, bias=bias)
+        self._whole = Part(0, 0, size, (size, *kernel))
+
+    def sources(self) -> list[Source]:
+        """See Layer."""
+        weight, *bias = super().sources()
+        return [replace(weight, part=self._whole), *bias]
+
+
+class NamedVector(Layer):
+    """A learned vector that the checkpoint stores under this very name."""
+
+    def __init__(self, name: str, size: int, factory: ParamFactory) -> None:
+        super().__init__()
+        self._name = name
+        self.weight = factory.parameter(size)
+
+    def sources(self) -> list[Source]:
+        """See Layer."""
+        return [Source(self._name, self.weight)]
+
+
+class VisionAttention(nn.Module):
+    """Queries, keys and values of equally many heads, attention within ranges, and the output."""
+
+    def __init__(self, qkv: Linear, output: Linear, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.qkv, self.output = qkv, output
+        self._heads, self._head_dim = heads, head_dim
+
+    def forward(
+        self, x_TD: torch.Tensor, bounds: Sequence[int], rotary_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [T, D]. bounds: of the ranges; rotary_rows: None where positions are embedded."""
+        qkv_TMH = self.qkv(x_TD).unflatten(1, (3 * self._heads, self._head_dim))
+        q_TNH, k_TNH, v_TNH = qkv_TMH.split(self._heads, dim=1)
+        if rotary_rows is not None:
+            turned = rotary(qkv_TMH[:, : 2 * self._heads], rotary_rows)
+            q_TNH, k_TNH = turned.split(self._heads, dim=1)
+        seen = range_attention(q_TNH, k_TNH, v_TNH, bounds, self._head_dim**-0.5)
+        out_TD: torch.Tensor = self.output(seen)
+        return out_TD
+
+
+class VisionMLP(nn.Module):
+    """down(activation(up(x))). A gate's `up` holds gate and up, side by side."""
+
+    def __init__(self, up: Linear, activation: Activation, down: Linear) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+        self._activation = activation
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return [T, outputs of `down`]."""
+        out: torch.Tensor = self.down(self._activation(self.up(x_TD)))
+        return out
+
+
+class VisionBlock(nn.Module):
+    """A layer of a tower: attention and feed-forward, each after a norm and with a residual.
+
+    Norms return the normalised sum and the sum, as `RMSNorm` does.
+    """
+
+    def __init__(
+        self,
+        attention_norm: nn.Module,
+        attention: VisionAttention,
+        mlp_norm: nn.Module,
+        mlp: VisionMLP,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def forward(
+        self, x_TD: torch.Tensor, bounds: Sequence[int], rotary_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return [T, D]; see VisionAttention."""
+        normed_TD, x_TD = self.attention_norm(x_TD)
+        seen_TD = self.attention(normed_TD, bounds, rotary_rows)
+        normed_TD, x_TD = self.mlp_norm(seen_TD, x_TD)
+        return add(x_TD, self.mlp(normed_TD))

@@ -1,0 +1,127 @@
+"""The vision tower of Qwen2.5-VL (arXiv 2502.13923): RMS norms, gated feed-forward layers, and
+windows. Most blocks attend within windows of the frame, some within the whole frame.
+
+The groups of patches are put in the order of their windows before the blocks, and back after the
+merger. Windows at the right and lower edges are smaller where they do not divide the frame.
+
+Shape legend: T patches, G groups of patches, D tower width, W output width.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.base.config_fields import Fields
+from quire.models.layers import Linear, ParamFactory, RMSNorm
+from quire.models.vision.attention import Int64
+from quire.models.vision.fields import VISION_GATES, check_outputs, function_of, vision_fields
+from quire.models.vision.layers import VisionBlock, VisionMLP
+from quire.models.vision.qwen_vl import (
+    NORM_EPS,
+    Grid,
+    PatchMerger,
+    QwenTower,
+    QwenVisionSpec,
+    frame_bounds,
+    grid_of,
+    merge_order_positions,
+    read_common,
+)
+from quire.models.vision.tower import ImageArrays
+
+DEFAULTS: dict[str, Any] = {
+    "depth": 32,
+    "hidden_size": 3584,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 3584,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+
+
+@dataclass(frozen=True)
+class Qwen25VLVisionSpec(QwenVisionSpec):
+    """The sizes of the tower."""
+
+    window_groups: int = 4  # groups of patches on each side of a window
+    full_blocks: frozenset[int] = frozenset()  # blocks that attend within the whole frame
+
+    @classmethod
+    def from_config(cls, config: Fields, hidden_size: int) -> Self:
+        """Return the spec that `config.json` describes. hidden_size: of the text model.
+
+        Raises ModelError for a field that the tower does not implement.
+        """
+        fields = vision_fields(config, DEFAULTS)
+        width, outputs = fields.integer("hidden_size"), fields.integer("out_hidden_size")
+        check_outputs(fields, "out_hidden_size", outputs, hidden_size)
+        inner = fields.integer("intermediate_size")
+        activation = function_of(fields, "hidden_act", "silu", VISION_GATES)
+        common = read_common(fields, width, inner, outputs, activation)
+        groups = fields.integer("window_size") // common.merge_size // common.patch_size
+        if groups < 1:
+            raise fields.error("window_size", "a window must hold a group of patches")
+        full = frozenset(fields.integers("fullatt_block_indexes"))
+        return cls(**vars(common), window_groups=groups, full_blocks=full)
+
+
+def window_order(grid: Grid, merge_size: int, window_groups: int) -> tuple[Int64, list[int]]:
+    """Return the groups in the order of their windows, int64 [G], and the windows' bounds.
+
+    grid: of patches. The bounds are cumulative lengths in patches, from 0. Windows follow each
+    other row by row within a frame, and so do the groups within a window.
+    """
+    frames, rows, columns = grid[0], grid[1] // merge_size, grid[2] // merge_size
+    frame, row, column = np.indices((frames, rows, columns)) // np.reshape(
+        (1, window_groups, window_groups), (3, 1, 1, 1)
+    )
+    across, down = -(-columns // window_groups), -(-rows // window_groups)
+    window = ((frame * down + row) * across + column).ravel()
+    lengths = np.bincount(window) * merge_size**2
+    return np.argsort(window, kind="stable"), [0, *np.cumsum(lengths).tolist()]
+
+
+class Qwen25VLTower(QwenTower):
+    """The tower up to the embeddings [num_tokens, W]; see QwenTower."""
+
+    spec: Qwen25VLVisionSpec
+
+    def __init__(self, spec: Qwen25VLVisionSpec, factory: ParamFactory) -> None:
+        super().__init__(spec, factory, spec.outputs)
+        self.blocks = nn.ModuleList(
+            self._block(f"visual.blocks.{number}", factory) for number in range(spec.depth)
+        )
+        norm = RMSNorm("visual.merger.ln_q", spec.width, NORM_EPS, factory)
+        names = ("visual.merger.mlp.0", "visual.merger.mlp.2")
+        self.merger = PatchMerger(norm, names, spec, factory)
+
+    def _block(self, name: str, factory: ParamFactory) -> VisionBlock:
+        size, inner = self.spec.width, self.spec.inner
+        norms = [RMSNorm(f"{name}.{norm}", size, NORM_EPS, factory) for norm in ("norm1", "norm2")]
+        names = [f"{name}.mlp.{part}" for part in ("gate_proj", "up_proj")]
+        up = Linear(names, size, [inner, inner], factory, bias=True)
+        down = Linear([f"{name}.mlp.down_proj"], inner, [size], factory, bias=True)
+        mlp = VisionMLP(up, VISION_GATES[self.spec.activation], down)
+        return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
+
+    def encode(self, image: ImageArrays) -> torch.Tensor:
+        """See VisionTower."""
+        spec, grid = self.spec, grid_of(image)
+        order_G, windows = window_order(grid, spec.merge_size, spec.window_groups)
+        frames = frame_bounds(grid)
+        positions = merge_order_positions(grid, spec.merge_size)
+        rows = self.rotary_rows(positions.reshape(-1, spec.group, 2)[order_G].reshape(-1, 2))
+        x_TD = self.embedded_patches(image)
+        order = torch.from_numpy(order_G).to(self.device)
+        x_TD = x_TD.unflatten(0, (-1, spec.group))[order].flatten(0, 1)
+        for number, block in enumerate(self.blocks):
+            x_TD = block(x_TD, frames if number in spec.full_blocks else windows, rows)
+        merged: torch.Tensor = self.merger(x_TD)
+        return merged[order.argsort()]

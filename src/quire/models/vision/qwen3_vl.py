@@ -1,0 +1,163 @@
+"""The vision tower of Qwen3-VL and its mixture of experts (arXiv 2511.21631).
+
+A learned grid of positions is interpolated to the image's grid and added to its patches. DeepStack
+(arXiv 2406.04334) takes features after several blocks, which the text model adds to the hidden
+states of its first layers.
+
+Shape legend: T patches, D tower width, W output width.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from quire.base.config_fields import Fields
+from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, StreamNorm
+from quire.models.vision.attention import Int64
+from quire.models.vision.fields import VISION_ACTIVATIONS, check_outputs, function_of, vision_fields
+from quire.models.vision.layers import VisionBlock, VisionMLP
+from quire.models.vision.qwen_vl import (
+    NORM_EPS,
+    Grid,
+    PatchMerger,
+    QwenTower,
+    QwenVisionSpec,
+    frame_bounds,
+    grid_of,
+    merge_order_positions,
+    read_common,
+)
+from quire.models.vision.tower import ImageArrays
+from quire.ops.add import add
+from quire.ops.precision import accumulation_dtype
+
+Float64 = npt.NDArray[np.float64]
+
+DEFAULTS: dict[str, Any] = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 3584,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
+
+
+@dataclass(frozen=True)
+class Qwen3VLVisionSpec(QwenVisionSpec):
+    """The sizes of the tower."""
+
+    num_positions: int = 2304  # rows of the table, which holds a square grid
+    deepstack_blocks: tuple[int, ...] = ()  # the blocks after which features are taken
+
+    @classmethod
+    def from_config(cls, config: Fields, hidden_size: int) -> Self:
+        """Return the spec that `config.json` describes. hidden_size: of the text model.
+
+        Raises ModelError for a field that the tower does not implement.
+        """
+        fields = vision_fields(config, DEFAULTS)
+        width, outputs = fields.integer("hidden_size"), fields.integer("out_hidden_size")
+        check_outputs(fields, "out_hidden_size", outputs, hidden_size)
+        inner = fields.integer("intermediate_size")
+        activation = function_of(fields, "hidden_act", "gelu_pytorch_tanh", VISION_ACTIVATIONS)
+        common = read_common(fields, width, inner, outputs, activation)
+        blocks = fields.integers("deepstack_visual_indexes")
+        if len({*blocks}) < len(blocks) or any(block >= common.depth for block in blocks):
+            raise fields.error(
+                "deepstack_visual_indexes", f"each must be a different block below {common.depth}"
+            )
+        num_positions = fields.integer("num_position_embeddings")
+        return cls(**vars(common), num_positions=num_positions, deepstack_blocks=blocks)
+
+
+def interpolated_positions(grid: Grid, merge_size: int, side: int) -> tuple[Int64, Float64]:
+    """Return the four entries of a square table of positions that each patch lies between.
+
+    side: of the table. The corners of the table and of the grid coincide. Returns the entries,
+    int64 [T, 4], and their weights, float64 [T, 4], which add up to 1.
+    """
+    positions_T2 = merge_order_positions(grid, merge_size)
+    spans = np.maximum(np.array(grid[1:]) - 1, 1)
+    exact_T2 = positions_T2 * (side - 1) / spans
+    low_T2 = np.floor(exact_T2).astype(np.int64)
+    high_T2 = np.minimum(low_T2 + 1, side - 1)
+    part_T2 = exact_T2 - low_T2
+    taps = np.stack((low_T2, high_T2))  # [2, T, 2]
+    weights = np.stack((1 - part_T2, part_T2))
+    entries = taps[:, None, :, 0] * side + taps[None, :, :, 1]  # [2, 2, T]
+    products = weights[:, None, :, 0] * weights[None, :, :, 1]
+    return entries.reshape(4, -1).T, products.reshape(4, -1).T
+
+
+class Qwen3VLTower(QwenTower):
+    """The tower up to [num_tokens, (1 + deepstack blocks) * W]; see QwenTower.
+
+    A row holds the embedding, then the features of each deepstack block in the order of the blocks.
+    """
+
+    spec: Qwen3VLVisionSpec
+
+    def __init__(self, spec: Qwen3VLVisionSpec, factory: ParamFactory) -> None:
+        width = spec.outputs * (1 + len(spec.deepstack_blocks))
+        super().__init__(spec, factory, width, patch_bias=True)
+        self.positions = Embedding("visual.pos_embed", spec.num_positions, spec.width, factory)
+        self.blocks = nn.ModuleList(
+            self._block(f"visual.blocks.{number}", factory) for number in range(spec.depth)
+        )
+        self.merger = self._merger("visual.merger", factory)
+        self.deepstack = nn.ModuleList(
+            self._merger(f"visual.deepstack_merger_list.{number}", factory, norms_groups=True)
+            for number in range(len(spec.deepstack_blocks))
+        )
+
+    def _block(self, name: str, factory: ParamFactory) -> VisionBlock:
+        size, inner = self.spec.width, self.spec.inner
+        norms = [
+            StreamNorm(LayerNorm(f"{name}.{norm}", size, NORM_EPS, factory))
+            for norm in ("norm1", "norm2")
+        ]
+        up = Linear([f"{name}.mlp.linear_fc1"], size, [inner], factory, bias=True)
+        down = Linear([f"{name}.mlp.linear_fc2"], inner, [size], factory, bias=True)
+        mlp = VisionMLP(up, VISION_ACTIVATIONS[self.spec.activation], down)
+        return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
+
+    def _merger(
+        self, name: str, factory: ParamFactory, *, norms_groups: bool = False
+    ) -> PatchMerger:
+        size = self.spec.width * (self.spec.group if norms_groups else 1)
+        norm = StreamNorm(LayerNorm(f"{name}.norm", size, NORM_EPS, factory))
+        names = (f"{name}.linear_fc1", f"{name}.linear_fc2")
+        return PatchMerger(norm, names, self.spec, factory, norms_groups=norms_groups)
+
+    def encode(self, image: ImageArrays) -> torch.Tensor:
+        """See VisionTower."""
+        spec, grid = self.spec, grid_of(image)
+        bounds = frame_bounds(grid)
+        rows = self.rotary_rows(merge_order_positions(grid, spec.merge_size))
+        x_TD = add(self.embedded_patches(image), self._embedded_positions(grid))
+        features = []
+        for number, block in enumerate(self.blocks):
+            x_TD = block(x_TD, bounds, rows)
+            if number in spec.deepstack_blocks:
+                features.append(self.deepstack[spec.deepstack_blocks.index(number)](x_TD))
+        return torch.cat((self.merger(x_TD), *features), dim=1)
+
+    def _embedded_positions(self, grid: Grid) -> torch.Tensor:
+        """Return the interpolated embedding of each patch's position, [T, D]."""
+        side = math.isqrt(self.spec.num_positions)
+        entries, weights = interpolated_positions(grid, self.spec.merge_size, side)
+        ids = torch.from_numpy(np.ascontiguousarray(entries)).to(self.device)
+        exact = torch.from_numpy(weights).to(self.device, accumulation_dtype(self.dtype))
+        found = self.positions(ids.flatten()).unflatten(0, ids.shape)
+        mixed_TD: torch.Tensor = (found * exact[:, :, None]).sum(1).to(self.dtype)
+        return mixed_TD

@@ -1,0 +1,87 @@
+"""The interface of vision towers.
+
+Input: images as uint8 pixels with a table of values (`render/media/`). Output: for each image one
+tensor [num_tokens, W] in the tower's dtype, whose rows replace the embeddings of the image's
+placeholder tokens. One file per family; `layers.py` and `attention.py` hold what they share.
+
+A tower computes each image by itself. So an image's bits do not depend on the other images of a
+call, whatever order a device's kernels sum in.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from quire.models.layers import ParamFactory
+
+
+class ImageArrays(Protocol):
+    """The arrays of one preprocessed image, such as a `ProcessedImage` (`render/media/`)."""
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """Return the pixels; the family says what the axes are."""
+        ...
+
+    @property
+    def table(self) -> npt.NDArray[np.float32]:
+        """Return the model input for each value of each channel, [3, 256]."""
+        ...
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Return the layout of the pixels; the family says what the numbers are."""
+        ...
+
+
+class VisionTower(nn.Module):
+    """A vision encoder and its projector, up to the width of the text model.
+
+    prefixes: beginnings of the canonical names of its tensors. unused: beginnings of the names of
+    tensors among them that no layer needs. width: W, the numbers of a row of the result.
+    """
+
+    prefixes: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+
+    def __init__(self, width: int, factory: ParamFactory) -> None:
+        super().__init__()
+        self.width, self.dtype, self.device = width, factory.dtype, factory.device
+
+    def forward(self, images: Sequence[ImageArrays]) -> list[torch.Tensor]:
+        """Return the embeddings of each image, [num_tokens, W]."""
+        return [self.encode(image) for image in images]
+
+    def encode(self, image: ImageArrays) -> torch.Tensor:
+        """Return the embeddings of one image, [num_tokens, W]."""
+        raise NotImplementedError
+
+    def values(self, image: ImageArrays, channel_axis: int) -> torch.Tensor:
+        """Return the model input for an image, in the shape of its pixels.
+
+        The table's float32 values are cast to the tower's dtype. channel_axis: of the pixels.
+        """
+        table = torch.tensor(image.table, device=self.device).to(self.dtype)
+        channels = torch.tensor(image.pixels, device=self.device).unbind(channel_axis)
+        found = [row[channel.int()] for row, channel in zip(table, channels, strict=True)]
+        return torch.stack(found, channel_axis)
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return the names that layers may use for a tensor of the weight files.
+
+        Checkpoints differ in what they put around a tower: `model.`, and `vision_model.` inside.
+        """
+        plain = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.")
+        return name, plain
+
+    def owns(self, name: str) -> bool:
+        """Return whether a tensor of the weight files belongs to the tower."""
+        return self.names_of(name)[-1].startswith(self.prefixes)
+
+    def ignores(self, name: str) -> bool:
+        """Return whether no layer needs this tensor, which the tower owns."""
+        return self.names_of(name)[-1].startswith(self.unused)

@@ -1,0 +1,1 @@
+"""Images and videos of a prompt: decoding, preprocessing, placeholder tokens. No torch."""

@@ -1,0 +1,77 @@
+"""Decode an image file into upright RGB pixels.
+
+Input: the bytes of a file from a client. Output: a uint8 array [H, W, 3]. The caller runs this in a
+process whose CPU time and memory are bounded (`media_worker.py`); this module adds the bounds that
+are cheaper to check first: the file's size, its format, and the number of pixels in its header.
+
+EXIF rotation is applied and transparency is composited onto white. Pillow's own rules convert
+everything else, 16-bit values included, as in transformers' PIL processors.
+"""
+
+import io
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from quire.base.errors import RequestError
+
+Pixels = npt.NDArray[np.uint8]
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+WHITE = (255, 255, 255, 255)
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Bounds on one image file."""
+
+    max_bytes: int = 32 << 20  # of the encoded file
+    max_pixels: int = 64 << 20  # width times height, from the header
+    max_aspect_ratio: float = 200.0  # longer side over shorter side
+
+
+def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
+    """Return the first frame of an image file as RGB, uint8 [H, W, 3].
+
+    Raises RequestError for a file that is too large, damaged, or of another format.
+    """
+    if len(data) > limits.max_bytes:
+        raise RequestError(
+            f"the image has {len(data):,} bytes, more than the limit of {limits.max_bytes:,};"
+            " send a smaller file."
+        )
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_size(image, limits)
+            return _to_rgb(ImageOps.exif_transpose(image))
+    except UnidentifiedImageError:
+        known = ", ".join(FORMATS)
+        raise RequestError(f"the image is in none of the formats {known}; convert it.") from None
+    except Image.DecompressionBombError as error:
+        raise RequestError(f"the image is too large: {error}") from None
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
+        raise RequestError(f"the image file is damaged: {error}") from None
+
+
+def _check_size(image: Image.Image, limits: ImageLimits) -> None:
+    width, height = image.size
+    if width * height > limits.max_pixels:
+        raise RequestError(
+            f"the image has {width} x {height} pixels, more than the limit of"
+            f" {limits.max_pixels:,}; scale it down."
+        )
+    short, long = sorted((width, height))
+    if short == 0 or long > limits.max_aspect_ratio * short:
+        raise RequestError(
+            f"the image has {width} x {height} pixels; its longer side may be at most"
+            f" {limits.max_aspect_ratio:g} times its shorter side. Crop it."
+        )
+
+
+def _to_rgb(image: Image.Image) -> Pixels:
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
+    return np.asarray(image.convert("RGB"))

@@ -1,0 +1,84 @@
+"""Choose the image processor of a model.
+
+Input: a model's `config.json`, and its `preprocessor_config.json` and `processor_config.json` as
+dicts. Output: `MediaSettings`, which travel to the decoding process, and the processor they give.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import ModelError
+from quire.render.media.gemma3 import GemmaImages
+from quire.render.media.llava import LlavaImages, LlavaNextImages
+from quire.render.media.processor import ImageProcessor
+from quire.render.media.qwen_vl import QwenImages
+
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+LLAVA = {"llava": LlavaImages, "llava_next": LlavaNextImages}
+FAMILIES = (*QWEN, "gemma3", *LLAVA)
+
+
+@dataclass(frozen=True)
+class MediaSettings:
+    """What decides how a model's images are preprocessed.
+
+    config: the image processor's settings. patch_size, num_extra_tokens: of the tower; only the
+    LLaVA families use them.
+    """
+
+    model_type: str
+    config: dict[str, Any]
+    patch_size: int = 14
+    num_extra_tokens: int = 0
+
+
+def media_settings(
+    model: dict[str, Any], preprocessor: dict[str, Any], processor: dict[str, Any]
+) -> MediaSettings:
+    """Return the settings of a model from its three files; a missing file is an empty dict.
+
+    Raises ModelError for a model whose images have no processor.
+    """
+    model_type = str(model.get("model_type"))
+    _check_family(model_type)
+    config = {**(processor.get("image_processor") or {}), **preprocessor}
+    if model_type == "gemma3" and processor.get("image_seq_length") is not None:
+        config.setdefault("image_seq_length", processor["image_seq_length"])
+    if model_type not in LLAVA:
+        return MediaSettings(model_type, config)
+    return MediaSettings(model_type, config, *_tower_layout(model, processor))
+
+
+def image_processor(settings: MediaSettings) -> ImageProcessor:
+    """Return the processor of these settings."""
+    _check_family(settings.model_type)
+    if settings.model_type in QWEN:
+        return QwenImages.from_config(settings.config)
+    if settings.model_type == "gemma3":
+        return GemmaImages.from_config(settings.config)
+    family = LLAVA[settings.model_type]
+    return family.from_config(settings.config, settings.patch_size, settings.num_extra_tokens)
+
+
+def _check_family(model_type: str) -> None:
+    if model_type not in FAMILIES:
+        raise ModelError(
+            f"there is no image processor for models of type {model_type!r};"
+            f" use a model of one of the types {', '.join(FAMILIES)}."
+        )
+
+
+def _tower_layout(model: dict[str, Any], processor: dict[str, Any]) -> tuple[int, int]:
+    """Return the patch size, and how many tokens stand for features that are no patches.
+
+    Values in `processor_config.json` win. Without them, a CLIP tower has one class feature. The
+    "default" selection drops one feature.
+    """
+    vision = model.get("vision_config") or {}
+    is_clip = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
+    patch_size = processor.get("patch_size") or vision.get("patch_size") or 14
+    extra = processor.get("num_additional_image_tokens")
+    strategy = processor.get("vision_feature_select_strategy")
+    strategy = strategy or model.get("vision_feature_select_strategy") or "default"
+    num_extra = int(is_clip) if extra is None else int(extra)
+    return int(patch_size), num_extra - (strategy == "default")

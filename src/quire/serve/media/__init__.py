@@ -1,0 +1,1 @@
+"""Media that clients send: where the bytes come from, and what an operator allows."""

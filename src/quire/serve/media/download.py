@@ -1,0 +1,144 @@
+"""Download a file over HTTPS from a host that the operator allows.
+
+The connection goes to an address that was checked (`addresses.py`). Redirects are followed to the
+same host only. The answer's size and the total time are bounded, whatever the headers say.
+"""
+
+import contextlib
+import http.client
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from quire.base.errors import RequestError
+from quire.base.version import QUIRE_VERSION
+from quire.serve.media.addresses import Resolver, public_address, resolve
+
+READ_BYTES = 1 << 16
+MAX_REDIRECTS = 3
+HTTPS_PORT = 443
+REDIRECTS = (301, 302, 303, 307, 308)
+
+
+@dataclass(frozen=True)
+class Downloads:
+    """What may be downloaded. domains: hosts; `.example.org` also allows all hosts below it."""
+
+    domains: tuple[str, ...] = ()
+    max_bytes: int = 32 << 20
+    timeout_s: float = 10.0  # for everything together
+    resolver: Resolver = field(default=resolve, repr=False)
+    context: Callable[[], ssl.SSLContext] = field(default=ssl.create_default_context, repr=False)
+
+    def get(self, url: str) -> bytes:
+        """Return the file at an https: URL.
+
+        Raises RequestError if the host is not allowed, or if the download fails or is too large.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        parts = self.checked(url)
+        for _ in range(MAX_REDIRECTS + 1):
+            answer = self._fetch(parts, deadline)
+            if isinstance(answer, bytes):
+                return answer
+            target = self.checked(urljoin(parts.geturl(), answer))
+            if (target.hostname, target.port) != (parts.hostname, parts.port):
+                raise RequestError(
+                    f"{parts.hostname} redirects to another host, {target.hostname!r}; give that"
+                    " URL, or send the file as a data: URL."
+                )
+            parts = target
+        raise RequestError(f"{parts.hostname} redirects more than {MAX_REDIRECTS} times.")
+
+    def checked(self, url: str) -> SplitResult:
+        """Return the parts of a URL that may be downloaded; raises RequestError for others."""
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").rstrip("."), parts.port
+        except ValueError as error:
+            raise RequestError(f"the URL {url[:200]!r} is malformed: {error}.") from None
+        if parts.scheme != "https":
+            raise RequestError(
+                f"the URL begins with {parts.scheme!r}; media come from https: or data: URLs."
+            )
+        if parts.username is not None or port not in (None, HTTPS_PORT):
+            raise RequestError("a media URL may have no user name, and no port other than 443.")
+        if not any(self._allows(host, domain) for domain in self.domains):
+            allowed = ", ".join(self.domains) or "none"
+            raise RequestError(
+                f"media of the host {host!r} may not be fetched (allowed: {allowed}); send the"
+                " file as a data: URL, or ask the operator for --allowed-media-domains."
+            )
+        return parts
+
+    @staticmethod
+    def _allows(host: str, domain: str) -> bool:
+        domain = domain.lower()
+        return host == domain or (domain.startswith(".") and host.endswith(domain))
+
+    def _fetch(self, parts: SplitResult, deadline: float) -> bytes | str:
+        """Return the file, or the location of a redirect."""
+        host = str(parts.hostname).rstrip(".")
+        address = public_address(host, HTTPS_PORT, self.resolver)
+        connection = _Pinned(host, address, self.context(), _left(deadline))
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        alarm = threading.Timer(_left(deadline), connection.abort)
+        alarm.start()
+        try:
+            connection.request("GET", path, headers={"User-Agent": f"quire/{QUIRE_VERSION}"})
+            answer = connection.getresponse()
+            if answer.status in REDIRECTS and answer.getheader("Location"):
+                return str(answer.getheader("Location"))
+            if answer.status != http.client.OK:
+                raise RequestError(f"{host} answers with status {answer.status} to GET {path!r}.")
+            data = self._read(answer)
+            _left(deadline)  # what ended at the deadline may be cut short
+            return data
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"the download from {host} fails: {error or 'timeout'}.") from None
+        finally:
+            alarm.cancel()
+            connection.close()
+
+    def _read(self, answer: http.client.HTTPResponse) -> bytes:
+        data = bytearray()
+        while piece := answer.read1(READ_BYTES):
+            data += piece
+            if len(data) > self.max_bytes:
+                raise RequestError(
+                    f"the file has more than {self.max_bytes:,} bytes, the limit for media."
+                )
+        if answer.length:
+            raise http.client.IncompleteRead(bytes(data), answer.length)
+        return bytes(data)
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until the deadline. Raises TimeoutError after it."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("it takes too long")
+    return left
+
+
+class _Pinned(http.client.HTTPSConnection):
+    """A TLS connection to a given address, with the certificate of the host checked."""
+
+    def __init__(self, host: str, address: str, context: ssl.SSLContext, timeout_s: float) -> None:
+        super().__init__(host, HTTPS_PORT, timeout=timeout_s, context=context)
+        self._address, self._tls = address, context
+        self._stream: ssl.SSLSocket | None = None  # also after http.client has let go of it
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self._address, self.port), self.timeout)
+        self.sock = self._stream = self._tls.wrap_socket(plain, server_hostname=self.host)
+
+    def abort(self) -> None:
+        """End the exchange from another thread: its reads end."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.shutdown(socket.SHUT_RDWR)

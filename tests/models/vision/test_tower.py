@@ -1,0 +1,192 @@
+"""What all towers keep to: bits, dtypes, names of tensors, fields of configs.
+
+Covers `models/vision/tower.py`, `models/vision/layers.py`, `models/vision/fields.py`.
+"""
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.base.errors import ModelError
+from quire.models.vision.attention import range_attention
+from tests.support.models.vision_checkpoints import (
+    CONFIGS,
+    RandomImage,
+    changed,
+    checkpoint,
+    load_tower,
+    qwen_image,
+    qwen_video,
+    random_image,
+    spec_of,
+)
+
+FAMILIES = tuple(CONFIGS)
+
+
+def images_of(family: str) -> list[RandomImage]:
+    """Return images of several sizes for a family's tower."""
+    if family.startswith("qwen"):
+        return [qwen_image(0, 2, 14), qwen_image(1, 6, 10), qwen_video(2, 2, 4, 6),
+                qwen_image(3, 8, 4), qwen_image(4, 2, 2)]  # fmt: skip
+    if family == "gemma3":
+        return [random_image(seed, (num, 14, 14, 3), (num,)) for seed, num in enumerate((1, 3, 2))]
+    if family == "llava":
+        return [random_image(seed, (1, 12, 12, 3), (4, 4)) for seed in range(3)]
+    grids = [(1, 2, 4, 8), (2, 1, 8, 2), (2, 2, 6, 8), (1, 3, 2, 12)]
+    return [
+        random_image(seed, (1 + grid[0] * grid[1], 12, 12, 3), grid)
+        for seed, grid in enumerate(grids)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_has_the_same_bits_alone_and_with_others(family: str) -> None:
+    tower = checkpoint(family).tower(torch.float32)
+    images = images_of(family)
+    alone = [tower([image])[0] for image in images]
+    order = np.random.default_rng(5).permutation(len(images)).tolist()
+    assert order != sorted(order)
+    together = tower([images[number] for number in order])
+    for number, found in zip(order, together, strict=True):
+        assert torch.equal(found, alone[number])
+    assert len({tuple(found.flatten().tolist()) for found in together}) == len(images)
+    assert tower([]) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_low_precision_is_near_the_exact_result(family: str) -> None:
+    images = images_of(family)[:2]
+    exact = checkpoint(family).tower()(images)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.02)):
+        for found, wanted in zip(checkpoint(family).tower(dtype)(images), exact, strict=True):
+            assert found.dtype == dtype
+            assert (found - wanted).norm() < tolerance * wanted.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoints_may_put_more_around_a_tower(family: str) -> None:
+    """`model.` before all names, and `vision_model.` in the tower's, as older checkpoints do."""
+    found = checkpoint(family)
+    around = {
+        "model." + name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in found.tensors.items()
+        if not name.startswith(("model.", "lm_head"))
+    } or found.tensors
+    image = images_of(family)[0]
+    tower = load_tower(family, found.config, around, torch.float64)
+    assert torch.equal(tower([image])[0], found.tower()([image])[0])
+
+
+def test_tensors_of_a_pooling_head_are_ignored() -> None:
+    changes = json.dumps({"vision_config": {"vision_use_head": True}})
+    found = checkpoint("gemma3", changes)
+    tower = found.tower()
+    heads = [name for name in found.tensors if ".head." in name]
+    assert heads
+    assert all(tower.owns(name) and tower.ignores(name) for name in heads)
+    assert not any(tower.owns(name) for name in found.tensors if "language_model" in name)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2_vl", {"in_channels": 1}, "in_channels is 1"),
+    ("qwen2_vl", {"hidden_act": "tanh"}, "hidden_act is 'tanh'"),
+    ("qwen2_vl", {"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
+    ("qwen2_vl", {"rope_parameters": {"factor": 2.0}}, "factor is 2.0"),
+    ("qwen2_vl", {"rope_scaling": {"factor": 2.0}}, "rope_scaling is"),
+    ("qwen2_vl", {"head_dim": 4}, "head_dim is 4"),
+    ("qwen2_vl", {"num_heads": 3}, "num_heads is 3"),
+    ("qwen2_vl", {"num_heads": 8}, "multiples of 4"),
+    ("qwen2_vl", {"hidden_size": 16}, "hidden size of the text model, 24"),
+    ("qwen2_vl", {"patch_size": [2, 2]}, "patch_size is"),
+    ("qwen2_5_vl", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+    ("qwen2_5_vl", {"window_size": 3}, "window_size is 3"),
+    ("qwen3_vl", {"deepstack_visual_indexes": [1, 1]}, "deepstack_visual_indexes is"),
+    ("qwen3_vl", {"deepstack_visual_indexes": [4]}, "deepstack_visual_indexes is"),
+    ("gemma3", {"model_type": "clip_vision_model"}, "model_type is 'clip_vision_model'"),
+    ("gemma3", {"num_channels": 4}, "num_channels is 4"),
+    ("gemma3", {"patch_size": 15}, "patch_size is 15"),
+    ("llava", {"model_type": "pixtral"}, "model_type is 'pixtral'"),
+    ("llava", {"image_size": [12, 24]}, "image_size is"),
+]
+REFUSED_OUTSIDE: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma3", {"mm_tokens_per_image": 5}, "mm_tokens_per_image is 5"),
+    ("gemma3", {"mm_tokens_per_image": 9}, "mm_tokens_per_image is 9"),
+    ("llava", {"vision_feature_select_strategy": "patch"}, "strategy is 'patch'"),
+    ("llava", {"vision_feature_layer": 4}, "vision_feature_layer is 4"),
+    ("llava", {"vision_feature_layer": []}, "vision_feature_layer is"),
+    ("llava", {"vision_feature_layer": [True]}, "vision_feature_layer is"),
+    ("llava", {"projector_hidden_act": "silu"}, "projector_hidden_act is 'silu'"),
+    ("llava_next", {"vision_feature_select_strategy": "full", "model_type": "llava_next"},
+     "strategy is 'full'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [*((family, {"vision_config": own}, text) for family, own, text in REFUSED), *REFUSED_OUTSIDE],
+)
+def test_what_is_not_implemented_is_refused_by_name(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    spec_of(family, CONFIGS[family])
+    with pytest.raises(ModelError, match=message.replace("[", "\\[")):
+        spec_of(family, changed(CONFIGS[family], changes))
+
+
+def test_a_config_without_a_tower_is_refused() -> None:
+    with pytest.raises(ModelError, match="vision_config is null"):
+        spec_of("llava", {})
+
+
+class ReadRecorder(dict[str, Any]):
+    """A dictionary that notes which of its keys are read."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value, and note the key."""
+        self.seen.add(key)
+        return super().get(key, default)
+
+
+# Fields for training, for prompts, for heads that are not part of the tower, and names of classes.
+HARMLESS = {
+    "attention_dropout",
+    "initializer_factor",
+    "initializer_range",
+    "projection_dim",
+    "tokens_per_second",
+    "vision_use_head",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_a_tower_is_read(family: str) -> None:
+    config = copy.deepcopy(checkpoint(family).config)
+    tower = ReadRecorder(config["vision_config"])
+    spec_of(family, config | {"vision_config": tower})
+    assert tower.keys() - tower.seen - HARMLESS <= {"model_type"}
+
+
+def test_attention_stays_within_its_ranges() -> None:
+    random = torch.Generator().manual_seed(3)
+    bounds = [0, 3, 6, 9, 10, 15, 18]
+    q, k, v = torch.randn(3, 18, 2, 4, generator=random, dtype=torch.float64)
+    number = torch.bucketize(torch.arange(18), torch.tensor(bounds[1:]), right=True)
+    mask = torch.where(number[:, None] == number, 0.0, -torch.inf)
+    weights = torch.softmax(torch.einsum("qnh,knh->nqk", q, k) * 0.3 + mask, -1)
+    wanted = torch.einsum("nqk,knh->qnh", weights, v).flatten(1)
+    torch.testing.assert_close(range_attention(q, k, v, bounds, 0.3), wanted)
+
+
+def test_ranges_must_hold_all_patches() -> None:
+    q = torch.zeros(4, 1, 4)
+    with pytest.raises(AssertionError, match="all patches"):
+        range_attention(q, q, q, [0, 3], 1.0)

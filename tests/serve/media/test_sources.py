@@ -1,0 +1,224 @@
+"""Where media may come from: what is refused, and what is read."""
+
+import base64
+import os
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import RequestError
+from quire.serve.media import download
+from quire.serve.media.addresses import is_public, public_address
+from quire.serve.media.download import Downloads
+from quire.serve.media.sources import MediaSources
+
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+     "0.0.0.0", "255.255.255.255", "224.0.0.1", "::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1",
+     "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1",
+     "64:ff9b::a9fe:a9fe", "192.0.2.1", "198.18.0.1", "2001:db8::1"],
+)  # fmt: skip
+def test_addresses_that_are_not_public(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_public_addresses(address: str) -> None:
+    assert is_public(address)
+
+
+def test_one_private_address_of_several_is_enough_to_refuse() -> None:
+    with pytest.raises(RequestError, match="10.0.0.1, which is not public"):
+        public_address("example.org", 443, lambda host, port: ["8.8.8.8", "10.0.0.1"])
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("http://example.org/a.png", "begins with 'http'"),
+     ("https://example.com/a.png", "may not be fetched"),
+     ("https://evil-example.org/a.png", "may not be fetched"),
+     ("https://example.org.evil.com/a.png", "may not be fetched"),
+     ("https://example.org@evil.com/a.png", "no user name"),
+     ("https://user:word@example.org/a.png", "no user name"),
+     ("https://example.org:8443/a.png", "no port other than 443"),
+     ("https://127.0.0.1/a.png", "may not be fetched"),
+     ("https://[::1]/a.png", "may not be fetched"),
+     ("https://[::1/a.png", "malformed"),
+     ("https:///a.png", "may not be fetched"),
+     ("ftp://example.org/a.png", "must be a data: or an https:"),
+     ("gopher://example.org/a.png", "must be a data: or an https:"),
+     ("/etc/passwd", "must be a data: or an https:"),
+     ("", "must be a data: or an https:"),
+     ("file:///etc/passwd", "not allowed"),
+     ("FILE:///etc/passwd", "not allowed"),
+     ("data:image/png,abc", "base64"),
+     ("data:image/png;base64,@@@@", "no valid base64")],
+)  # fmt: skip
+def test_urls_that_are_refused(url: str, message: str) -> None:
+    sources = MediaSources(downloads=Downloads(("example.org", ".images.net")))
+    with pytest.raises(RequestError, match=message):
+        sources.read(url)
+
+
+def test_a_domain_with_a_dot_allows_hosts_below_it() -> None:
+    downloads = Downloads((".images.net",))
+    assert downloads.checked("https://a.b.IMAGES.net/x").hostname == "a.b.images.net"
+    with pytest.raises(RequestError, match="may not be fetched"):
+        downloads.checked("https://images.net/x")
+
+
+def test_inline_content_and_its_bound() -> None:
+    url = "data:image/png;base64," + base64.b64encode(CONTENT).decode()
+    assert MediaSources().read(url) == CONTENT
+    with pytest.raises(RequestError, match="more than 1,000 bytes"):
+        MediaSources(max_bytes=1000).read(url)
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def test_files_below_the_folder(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "in", tmp_path / "outside.png"
+    folder.mkdir()
+    (folder / "a b.png").write_bytes(CONTENT)
+    outside.write_bytes(CONTENT)
+    (folder / "link.png").symlink_to(outside)
+    os.mkfifo(folder / "pipe.png")
+    sources = MediaSources(folder)
+    assert sources.read(f"file://{folder}/a%20b.png") == CONTENT
+    assert sources.read(f"file://localhost{folder}/a%20b.png") == CONTENT
+    for path in (
+        outside, folder / "link.png", folder / "pipe.png", folder / "missing.png", folder,
+        folder / "../outside.png", "/dev/zero", "/proc/self/environ",
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match="no readable file below the folder"):
+            sources.read(f"file://{path}")
+    with pytest.raises(RequestError, match="names no host"):
+        sources.read(f"file://server{folder}/a%20b.png")
+    with pytest.raises(RequestError, match="more than 100 bytes"):
+        MediaSources(folder, max_bytes=100).read(f"file://{folder}/a%20b.png")
+
+
+# ---- downloads ---------------------------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves what the path asks for."""
+
+    def do_GET(self) -> None:
+        places = {"/same": "/file", "/other": "https://evil.com/x", "/loop": "/loop",
+                  "/plain": "http://example.org/x", "/inside": "https://127.0.0.1/x"}  # fmt: skip
+        if self.path in places:
+            self.send_response(302)
+            self.send_header("Location", places[self.path])
+            self.end_headers()
+        elif self.path == "/file":
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(CONTENT)))
+            self.end_headers()
+            self.wfile.write(CONTENT)
+        elif self.path == "/short":
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(CONTENT) + 1))
+            self.end_headers()
+            self.wfile.write(CONTENT)
+        elif self.path == "/hangs":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"x")
+            self.wfile.flush()
+            hang.wait()
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+hang = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
+    names = ["-subj", "/CN=example.org", "-addext", "subjectAltName=DNS:example.org"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *files, *names], check=True, capture_output=True)
+    return key, certificate
+
+
+@pytest.fixture
+def downloads(
+    certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Downloads]:
+    """Downloads from a server here, whose address counts as public."""
+    key, public = certificate
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(public, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    hang.clear()
+    monkeypatch.setattr(download, "HTTPS_PORT", server.server_port)
+    monkeypatch.setattr(download, "public_address", lambda host, port, resolver: "127.0.0.1")
+    yield Downloads(
+        ("example.org",), context=lambda: ssl.create_default_context(cafile=str(public))
+    )
+    hang.set()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("path", ["/file", "/same"])
+def test_a_download_and_a_redirect_to_the_same_host(downloads: Downloads, path: str) -> None:
+    assert downloads.get(f"https://example.org{path}") == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("/other", "'evil.com' may not be fetched"), ("/plain", "begins with 'http'"),
+     ("/inside", "'127.0.0.1' may not be fetched"), ("/loop", "more than 3 times"),
+     ("/missing", "status 404"), ("/short", "the download from example.org fails")],
+)  # fmt: skip
+def test_answers_that_are_refused(downloads: Downloads, path: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        downloads.get(f"https://example.org{path}")
+
+
+def test_a_redirect_to_another_allowed_host_is_refused(downloads: Downloads) -> None:
+    both = Downloads(("example.org", "evil.com"), context=downloads.context)
+    with pytest.raises(RequestError, match="redirects to another host, 'evil.com'"):
+        both.get("https://example.org/other")
+
+
+def test_a_file_that_is_too_large(downloads: Downloads) -> None:
+    small = Downloads(("example.org",), max_bytes=1000, context=downloads.context)
+    with pytest.raises(RequestError, match="more than 1,000 bytes"):
+        small.get("https://example.org/file")
+
+
+def test_a_server_that_never_ends(downloads: Downloads) -> None:
+    quick = Downloads(("example.org",), timeout_s=0.3, context=downloads.context)
+    with pytest.raises(RequestError, match="the download from example.org fails"):
+        quick.get("https://example.org/hangs")
+
+
+def test_the_certificate_is_of_the_host(downloads: Downloads) -> None:
+    other = Downloads(("example.net",), context=downloads.context)
+    with pytest.raises(RequestError, match="CERTIFICATE_VERIFY_FAILED"):
+        other.get("https://example.net/file")
