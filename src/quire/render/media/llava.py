@@ -38,7 +38,8 @@ def to_tower_size(image: Pixels, settings: ImageSettings) -> Pixels:
     size, crop = settings.size, settings.crop_size
     if settings.do_resize:
         if "shortest_edge" in size:
-            height, width = size_by_short_edge(*image.shape[:2], size["shortest_edge"])
+            height, width = image.shape[:2]
+            height, width = size_by_short_edge(height, width, size["shortest_edge"])
         else:
             height, width = size["height"], size["width"]
         image = resize(image, height, width, settings.resample)
@@ -107,7 +108,8 @@ class LlavaNextImages:
 
     def _in_grid(self, image: Pixels, grid: tuple[int, int]) -> Pixels:
         """Return the image scaled into the grid, in its middle, with black around it."""
-        height, width = _scaled_into(*image.shape[:2], *grid)
+        height, width = image.shape[:2]
+        height, width = _scaled_into(height, width, *grid)
         resized = resize(image, height, width, self.settings.resample)
         top, left = (grid[0] - height) // 2, (grid[1] - width) // 2
         padded = np.zeros((*grid, image.shape[2]), np.uint8)

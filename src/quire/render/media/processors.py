@@ -14,7 +14,10 @@ from quire.render.media.processor import ImageProcessor
 from quire.render.media.qwen_vl import QwenImages
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-LLAVA = {"llava": LlavaImages, "llava_next": LlavaNextImages}
+LLAVA: dict[str, type[LlavaImages] | type[LlavaNextImages]] = {
+    "llava": LlavaImages,
+    "llava_next": LlavaNextImages,
+}
 FAMILIES = (*QWEN, "gemma3", *LLAVA)
 
 
