@@ -364,7 +364,7 @@ def test_unknown_names_list_ours_and_theirs(site: Site) -> None:
         config_from_flat(scheduling_policy="lottery")
     with pytest.raises(ConfigError, match=r"attention_backend .* cpu, .*counting \(of quire-coun"):
         config_from_flat(attention_backend="magic")
-    with pytest.raises(ModelError, match=r"'unheard' are not.*llama, .*fable \(of quire-fable 1.0"):
+    with pytest.raises(ModelError, match=r"'unheard' is not.*llama, .*fable \(of quire-fable 1.0"):
         model_class("unheard")
 
 

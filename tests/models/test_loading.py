@@ -363,7 +363,7 @@ def test_bytes_of_a_tied_head_count_once() -> None:
 
 def test_unknown_architecture() -> None:
     spec = parse_spec({"model_type": "mamba"} | LLAMA)
-    with pytest.raises(ModelError, match="'mamba' are not supp.*; supported are .*gpt2.*llama"):
+    with pytest.raises(ModelError, match="'mamba' is not supp.*; supported are .*gpt2.*llama"):
         make_model(spec, torch.float32, CPU)
 
 

@@ -248,7 +248,7 @@ def test_without_the_package_the_error_says_how_to_get_it(
     with pytest.raises(MissingDependency, match=r'pip install "quire\[transformers\]"'):
         model_spec(tmp_path, "transformers")
     spec = model_spec(tmp_path)
-    with pytest.raises(ModelError, match=r"'stablelm' are not supported.*quire\[transformers\]"):
+    with pytest.raises(ModelError, match=r"'stablelm' is not supported.*quire\[transformers\]"):
         load_model(reference.directory, spec, torch.float32, CPU)
 
 

@@ -517,7 +517,7 @@ def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     assert warning == "only the config was checked: there are no weight files next to it"
     assert fitted(resolve_model(str(tmp_path)), SOME_BYTES, load_format="dummy").warnings == ()
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "bloom"}))
-    with pytest.raises(ModelError, match="'bloom' are not supported"):
+    with pytest.raises(ModelError, match="'bloom' is not supported"):
         fitted(resolve_model(str(tmp_path)), SOME_BYTES, model_impl="quire")
 
 
