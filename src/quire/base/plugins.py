@@ -1,7 +1,7 @@
-"""What other packages bring, by entry points. docs/extend/README.md tells how to write each kind.
+"""Find the classes of other packages by entry points; docs/extend/README.md says how to write one.
 
-A built-in name always means the built-in thing, and is never looked up here: entry points are read
-only when somebody asks for another name, so those who use none pay nothing for them.
+A built-in name always means the built-in class. Entry points are read only for other names, so
+plug-ins cost nothing unless one is used.
 """
 
 import logging

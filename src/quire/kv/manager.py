@@ -43,7 +43,7 @@ Has = Callable[[int, bytes], bool]  # whether a cache group has the block of a d
 
 
 class SequenceBlocks:
-    """The block tables of one sequence, and how many leading blocks the index has been told of.
+    """The block tables of one sequence, and how many leading blocks are in the index.
     is_evictable: they may be freed at any time (`KVManager.set_evictable`)."""
 
     __slots__ = ("tables", "num_indexed", "is_evictable")

@@ -265,7 +265,7 @@ class BlockPool:
 
     def check_invariants(self, held: Iterable[int], evictable: Iterable[int] = ()) -> None:
         """Assert that the book-keeping closes. held: block ids of all tables, with repetition;
-        evictable: of those that may be freed at any time."""
+        evictable: block ids of the tables that may be freed at any time."""
         counts = self._count(held)
         assert counts == self._num_refs, "reference counts differ from the tables"
         assert self._count(evictable) == self._evictable_refs, "tables are marked otherwise"

@@ -119,7 +119,7 @@ GROUPS = (
         ),
     ),
 )  # fmt: skip
-# Groups of options that are no settings, of the commands that have them.
+# Groups of the options that belong to one command and are not settings.
 COMMAND_GROUPS = {
     "sampling": "how tokens are sampled",
     "requests": "prompts and outputs of the requests",

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 from PIL import Image
 
 from quire.render.media.image_files import Pixels
@@ -17,7 +18,6 @@ from quire.render.media.processor import (
     ImageSettings,
     ProcessedImage,
     read_settings,
-    stack,
 )
 
 
@@ -58,7 +58,7 @@ class GemmaImages:
             height, width = settings.size["height"], settings.size["width"]
             parts = [resize(part, height, width, settings.resample) for part in parts]
         num_tokens = self.tokens_per_image * len(parts)
-        return ProcessedImage(stack(parts), settings.table, (len(parts),), num_tokens)
+        return ProcessedImage(np.stack(parts), settings.table, (len(parts),), num_tokens)
 
     def crops(self, image: Pixels) -> list[Pixels]:
         """Return the crops of an elongated image; none if it is nearly square or too small."""

@@ -20,7 +20,6 @@ from quire.render.media.processor import (
     ImageSettings,
     ProcessedImage,
     read_settings,
-    stack,
 )
 
 GRIDS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
@@ -70,7 +69,7 @@ class LlavaImages:
         square = to_tower_size(image, self.settings)
         rows, columns = (side // self.patch_size for side in square.shape[:2])
         num_tokens = rows * columns + self.num_extra_tokens
-        return ProcessedImage(stack([square]), self.settings.table, (rows, columns), num_tokens)
+        return ProcessedImage(np.stack([square]), self.settings.table, (rows, columns), num_tokens)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class LlavaNextImages:
         parts = [square, *_tiles(self._in_grid(image, grid), tile)]
         parts = [to_tower_size(part, settings) for part in parts]
         layout, num_tokens = self.layout(height, width, *parts[0].shape[:2])
-        return ProcessedImage(stack(parts), settings.table, layout, num_tokens)
+        return ProcessedImage(np.stack(parts), settings.table, layout, num_tokens)
 
     def _in_grid(self, image: Pixels, grid: tuple[int, int]) -> Pixels:
         """Return the image scaled into the grid, in its middle, with black around it."""

@@ -55,7 +55,7 @@ def unpack_answer(answer: bytes, settings: MediaSettings) -> ProcessedImage:
 
 
 def work(job: bytes) -> bytes:
-    """Return the answer to a job. Raises RequestError for a file that is no usable image."""
+    """Return the answer to a job. Raises RequestError for an unusable file."""
     (settings, limits), data = _unpack(job)
     pixels = decode_image(bytes(data), ImageLimits(**limits))
     image = image_processor(MediaSettings(**settings)).process(pixels)

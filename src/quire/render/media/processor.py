@@ -7,8 +7,6 @@ tokens stand for them in the prompt. One file per family: `qwen_vl.py`, `gemma3.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from quire.base.errors import ModelError
@@ -105,8 +103,3 @@ def _sizes(name: str, value: Any) -> dict[str, int]:
     if isinstance(value, dict) and all(isinstance(each, int) for each in value.values()):
         return value
     raise ModelError(f"preprocessor_config.json: {name} must be a size, got {value!r}.")
-
-
-def stack(images: list[Pixels]) -> npt.NDArray[np.uint8]:
-    """Return images of one size as [N, H, W, 3]."""
-    return np.stack(images)

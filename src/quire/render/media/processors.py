@@ -72,10 +72,10 @@ def _check_family(model_type: str) -> None:
 
 
 def _tower_layout(model: dict[str, Any], processor: dict[str, Any]) -> tuple[int, int]:
-    """Return the patch size, and how many tokens stand for features that are no patches.
+    """Return the patch size, and the number of tokens in addition to one for each patch.
 
-    Values in `processor_config.json` win. Without them, a CLIP tower has one class feature. The
-    "default" selection drops one feature.
+    Values in `processor_config.json` take precedence. Otherwise a CLIP tower adds one class
+    feature. The "default" selection drops one feature.
     """
     vision = model.get("vision_config") or {}
     is_clip = vision.get("model_type", "clip_vision_model") == "clip_vision_model"

@@ -121,7 +121,7 @@ class FirstRequest:
 def first_request(model: ServedModel, source: ModelSource) -> FirstRequest:
     """Return a request to try a model with: a chat, or what the model can do instead."""
     name, settings = (model.names or (source.name,))[0], model.engine.model
-    with contextlib.suppress(QuireError, OSError):  # whoever loads the model reports it
+    with contextlib.suppress(QuireError, OSError):  # loading the model reports the error
         pooling = pooling_of(source.directory, settings)
         if pooling is not None:
             path = "/classify" if pooling.task == CLASSIFY else "/v1/embeddings"
