@@ -33,7 +33,8 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8400,
+    "base": 8300,
+    "base/media": 100,
     "cli": 2950,
     "cli/options": 1000,
     "engine": 50,

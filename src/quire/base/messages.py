@@ -12,6 +12,7 @@ import msgspec
 from quire.base.kv_orders import Answer
 from quire.base.kv_transfer import KVTransfer
 from quire.base.live import LiveFrame
+from quire.base.media.item import MediaItem
 from quire.base.pooling import PoolingSpec
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepOutputs
@@ -55,6 +56,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     token, which stands for it.
     kv_transfer: its prompt is computed for another engine, or was by another one.
     is_held_back: the core sets it: the request waits for `GrammarReady`, as one with a grammar.
+    media: the images and videos in the prompt, in its order; their spans do not overlap. A fork
+    inherits those of the tokens that it shares, and lists only those after them.
     """
 
     request_id: str
@@ -82,6 +85,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     fork: Fork | None = None
     kv_transfer: KVTransfer | None = None
     is_held_back: bool = False
+    media: tuple[MediaItem, ...] = ()
 
 
 def without_prompt(request: Request) -> Request:

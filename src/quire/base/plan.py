@@ -2,8 +2,9 @@
 
 Shape legend: S scheduled rows, N sampling rows, W block-table writes, C candidates.
 A plan is applied in this order: released, started, forked, truncated, host tokens, block writes,
-moves (swap out, load, copy), forward pass, sampling, counters. Input ids, positions, lengths and
-slots are derived on the device from the rows. Arrays are never written after they were handed over.
+moves (swap out, load, copy), encoder, forward pass, sampling, counters. Input ids, positions,
+lengths and slots are derived on the device from the rows. Arrays are never written after they were
+handed over.
 
 A model in stages samples on the last one alone. So a plan for several says of each row all that the
 others may not know: `computed_bound` is exact, and `last_ids` is the last known token that the row
@@ -16,6 +17,7 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
 from quire.base.sampling_params import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
@@ -33,6 +35,7 @@ class RowStart:
 
     num_prompt_tokens: tokens of the request's prompt (those after it count as output).
     seed: 64 bits; with the sample index and the position it determines all randomness.
+    media: the items of its prompt, without pixels, in the order of the prompt.
     """
 
     row: int
@@ -44,6 +47,7 @@ class RowStart:
     sample_index: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,8 @@ class Plan:
     drafts: tuple[RowDraft, ...] = ()  # of some of sample_rows; num_tokens counts them
     is_guessing: bool = False  # the device makes these guesses, in the place of their ids
     last_ids: Int32 = field(default_factory=_no_ints)  # [S] empty: one stage; see below
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    encoder_reads: tuple[EncoderRead, ...] = ()
 
     @property
     def num_drafts(self) -> Int32:
