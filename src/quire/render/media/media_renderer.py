@@ -12,6 +12,7 @@ order of these parts, and `prompt.media` holds the items of the request.
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from quire.render.job_pool import JobPool
 from quire.render.media.families import built_in_placeholders, separated_image
@@ -19,7 +20,7 @@ from quire.render.media.image_files import ImageLimits, Pixels
 from quire.render.media.media_cache import MediaCache
 from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
 from quire.render.media.model_files import FAMILIES, QWEN3, ModelFiles, read_model_files
-from quire.render.media.placeholders import Placeholder, Placeholders
+from quire.render.media.placeholders import PackagedImages, Placeholder, Placeholders
 from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia, media_item
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import (
@@ -131,4 +132,5 @@ def _placeholders(
     if settings.model_type in FAMILIES:
         named = tokenizer.named_tokens
         return built_in_placeholders(settings.model_type, named, files.processor)
-    return {IMAGE: image_processor(settings).placeholder()}
+    packaged = cast(PackagedImages, image_processor(settings))
+    return {IMAGE: packaged.placeholder()}

@@ -15,13 +15,14 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from quire.base.errors import ModelError, RequestError
 from quire.base.media.item import MediaItem
 from quire.render.media.prepared import VIDEO, PreparedMedia
+from quire.render.media.processor import ImageProcessor
 from quire.render.tokenizer import Tokenizer
 
 Placed = tuple[list[int], tuple[MediaItem, ...]]
@@ -44,6 +45,14 @@ class Placeholder:
     def text(self, media: PreparedMedia) -> str:
         """Return what replaces the mark."""
         return self.token if self.write is None else self.write(media)
+
+
+class PackagedImages(ImageProcessor, Protocol):
+    """The image processor of another package. It is called with the `ModelFiles` of a model."""
+
+    def placeholder(self) -> Placeholder:
+        """Return how prompts write an image."""
+        ...
 
 
 class Placeholders:

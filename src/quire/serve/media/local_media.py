@@ -153,7 +153,8 @@ def _frames(part: MediaPart) -> Any:
     """
     from quire.render.media.videos import DEFAULT_FPS, Frames
 
-    source, details = part.source, {}
+    source: Any = part.source
+    details: Mapping[str, Any] = {}
     if isinstance(source, tuple):
         if len(source) != 2 or not isinstance(source[1], Mapping):
             raise RequestError(f"{part.where}: a pair must hold frames and a dictionary.")
