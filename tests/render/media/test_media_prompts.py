@@ -53,7 +53,7 @@ PICTURES = [picture(70, 50), picture(30, 90, 1), picture(64, 64, 2), picture(130
 
 
 VIDEO = {"type": "video"}
-NUM_CROPS = 6  # of the three elongated pictures
+NUM_CROPS = 5  # of two of the pictures; the others are too square or too narrow
 
 
 def theirs(model_type: str, config: dict[str, Any]) -> Any:
