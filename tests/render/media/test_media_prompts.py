@@ -225,9 +225,9 @@ def test_models_without_a_tower_take_no_images(tmp_path: Path) -> None:
     media = prepared(own, PICTURES[:1])
     renderer = Renderer(own.tokenizer)
     for prompt in ([{"role": "user", "content": [IMAGE]}], "<image>", [1, 2]):
-        with pytest.raises(RequestError, match="this model takes no images"):
+        with pytest.raises(RequestError, match="this model does not accept images"):
             renderer.render(prompt, media=media)
-    with pytest.raises(RequestError, match="this model takes no videos; it takes images"):
+    with pytest.raises(RequestError, match="this model does not accept videos; it accepts images"):
         own.render([{"role": "user", "content": [VIDEO]}], media=media)
     assert renderer.render("<image>").media == ()  # means nothing to it
 

@@ -10,12 +10,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from quire.base.errors import ModelError, RequestError
 from quire.render.media.image_files import ImageLimits, decode_image
-from quire.render.media.media_cache import MediaCache
 from quire.render.media.media_renderer import MediaRenderer
 from quire.render.media.media_worker import work
 from quire.render.media.model_files import ModelFiles, takes_images
 from quire.render.media.placeholders import Placeholders
-from quire.render.media.prepared import PreparedMedia
+from quire.render.media.prepared import MediaCache, PreparedMedia
 from quire.render.media.processors import media_settings
 from quire.render.media.qwen_vl import QwenImages
 from quire.render.media.videos import Frames, QwenVideos

@@ -136,5 +136,5 @@ def test_models_without_a_tower_take_none(renderer: Renderer) -> None:
         {"prompt": "x", "multi_modal_data": {"image": PICTURE}},
         [{"role": "user", "content": [PARTS[0]]}],
     ):
-        with pytest.raises(RequestError, match="this model takes no images"):
+        with pytest.raises(RequestError, match="this model does not accept images"):
             local.take(prompt)

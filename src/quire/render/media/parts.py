@@ -65,7 +65,7 @@ def refuse_media(prompt: object, what: str) -> None:
         messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
         has_media = bool(media_kinds(messages) or take_media(messages)[1])
     if has_media:
-        raise RequestError(f"{what} takes no images or videos; send text only.")
+        raise RequestError(f"{what} does not accept images or videos; send text only.")
 
 
 def is_plain(part: object) -> bool:
