@@ -14,7 +14,12 @@ from quire.render.renderer import Renderer
 from quire.serve.media.local_media import LocalMedia
 from tests.render.media.test_media_renderer import WorkerHere
 from tests.render.media.test_processors import encoded, picture
-from tests.support.render.tiny_tokenizers import IMAGE, renderer_of, text_part, write_vision_model
+from tests.support.render.tiny_tokenizers import (
+    IMAGE_PART,
+    renderer_of,
+    text_part,
+    write_vision_model,
+)
 
 PICTURE = picture(40, 30)
 FILE = encoded(PICTURE)
@@ -59,7 +64,7 @@ def test_parts_of_messages(local: LocalMedia, renderer: Renderer, part: dict[str
                 {"role": "assistant", "content": "yes"}]  # fmt: skip
     for prompt, media in (local.take(messages), asyncio.run(local.take_async(messages))):
         assert media == [expected(renderer)]
-        assert prompt == [{"role": "user", "content": [text_part("look"), IMAGE]}, messages[1]]
+        assert prompt == [{"role": "user", "content": [text_part("look"), IMAGE_PART]}, messages[1]]
         assert renderer.render(prompt, media=media).media
     assert messages[0]["content"][1] is part  # the caller's messages stay
 

@@ -21,7 +21,7 @@ from quire.render.renderer import Renderer, is_conversation, no_media
 from quire.serve.media.download import Downloads
 from quire.serve.media.sources import MediaSources
 
-FIELD = "multi_modal_data"
+FIELD, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 
 
 class LocalMedia:
@@ -56,6 +56,12 @@ class LocalMedia:
             prompt, parts = take_media(prompt)
         elif isinstance(prompt, Mapping) and FIELD in prompt:
             data = prompt[FIELD]
+            if data and prompt.get(OPTIONS):
+                raise RequestError(
+                    f"{OPTIONS} is not supported; set these values in the model's"
+                    " preprocessor_config.json.",
+                    OPTIONS,
+                )
             prompt = {name: value for name, value in prompt.items() if name != FIELD}
             parts = _listed(data)
         if parts and self._renderer.media is None:
