@@ -57,9 +57,16 @@ CONVERSATION = [
         "content": [text_part("ab\n"), IMAGE_PART, text_part("\n\nand"), IMAGE_PART, IMAGE_PART],
     },
     {"role": "assistant", "content": "three\n"},
+    {"role": "tool", "content": [text_part("a chart"), IMAGE_PART]},
     {"role": "user", "content": [IMAGE_PART, text_part("and this?")]},
 ]
-PICTURES = [picture(70, 50), picture(30, 90, 1), picture(64, 64, 2), picture(130, 40, 3)]
+PICTURES = [
+    picture(70, 50),
+    picture(30, 90, 1),
+    picture(64, 64, 2),
+    picture(130, 40, 3),
+    picture(28, 28),
+]
 
 
 VIDEO = {"type": "video"}
@@ -247,18 +254,18 @@ def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
     media = prepared(renderer, PICTURES[:2])
     assert renderer.tokenizer is not None
     mark_ids = renderer.tokenizer.encode("ab<|image_pad|>")
-    with pytest.raises(RequestError, match="1 times, and 2 images"):
+    with pytest.raises(RequestError, match="1 times .*number of its images is 2"):
         renderer.render([{"role": "user", "content": [IMAGE_PART]}], media=media)
-    with pytest.raises(RequestError, match="3 times, and 2 images"):
+    with pytest.raises(RequestError, match="3 times .*images is 2"):
         renderer.render("<|image_pad|>" * 3, media=media)
-    with pytest.raises(RequestError, match="1 times, and 2 images"):
+    with pytest.raises(RequestError, match="1 times .*number of its images is 2"):
         renderer.render(mark_ids, media=media)
     text_only = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RequestError, match="takes only text"):
         said = {"role": "user", "content": [IMAGE_PART, text_part("ab")]}
         renderer.render([said], template=text_only, media=media[:1])
     drops = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    with pytest.raises(RequestError, match="0 times, and 1 images"):
+    with pytest.raises(RequestError, match="0 times .*images is 1"):
         renderer.render([said], template=drops, media=media[:1])
 
 

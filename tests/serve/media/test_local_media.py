@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from quire.base.errors import RequestError
 from quire.render.media.prepared import PreparedMedia
@@ -124,6 +126,12 @@ WRONG: list[tuple[Any, str]] = [
 def test_what_cannot_be_used_is_refused(local: LocalMedia, data: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         local.take({"prompt": "x", "multi_modal_data": data})
+
+
+def test_a_picture_whose_file_ends_early_is_refused(local: LocalMedia) -> None:
+    broken = Image.open(io.BytesIO(FILE[: len(FILE) // 2]))
+    with pytest.raises(RequestError, match=r"image\[0\]: the picture cannot be read"):
+        local.take({"prompt": "x", "multi_modal_data": {"image": broken}})
 
 
 def test_files_need_permission(renderer: Renderer, tmp_path: Path) -> None:
