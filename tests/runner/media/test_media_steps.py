@@ -1,0 +1,287 @@
+"""Rows with media: the runner gives the model the numbers that the whole sequence has by itself.
+
+Every answer's log-probabilities are compared with one pass over prompt and answer, in which the
+tower's outputs stand in the place of the embeddings.
+"""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.base.config import config_from_flat
+from quire.base.media.item import MediaItem
+from quire.base.messages import Draft, Drafted, Request
+from quire.base.plan import Plan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.engine.loop.recovery import bisect_step
+from quire.engine.start.build import make_scheduler
+from quire.models.source import resolve_model
+from quire.ops.device_guesses import Runs
+from quire.ops.find_runs import SEARCHED
+from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.media.encoder import Encoder
+from quire.runner.media.media import Media
+from quire.runner.media.positions import PositionRule
+from quire.scheduler.scheduler import Scheduler
+from tests.support.models.paged_forward import run_paged
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.fake_media import (
+    MERGE,
+    PLACEHOLDER,
+    EncoderPlans,
+    FakeTower,
+    MediaModel,
+    WholeModel,
+    make_item,
+)
+
+WIDTH, SLOTS, NUM_TOKENS = 32, 64, 9
+SETTINGS: dict[str, Any] = {
+    "dtype": "float64", "device": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 10,
+    "block_size": 4, "kv_cache_memory_bytes": 1 << 20, "max_model_len": 64,
+    "attention_backend": "torch", "enable_prefix_caching": False,
+}  # fmt: skip
+FIRST, SECOND, OTHER = (
+    make_item(1, 3, 2, 3, WIDTH), make_item(2, 12, 3, 4, WIDTH), make_item(3, 1, 4, 1, WIDTH)
+)  # fmt: skip
+ITEMS: dict[str, list[MediaItem]] = {
+    "two": [FIRST, SECOND],
+    "text": [],
+    "one": [OTHER],
+    "same": [FIRST],
+}
+Found = dict[tuple[str, int], list[tuple[int, bytes]]]
+
+
+class Engine:
+    """A scheduler and a runner with a fake tower."""
+
+    def __init__(self, num_axes: int = 3, broken: int = 0, **settings: Any) -> None:
+        path = str(checkpoint("llama"))
+        config = config_from_flat(model=path, **SETTINGS | settings)
+        self.built: BuiltRunner = build_runner(config, resolve_model(path, None))
+        self.runner = self.built.runner
+        native = self.runner.model
+        self.tower = FakeTower(broken)
+        self.model = MediaModel(getattr(native, "model", native), SLOTS, num_axes)
+        self.runner.model = self.model
+        encoder: Any = Encoder(self.tower, self.model.encoder_memory)  # type: ignore[arg-type]
+        rule = PositionRule(MERGE) if num_axes > 1 else None
+        self.runner.media = Media(encoder, rule)
+        self.scheduler: Scheduler = make_scheduler(self.built, resolve_model(path, None))
+        self.plans = EncoderPlans(self.scheduler, ITEMS)
+        self.errors: dict[str, str] = {}
+
+    def add(self, name: str, **params: Any) -> None:
+        """Add a request of `ITEMS`."""
+        prompt = [(13 * i + 5 * len(name)) % 90 + 5 for i in range(29)]
+        for item in ITEMS[name]:
+            prompt[item.start : item.end] = [PLACEHOLDER] * item.num_tokens
+        common = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 3}
+        self.scheduler.add(Request(name, prompt, SamplingParams(**common | params), seed=1), 0.0)
+
+    def drive(self, depth: int = 1, before: Any = None) -> Found:
+        """Run to the end: tokens and the bits of their candidates. before: called before plans."""
+        found, in_flight = Found(), deque[Any]()
+        while self.scheduler.has_work:
+            while len(in_flight) < depth:
+                if before is not None:
+                    before()
+                plan = self.scheduler.schedule(0.0).plan
+                if plan is None:
+                    break
+                plan, sequences = self.plans.of(plan), self.scheduler.rows.table.sequences
+                owners = [sequences[row] for row in plan.sample_rows.tolist()]
+                in_flight.append((owners, plan, self.launch(plan)))
+            owners, plan, launched = in_flight.popleft()
+            result: StepResult = launched.result()
+            for i, (owner, row) in enumerate(zip(owners, plan.sample_rows.tolist(), strict=True)):
+                name = owner.request.request_id
+                if row in result.row_errors:
+                    self.errors[name] = result.row_errors[row]
+                    continue
+                tokens = result.token_ids[i, : result.num_accepted[i]].tolist()
+                each = [result.candidates[row], *result.more_candidates.get(row, [])]
+                pairs = zip(tokens, (one.logprobs.tobytes() for one in each), strict=True)
+                found.setdefault((name, owner.index), []).extend(pairs)
+            for row, error in result.row_errors.items():
+                if (owner := self.scheduler.rows.table.sequences[row]) is not None:
+                    self.errors.setdefault(owner.request.request_id, error)
+            self.scheduler.update(result, 0.0)
+        return found
+
+    def launch(self, plan: Plan) -> Any:
+        return self.runner.launch(plan)
+
+    def prompt_of(self, name: str) -> list[int]:
+        prompt = [(13 * i + 5 * len(name)) % 90 + 5 for i in range(29)]
+        for item in ITEMS[name]:
+            prompt[item.start : item.end] = [PLACEHOLDER] * item.num_tokens
+        return prompt
+
+
+def check(engine: Engine, found: Found, num_axes: int = 3) -> None:
+    """The answers are those of one pass over prompt and answer, and their numbers too."""
+    for (name, _), pairs in found.items():
+        prompt, tokens = engine.prompt_of(name), [token for token, _ in pairs]
+        sequence = [*prompt, *tokens[:-1]]
+        whole = WholeModel(engine.model.model, ITEMS[name], len(sequence), num_axes)
+        with torch.inference_mode():
+            [logits_TV] = run_paged(
+                whole, engine.built.spec, [sequence], [[len(sequence)]], dtype=torch.float64
+            )
+        logprobs_TV = logits_TV.double().log_softmax(1)[len(prompt) - 1 :]
+        assert len(tokens) == NUM_TOKENS
+        for row, (token, bits) in zip(logprobs_TV, pairs, strict=True):
+            assert int(row.argmax()) == token
+            best = np.sort(row.numpy())[::-1][:3]
+            np.testing.assert_allclose(np.frombuffer(bits, np.float32)[1:], best, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_axes", [1, 3])
+def test_chunks_cut_items_and_text_stays_as_it_is(num_axes: int) -> None:
+    engine = Engine(num_axes)
+    for name in ITEMS:
+        engine.add(name)
+    found = engine.drive()
+    check(engine, found, num_axes)
+    assert {name for name, _ in found} == set(ITEMS)
+    assert engine.plans.num_cut >= 2 and engine.tower.num_encoded == 3, "two share a picture"
+
+
+def test_samples_inherit_the_items_of_their_prompt() -> None:
+    engine = Engine()
+    engine.add("one", n=3, temperature=2.0)
+    engine.add("text", n=2)
+    found = engine.drive(depth=2)
+    assert len({tuple(token for token, _ in pairs) for pairs in found.values()}) == 4
+    greedy = {key: pairs for key, pairs in found.items() if key[0] == "text"}
+    check(engine, greedy)
+    alone = Engine(max_num_batched_tokens=64)
+    alone.add("one", n=3, temperature=2.0)
+    for key, pairs in alone.drive().items():
+        assert [token for token, _ in pairs] == [token for token, _ in found[key]]
+
+
+def test_rows_are_used_again_with_other_items() -> None:
+    engine = Engine(max_num_seqs=1)
+    for name in ("two", "text", "one", "text", "same"):
+        engine.add(name)
+        check(engine, engine.drive())
+
+
+def test_preempted_rows_compute_items_and_answers_again() -> None:
+    engine = Engine(kv_cache_memory_bytes=24 * 2 * 2 * 2 * 4 * 8 * 8, max_num_batched_tokens=40)
+    for name in ITEMS:
+        engine.add(name)
+    starts: list[int] = []
+    launch = engine.launch
+
+    def noting(plan: Plan) -> Any:
+        starts.extend(len(start.token_ids) for start in plan.started)
+        return launch(plan)
+
+    engine.launch = noting  # type: ignore[method-assign]
+    check(engine, engine.drive())
+    assert max(starts) > 29, "an answer was computed again"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_with_drafts(on_device: bool) -> None:
+    plain = Engine()
+    for name in ITEMS:
+        plain.add(name)
+    answers = {name: [t for t, _ in pairs] for (name, _), pairs in plain.drive().items()}
+    engine = Engine()
+    engine.runner.runs = Runs(1, 3, SEARCHED)
+    for name in ITEMS:
+        engine.add(name)
+
+    def draft() -> None:
+        drafts = []
+        for sequence in engine.scheduler.rows.table.sequences:
+            if sequence is not None and sequence.num_output_tokens:
+                name, at = sequence.request.request_id, sequence.num_output_tokens
+                right = answers[name][at : at + 2]
+                drafts.append(Draft(name, 0, sequence.num_known_tokens, [*right, 7]))
+        if drafts:
+            engine.scheduler.control(Drafted(drafts, on_device=on_device), 0.0)
+
+    found = engine.drive(before=draft)
+    check(engine, found)
+    assert {name: [t for t, _ in pairs] for (name, _), pairs in found.items()} == answers
+    is_guessed = [len(ids) > 10 or len(positions[0]) > 4 for ids, positions in engine.model.calls]
+    assert any(is_guessed)
+
+
+def test_an_item_that_cannot_be_encoded_costs_its_readers_alone() -> None:
+    engine = Engine(broken=SECOND.num_tokens, max_num_batched_tokens=40)
+
+    class Executor:
+        """Carries plans out one by one, and says what went wrong."""
+
+        def submit(self, plan: Plan, masks: Any = None) -> None:
+            try:
+                self.result = engine.runner.run(plan)
+            except Exception as error:
+                nothing = np.empty(0, np.int32)
+                self.result = StepResult(plan.step_id, nothing, nothing, error=str(error))
+
+        def next_result(self) -> StepResult:
+            return self.result
+
+    class Over:
+        def __init__(self, found: StepResult) -> None:
+            self._found = found
+
+        def result(self) -> StepResult:
+            return self._found
+
+    def launch(plan: Plan) -> Any:
+        executor: Any = Executor()
+        executor.submit(plan)
+        found = executor.result
+        return Over(found if found.error is None else bisect_step(executor, plan))
+
+    engine.launch = launch  # type: ignore[method-assign]
+    for name in ITEMS:
+        engine.add(name)
+    found = engine.drive()
+    assert engine.errors.keys() == {"two"}
+    assert "a fault in the tower" in engine.errors["two"]
+    check(engine, {key: pairs for key, pairs in found.items() if key[0] != "two"})
+    assert {name for name, _ in found} == set(ITEMS) - {"two"}
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    together = Engine(dtype="float32", attention_backend="auto")
+    for name in ITEMS:
+        together.add(name)
+    found = together.drive()
+    for name in ITEMS:
+        alone = Engine(dtype="float32", attention_backend="auto", max_num_batched_tokens=64)
+        alone.add(name)
+        assert alone.drive() == {(name, 0): found[name, 0]}
+
+
+def test_prompt_scores_are_of_the_tokens_in_the_prompt() -> None:
+    engine = Engine()
+    engine.add("one", prompt_logprobs=0)
+    engine.add("two", prompt_logprobs=0)
+    scores: dict[str, list[int]] = {}
+    launch = engine.launch
+
+    def noting(plan: Plan) -> Any:
+        launched = launch(plan)
+        for row, each in launched.result().prompt_candidates.items():
+            name = engine.scheduler.rows.table.sequences[row].request.request_id
+            scores.setdefault(name, []).extend(int(one.token_ids[0]) for one in each)
+        return launched
+
+    engine.launch = noting  # type: ignore[method-assign]
+    engine.drive()
+    for name in ("one", "two"):
+        assert scores[name] == engine.prompt_of(name)[1:]

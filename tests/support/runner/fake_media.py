@@ -1,0 +1,146 @@
+"""Media without a vision model: a tower that looks numbers up, a text model that takes its outputs
+and three positions, and plans with encoder inputs and reads.
+"""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
+from quire.base.plan import Plan
+from quire.models.vision.positions import mrope_positions
+from quire.scheduler.scheduler import Scheduler
+
+MERGE = 2
+PLACEHOLDER = 3  # a token id
+
+
+def make_item(seed: int, start: int, rows: int, columns: int, width: int) -> MediaItem:
+    """An image of rows x columns tokens whose tower outputs have this width."""
+    random, num = np.random.default_rng(seed), rows * columns
+    pixels = random.integers(0, 256, (num, width), np.uint8)
+    table = random.normal(size=(3, 256)).astype(np.float32)
+    return MediaItem(
+        start=start,
+        num_tokens=num,
+        digest=hashlib.sha256(pixels.tobytes()).digest(),
+        grid=(1, MERGE * rows, MERGE * columns),
+        shape=pixels.shape,
+        pixels=pixels.tobytes(),
+        table=table.tobytes(),
+    )
+
+
+class FakeTower:
+    """Returns for each pixel its entry in the table. broken: raises for items of so many tokens."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.num_encoded, self.broken = 0, broken
+
+    def encode(self, image: Any) -> torch.Tensor:
+        self.num_encoded += 1
+        if len(image.pixels) == self.broken:
+            raise ValueError("a fault in the tower")
+        return torch.from_numpy(image.table[0][image.pixels])
+
+
+class MediaModel:
+    """A text model with slots, [num_slots, D], and `position_axes` positions for each token."""
+
+    def __init__(self, model: Any, num_slots: int, position_axes: int) -> None:
+        self.model, self.position_axes = model, position_axes
+        width = model.embedding.weight.shape[1]
+        # What no item was encoded into must not be read.
+        self.encoder_memory = torch.full((num_slots, width), torch.nan, dtype=model.dtype)
+        self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __call__(self, ids_T: torch.Tensor, positions: torch.Tensor, attention: Any) -> Any:
+        self.calls.append((ids_T, positions))
+        axes = (self.position_axes,) if self.position_axes > 1 else ()
+        assert positions.shape == (*axes, len(ids_T)) and positions.dtype == torch.int64
+        is_text = (ids_T >= 0)[:, None]
+        text_TD = self.model.embedding(ids_T.clamp(min=0))
+        media_TD = self.encoder_memory[(-1 - ids_T).clamp(min=0)]
+        embeds_TD = torch.where(is_text, text_TD, media_TD)
+        turned_T = mixed(positions) if axes else positions
+        return self.model(ids_T, turned_T, attention, inputs_embeds_TD=embeds_TD)
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden_RD)
+
+
+class WholeModel:
+    """The same for one sequence as a whole, without slots, by the definition."""
+
+    def __init__(self, model: Any, items: list[MediaItem], num_tokens: int, num_axes: int) -> None:
+        self.model, self._items = model, items
+        self._positions = torch.arange(num_tokens)
+        if num_axes > 1:
+            images = [(item.start, item.grid) for item in items]
+            found, _ = mrope_positions(num_tokens, images, MERGE)
+            self._positions = mixed(torch.from_numpy(found))
+
+    def __call__(self, ids_T: torch.Tensor, positions_T: torch.Tensor, attention: Any) -> Any:
+        embeds_TD = self.model.embedding(ids_T)
+        for item in self._items:
+            pixels = np.frombuffer(item.pixels, np.uint8).reshape(item.shape)
+            table = np.frombuffer(item.table, np.float32).reshape(3, 256)
+            embeds_TD[item.start : item.end] = torch.from_numpy(table[0][pixels])
+        return self.model(ids_T, self._positions, attention, inputs_embeds_TD=embeds_TD)
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden_RD)
+
+
+def mixed(positions_3T: torch.Tensor) -> torch.Tensor:
+    """Positions that differ if any axis does."""
+    return positions_3T[0] + 7 * positions_3T[1] + 49 * positions_3T[2]
+
+
+class EncoderPlans:
+    """Adds encoder inputs and reads to a scheduler's plans. Each picture keeps its slots."""
+
+    def __init__(self, scheduler: Scheduler, items: dict[str, list[MediaItem]]) -> None:
+        self._scheduler, self._items = scheduler, items
+        self._slots: dict[bytes, np.ndarray] = {}
+        self._num_slots = 0
+        self.num_cut = 0  # reads of a part of an item
+
+    def of(self, plan: Plan) -> Plan:
+        """Return the plan with what its rows' items need."""
+        inputs: list[EncoderInput] = []
+        reads: list[EncoderRead] = []
+        for row, num, first in zip(
+            plan.rows.tolist(), plan.num_tokens.tolist(), plan.computed_bound.tolist(), strict=True
+        ):
+            for item in self._of_row(row):
+                begin, end = max(first, item.start), min(first + num, item.end)
+                if begin >= end:
+                    continue
+                self.num_cut += end - begin < item.num_tokens
+                if item.digest not in self._slots:
+                    inputs.append(EncoderInput(item, self._new_slots(item)))
+                slots = self._slots[item.digest][begin - item.start : end - item.start]
+                reads.append(EncoderRead(row, begin, slots))
+        started = tuple(
+            dataclasses.replace(
+                start, media=tuple(item.without_pixels for item in self._of_row(start.row))
+            )
+            for start in plan.started
+        )
+        return dataclasses.replace(
+            plan, started=started, encoder_inputs=tuple(inputs), encoder_reads=tuple(reads)
+        )
+
+    def _of_row(self, row: int) -> list[MediaItem]:
+        sequence = self._scheduler.rows.table.sequences[row]
+        return self._items.get(sequence.request.request_id, [])
+
+    def _new_slots(self, item: MediaItem) -> np.ndarray:
+        first, self._num_slots = self._num_slots, self._num_slots + item.num_tokens
+        found = np.arange(first, self._num_slots, dtype=np.int32)[::-1].copy()
+        self._slots[item.digest] = found
+        return found
