@@ -13,8 +13,11 @@ from quire.base.cuts import Cut
 from quire.base.errors import ModelError
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.reads import Reads
+from quire.models.vision.tower import VisionTower
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.host_memory import lazy_zeros
+from quire.ops.precision import accumulation_dtype
 
 HEADS = "num_attention_heads"  # the setting, as errors name it
 
@@ -32,7 +35,9 @@ class Model(nn.Module):
     token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
     the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
     head: None but on the last stage. kept_as: the key of the weight cache's file that holds its
-    weights, if they are kept.
+    weights, if they are kept. vision: its vision tower, if it has one here. position_axes: 1, or 3
+    positions for each token. encoder_memory: the slots of encoder outputs, [num_slots, W]; an input
+    id below 0 stands for slot -1 - id.
     """
 
     base_prefix = ""
@@ -49,6 +54,19 @@ class Model(nn.Module):
     elsewhere: tuple[str, ...] = ()
     head: LMHead | None
     kept_as: str | None = None
+    position_axes = 1
+    encoder_memory: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision: VisionTower | None = None
+
+    def take_encoder_memory(self, num_slots: int) -> None:
+        """Allocate so many slots for the outputs of the vision tower, which the model must have."""
+        assert self.vision is not None, "the model has a vision tower"
+        tower = self.vision
+        dtype = accumulation_dtype(tower.dtype)
+        self.encoder_memory = lazy_zeros((num_slots, tower.width), dtype, tower.device)
 
     def forward(
         self,

@@ -1,6 +1,12 @@
 """What a runner does about media: follows the rows' items, encodes, and makes model inputs."""
 
+from pathlib import Path
+from typing import Any
+
+from quire.base.media.encoder_size import EncoderSize
+from quire.base.model_spec import read_config
 from quire.base.plan import Plan
+from quire.models.model import Model
 from quire.runner.media.encoder import Encoder
 from quire.runner.media.positions import NUM_AXES, PositionRule, RowOffsets
 from quire.runner.media.step_media import StepMedia, reads_of
@@ -35,3 +41,20 @@ class Media:
             *reads_of(plan),
             offsets=offsets,
         )
+
+
+def make_media(model: Any, directory: Path) -> Media:
+    """Make the media of a runner. model: as it was loaded, with its encoder memory; one of another
+    package need not know of media. directory: the model's. Raises ModelError for its config."""
+    if not isinstance(model, Model):
+        return Media()
+    rule = None if model.position_axes == 1 else PositionRule.from_config(read_config(directory))
+    if model.vision is None:
+        return Media(rule=rule)
+    return Media(Encoder(model.vision, model.encoder_memory), rule)
+
+
+def encoder_size(model: Any) -> EncoderSize | None:
+    """Return how much memory a model's vision tower takes; None if it has none here."""
+    tower = model.vision if isinstance(model, Model) else None
+    return None if tower is None else EncoderSize(tower.width, tower.numbers_per_token)

@@ -53,7 +53,7 @@ class StepMedia:
 
         An id below 0 stands for slot -1 - id. Raises EngineError for a slot that holds nothing.
         """
-        return self._ids(inputs.ids_T), self._positions(inputs.positions_T)
+        return self._ids(inputs.ids_T), self.positions(inputs.positions_T)
 
     def _ids(self, ids_T: torch.Tensor) -> torch.Tensor:
         if len(self.places) == 0:
@@ -63,7 +63,8 @@ class StepMedia:
         places_M, ids_M = (to_device(each, ids_T.device) for each in (self.places, -1 - self.slots))
         return ids_T.index_copy(0, places_M, ids_M)
 
-    def _positions(self, positions_T: torch.Tensor) -> torch.Tensor:
+    def positions(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Return the positions of tokens with these indices, [T] or [3, T]."""
         if self.num_axes == 1:
             return positions_T
         if self.offsets is None:
