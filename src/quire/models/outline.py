@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quire.base.cuts import Cut
+from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import ModelSpec
 from quire.models.assembly import empty_model
 from quire.models.formats import StoredFormat, WeightFormats
@@ -54,11 +55,12 @@ class FormatBytes:
 @dataclass(frozen=True)
 class Outline:
     """All parameters of a model, shared ones once, each expert's its own. names_of, ignores: as
-    models.model.Model has them."""
+    models.model.Model has them. encoder: of its vision tower; None without one."""
 
     parts: tuple[Part, ...]
     names_of: Callable[[str], tuple[str, ...]]
     ignores: Callable[[str], bool]
+    encoder: EncoderSize | None = None
 
 
 Stored = Mapping[int, StoredFormat]
@@ -76,7 +78,8 @@ def outline(
     model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"), place)
     if stored_names:
         model.adopt(stored_names)
-    return Outline(tuple(_parts(model)), model.names_of, model.ignores)
+    encoder = None if model.vision is None else model.vision.size
+    return Outline(tuple(_parts(model)), model.names_of, model.ignores, encoder)
 
 
 def _parts(model: Model) -> Iterator[Part]:

@@ -4,6 +4,7 @@ Every answer's log-probabilities are compared with one pass over prompt and answ
 tower's outputs stand in the place of the embeddings.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,22 @@ import pytest
 import torch
 
 from quire.base.messages import Draft, Drafted
+from quire.base.model_spec import load_spec
 from quire.base.plan import Plan, StepResult
 from quire.engine.loop.recovery import bisect_step
+from quire.models.loading import load_model
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
-from tests.support.models.paged_forward import run_paged
+from tests.support.models.paged_forward import CPU, run_paged
+from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.fake_media import WholeModel
 from tests.support.runner.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found
+
+
+@cache
+def text_model() -> Any:
+    folder = checkpoint("llama")
+    return load_model(folder, load_spec(folder), torch.float64, CPU)
 
 
 def check(engine: Engine, found: Found, num_axes: int = 3, is_greedy: bool = True) -> None:
@@ -25,7 +35,7 @@ def check(engine: Engine, found: Found, num_axes: int = 3, is_greedy: bool = Tru
     for (name, _), pairs in found.items():
         prompt, tokens = engine.prompt_of(name), [token for token, _ in pairs]
         sequence = [*prompt, *tokens[:-1]]
-        whole = WholeModel(engine.model.model, ITEMS[name], len(sequence), num_axes)
+        whole = WholeModel(text_model(), ITEMS[name], len(sequence), num_axes)
         with torch.inference_mode():
             [logits_TV] = run_paged(
                 whole, engine.built.spec, [sequence], [[len(sequence)]], dtype=torch.float64

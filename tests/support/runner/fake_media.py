@@ -4,14 +4,25 @@ and three positions, and plans with encoder inputs and reads.
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
+from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan
+from quire.models import registry
+from quire.models.layers import ParamFactory
+from quire.models.llama import Llama
 from quire.models.vision.positions import mrope_positions
+from quire.models.vision.tower import VisionTower
+from quire.ops.attention.traced import TracedAttention
+from quire.ops.program import Untraceable
 from quire.scheduler.scheduler import Scheduler
 
 MERGE = 2
@@ -34,11 +45,12 @@ def make_item(seed: int, start: int, rows: int, columns: int, width: int) -> Med
     )
 
 
-class FakeTower:
+class FakeTower(VisionTower):
     """Returns for each pixel its entry in the table. broken: raises for items of so many tokens."""
 
-    def __init__(self, broken: int = 0) -> None:
-        self.num_encoded, self.broken = 0, broken
+    prefixes = ("tower.",)
+    broken = num_encoded = 0
+    numbers_per_token = 5
 
     def encode(self, image: Any) -> torch.Tensor:
         self.num_encoded += 1
@@ -47,33 +59,49 @@ class FakeTower:
         return torch.from_numpy(image.table[0][image.pixels])
 
 
-class MediaModel:
-    """A text model with slots, [num_slots, D], and `position_axes` positions for each token."""
+class VisionLlama(Llama):
+    """A text model with a fake tower. calls: the ids and positions of all forward passes."""
 
-    def __init__(self, model: Any, num_slots: int, position_axes: int) -> None:
-        self.model, self.position_axes = model, position_axes
-        width = model.embedding.weight.shape[1]
-        # What no item was encoded into must not be read.
-        self.encoder_memory = torch.full((num_slots, width), torch.nan, dtype=model.dtype)
+    only_operations = False
+
+    def __init__(self, spec: ModelSpec, factory: ParamFactory, position_axes: int = 3) -> None:
+        super().__init__(spec, factory)
+        self.position_axes = position_axes
         self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if factory.place.is_first:
+            self.vision = FakeTower(spec.hidden_size, factory)
 
-    def __call__(self, ids_T: torch.Tensor, positions: torch.Tensor, attention: Any) -> Any:
-        self.calls.append((ids_T, positions))
+    def take_encoder_memory(self, num_slots: int) -> None:
+        super().take_encoder_memory(num_slots)
+        self.encoder_memory.fill_(torch.nan)  # what no item was encoded into must not be read
+
+    def forward(
+        self, input_ids_T: Any, positions_T: Any, attention: Any, *args: Any, **given: Any
+    ) -> torch.Tensor:
+        if isinstance(attention, TracedAttention):
+            raise Untraceable("a fake tower")
+        self.calls.append((input_ids_T, positions_T))
         axes = (self.position_axes,) if self.position_axes > 1 else ()
-        assert positions.shape == (*axes, len(ids_T)) and positions.dtype == torch.int64
-        is_text = (ids_T >= 0)[:, None]
-        text_TD = self.model.embedding(ids_T.clamp(min=0))
-        media_TD = self.encoder_memory[(-1 - ids_T).clamp(min=0)]
-        embeds_TD = torch.where(is_text, text_TD, media_TD)
-        turned_T = mixed(positions) if axes else positions
-        return self.model(ids_T, turned_T, attention, inputs_embeds_TD=embeds_TD)
+        assert positions_T.shape == (*axes, len(input_ids_T)) and positions_T.dtype == torch.int64
+        positions_T = mixed(positions_T) if axes else positions_T
+        if self.embedding is not None and self.entering == 0:
+            is_text = (input_ids_T >= 0)[:, None]
+            text_TD = self.embedding(input_ids_T.clamp(min=0))
+            media_TD = self.encoder_memory[(-1 - input_ids_T).clamp(min=0)].to(text_TD.dtype)
+            given["inputs_embeds_TD"] = torch.where(is_text, text_TD, media_TD)
+        return super().forward(input_ids_T, positions_T, attention, *args, **given)
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        return self.model.logits(hidden_RD)
+
+@contextmanager
+def vision_models(position_axes: int = 3) -> Iterator[None]:
+    """Let models of the type llama have a fake tower."""
+    make = partial(VisionLlama, position_axes=position_axes)
+    with mock.patch.dict(registry.MODELS, {"llama": make}):
+        yield
 
 
 class WholeModel:
-    """The same for one sequence as a whole, without slots, by the definition."""
+    """A text model for one sequence with items as a whole, without slots, by the definition."""
 
     def __init__(self, model: Any, items: list[MediaItem], num_tokens: int, num_axes: int) -> None:
         self.model, self._items = model, items

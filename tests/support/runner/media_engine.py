@@ -11,18 +11,13 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.runner.build import BuiltRunner, build_runner
-from quire.runner.media.encoder import Encoder
-from quire.runner.media.media import Media
-from quire.runner.media.positions import PositionRule
 from quire.scheduler.scheduler import Scheduler
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.fake_media import (
-    MERGE,
     PLACEHOLDER,
     EncoderPlans,
-    FakeTower,
-    MediaModel,
     make_item,
+    vision_models,
 )
 
 WIDTH, SLOTS, NUM_TOKENS = 32, 64, 9
@@ -30,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float64", "device": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 10,
     "block_size": 4, "kv_cache_memory_bytes": 1 << 20, "max_model_len": 64,
     "attention_backend": "torch", "enable_prefix_caching": False,
+    "encoder_cache_tokens": SLOTS,
 }  # fmt: skip
 FIRST, SECOND, OTHER = (
     make_item(1, 3, 2, 3, WIDTH), make_item(2, 12, 3, 4, WIDTH), make_item(3, 1, 4, 1, WIDTH)
@@ -49,15 +45,12 @@ class Engine:
     def __init__(self, num_axes: int = 3, broken: int = 0, **settings: Any) -> None:
         path = str(checkpoint("llama"))
         config = config_from_flat(model=path, **SETTINGS | settings)
-        self.built: BuiltRunner = build_runner(config, resolve_model(path, None))
+        with vision_models(num_axes):
+            self.built: BuiltRunner = build_runner(config, resolve_model(path, None))
         self.runner = self.built.runner
-        native = self.runner.model
-        self.tower = FakeTower(broken)
-        self.model = MediaModel(getattr(native, "model", native), SLOTS, num_axes)
-        self.runner.model = self.model
-        encoder: Any = Encoder(self.tower, self.model.encoder_memory)  # type: ignore[arg-type]
-        rule = PositionRule(MERGE) if num_axes > 1 else None
-        self.runner.media = Media(encoder, rule)
+        self.model: Any = self.runner.model
+        self.tower: Any = self.model.vision
+        self.tower.broken = broken
         self.scheduler: Scheduler = make_scheduler(self.built, resolve_model(path, None))
         self.plans = EncoderPlans(self.scheduler, ITEMS)
         self.errors: dict[str, str] = {}

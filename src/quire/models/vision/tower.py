@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from quire.base.media.encoder_size import EncoderSize
 from quire.models.layers import ParamFactory
 
 
@@ -59,6 +60,11 @@ class VisionTower(nn.Module):
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """Return the embeddings of one image, [num_tokens, W]."""
         raise NotImplementedError
+
+    @property
+    def size(self) -> EncoderSize:
+        """Return how much memory it takes besides its weights."""
+        return EncoderSize(self.width, self.numbers_per_token)
 
     @property
     def numbers_per_token(self) -> int:

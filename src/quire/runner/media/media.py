@@ -57,4 +57,4 @@ def make_media(model: Any, directory: Path) -> Media:
 def encoder_size(model: Any) -> EncoderSize | None:
     """Return how much memory a model's vision tower takes; None if it has none here."""
     tower = model.vision if isinstance(model, Model) else None
-    return None if tower is None else EncoderSize(tower.width, tower.numbers_per_token)
+    return None if tower is None else tower.size
