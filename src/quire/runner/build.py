@@ -190,7 +190,7 @@ def build_runner(
     spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
     if place.num_stages > 1:
-        check_stages(config, spec, device.type)
+        check_stages(config, spec, device.type, source.directory)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     asked, config = config, derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)

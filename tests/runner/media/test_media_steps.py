@@ -38,7 +38,11 @@ def check(engine: Engine, found: Found, num_axes: int = 3, is_greedy: bool = Tru
         whole = WholeModel(text_model(), ITEMS[name], len(sequence), num_axes)
         with torch.inference_mode():
             [logits_TV] = run_paged(
-                whole, engine.built.spec, [sequence], [[len(sequence)]], dtype=torch.float64
+                whole,
+                load_spec(checkpoint("llama")),
+                [sequence],
+                [[len(sequence)]],
+                dtype=torch.float64,
             )
         logprobs_TV = logits_TV.double().log_softmax(1)[len(prompt) - 1 :]
         assert len(tokens) == NUM_TOKENS
@@ -56,7 +60,7 @@ def test_chunks_cut_items_and_text_stays_as_it_is(num_axes: int) -> None:
     found = engine.drive()
     check(engine, found, num_axes)
     assert {name for name, _ in found} == set(ITEMS)
-    assert engine.plans.num_cut >= 2 and engine.tower.num_encoded == 3, "two share a picture"
+    assert engine.plans.num_cut >= 2 and engine.model.vision.num_encoded == 3, "two share a picture"
 
 
 @pytest.mark.parametrize("depth", [1, 2])

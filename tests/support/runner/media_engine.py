@@ -3,13 +3,13 @@
 from collections import deque
 from typing import Any
 
-from quire.base.config import config_from_flat
+from quire.base.config import EngineConfig, config_from_flat
 from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.start.build import make_scheduler
-from quire.models.source import resolve_model
+from quire.models.source import ModelSource, resolve_model
 from quire.runner.build import BuiltRunner, build_runner
 from quire.scheduler.scheduler import Scheduler
 from tests.support.models.reference_checkpoints import checkpoint
@@ -46,14 +46,18 @@ class Engine:
         path = str(checkpoint("llama"))
         config = config_from_flat(model=path, **SETTINGS | settings)
         with vision_models(num_axes):
-            self.built: BuiltRunner = build_runner(config, resolve_model(path, None))
+            self.built = self.build(config, resolve_model(path, None))
         self.runner = self.built.runner
         self.model: Any = self.runner.model
-        self.tower: Any = self.model.vision
-        self.tower.broken = broken
+        if broken:
+            self.model.vision.broken = broken
         self.scheduler: Scheduler = make_scheduler(self.built, resolve_model(path, None))
         self.plans = EncoderPlans(self.scheduler, ITEMS)
         self.errors: dict[str, str] = {}
+
+    def build(self, config: EngineConfig, source: ModelSource) -> BuiltRunner:
+        """Make the runner that answers."""
+        return build_runner(config, source)
 
     def add(self, name: str, **params: Any) -> None:
         """Add a request of `ITEMS`."""
@@ -92,6 +96,7 @@ class Engine:
         return found
 
     def launch(self, plan: Plan) -> Any:
+        """Begin to carry a plan out; what is returned has its result."""
         return self.runner.launch(plan)
 
     def prompt_of(self, name: str) -> list[int]:
