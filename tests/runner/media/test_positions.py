@@ -1,4 +1,4 @@
-"""Offsets of rows: whatever part of a row a step computes, its tokens have the prompt's positions."""
+"""Offsets of rows: any part of a row that a step computes has the positions of the prompt."""
 
 import numpy as np
 import pytest

@@ -12,13 +12,13 @@ from quire.engine.start.build import make_scheduler
 from quire.models.source import ModelSource, resolve_model
 from quire.runner.build import BuiltRunner, build_runner
 from quire.scheduler.scheduler import Scheduler
-from tests.support.models.reference_checkpoints import checkpoint
-from tests.support.runner.fake_media import (
+from tests.runner.media.fake_media import (
     PLACEHOLDER,
     EncoderPlans,
     make_item,
     vision_models,
 )
+from tests.support.models.reference_checkpoints import checkpoint
 
 WIDTH, SLOTS, NUM_TOKENS = 32, 64, 9
 SETTINGS: dict[str, Any] = {
