@@ -4,8 +4,8 @@ import pytest
 
 from quire.ops.kernels.launch import INTERPRETED
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
-from tests.runner.media.media_engine import Engine, Found
 from tests.support.runner.late_device import LateDevice, on_the_host
+from tests.support.runner.media_engine import Engine, Found
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
 

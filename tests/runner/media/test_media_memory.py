@@ -18,9 +18,8 @@ from quire.runner.preview import preview_runner
 from quire.runner.warm.conditions import can_be_kept
 from quire.tools.devices import Device
 from quire.tools.fit import fit
-from tests.runner.media.fake_media import vision_models
-from tests.runner.media.media_engine import SETTINGS, WIDTH, Engine
 from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.media_engine import SETTINGS, WIDTH, Engine, vision_models
 
 FREE = 6 << 20
 PER_TOKEN = 5  # numbers of the fake tower

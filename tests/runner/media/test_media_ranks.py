@@ -22,11 +22,10 @@ from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.stage import check_stages
-from tests.runner.media.fake_media import vision_models
-from tests.runner.media.media_engine import ITEMS, SETTINGS, Engine
 from tests.runner.media.test_media_steps import check
 from tests.support.engine.stages import StagesExecutor, build_stages
 from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.media_engine import ITEMS, SETTINGS, Engine, vision_models
 
 
 class Answer:

@@ -18,10 +18,9 @@ from quire.engine.loop.recovery import bisect_step
 from quire.models.loading import load_model
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
-from tests.runner.media.fake_media import WholeModel
-from tests.runner.media.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found, WholeModel
 
 
 @cache
