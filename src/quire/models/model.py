@@ -16,7 +16,6 @@ from quire.models.reads import Reads
 from quire.models.vision.tower import VisionTower
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 
 HEADS = "num_attention_heads"  # the setting, as errors name it
@@ -35,9 +34,9 @@ class Model(nn.Module):
     token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
     the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
     head: None but on the last stage. kept_as: the key of the weight cache's file that holds its
-    weights, if they are kept. vision: its vision tower, if it has one here. position_axes: 1, or 3
-    positions for each token. encoder_memory: the slots of encoder outputs, [num_slots, W]; an input
-    id below 0 stands for slot -1 - id.
+    weights, if they are kept. position_axes: of the positions, 3 with M-RoPE. vision: the tower of
+    a model that reads images. encoder_memory: what tokens with ids below 0 read (ops/embedding.py),
+    [slots, numbers of the tower's rows].
     """
 
     base_prefix = ""
@@ -55,18 +54,12 @@ class Model(nn.Module):
     head: LMHead | None
     kept_as: str | None = None
     position_axes = 1
-    encoder_memory: torch.Tensor
+    vision: VisionTower | None
+    encoder_memory: torch.Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.vision: VisionTower | None = None
-
-    def take_encoder_memory(self, num_slots: int) -> None:
-        """Allocate so many slots for the outputs of the vision tower, which the model must have."""
-        assert self.vision is not None, "the model has a vision tower"
-        tower = self.vision
-        dtype = accumulation_dtype(tower.dtype)
-        self.encoder_memory = lazy_zeros((num_slots, tower.width), dtype, tower.device)
+        self.vision = None
 
     def forward(
         self,
@@ -77,8 +70,9 @@ class Model(nn.Module):
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the last norm, or what goes to the next stage [T, E];
-        ids int64 or int32, positions int64.
+        ids int64 or int32, positions int64 [T], or [position_axes, T] if there are several axes.
 
+        An id below 0 stands for row -1 - id of the encoder memory.
         inputs_embeds replaces the embedded ids, intermediate is what the stage before returned.
         """
         raise NotImplementedError
@@ -89,6 +83,16 @@ class Model(nn.Module):
         assert self.head is not None, "the last stage has the head"
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
+
+    def take_encoder_memory(self, num_slots: int) -> torch.Tensor:
+        """Allocate the encoder memory and return it, float32, or float64 for a model in float64.
+
+        It is called before the model is traced, and the memory stays where it is.
+        """
+        assert self.vision is not None, "the model has a vision tower"
+        dtype, device = accumulation_dtype(self.vision.dtype), self.vision.device
+        self.encoder_memory = torch.zeros(num_slots, self.vision.width, dtype=dtype, device=device)
+        return self.encoder_memory
 
     def let_read(self, layers: Sequence[int], most_tokens: int = 0) -> None:
         """Show from now on what enters these layers; see Reads. Raises ModelError for a model that
