@@ -18,6 +18,7 @@ from quire.models.layers import Embedding, Layer, Linear, LMHead
 from quire.models.model import Model
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.sources import Source
+from quire.models.vision.place import encoder_size
 from quire.ops.formats import SIZES, Packing, Quantization
 
 PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
@@ -78,7 +79,7 @@ def outline(
     model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"), place)
     if stored_names:
         model.adopt(stored_names)
-    encoder = None if model.vision is None else model.vision.size
+    encoder = encoder_size(model, spec, place)
     return Outline(tuple(_parts(model)), model.names_of, model.ignores, encoder)
 
 

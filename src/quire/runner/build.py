@@ -29,6 +29,7 @@ from quire.models.pooling_layers import load_pooling_layers
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import model_spec
 from quire.models.source import ModelSource, load_format_of
+from quire.models.vision.place import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.select import make_backend
@@ -41,7 +42,7 @@ from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
 from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
-from quire.runner.media.media import Media, encoder_size, make_media
+from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
     available_cpu_bytes,
     block_bytes_of,
@@ -190,7 +191,7 @@ def build_runner(
     spec = with_pooling(spec, source.directory, config.model)
     device = choose_device(config.device)
     if place.num_stages > 1:
-        check_stages(config, spec, device.type, source.directory)
+        check_stages(config, spec, device.type)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     asked, config = config, derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
@@ -208,8 +209,8 @@ def build_runner(
         drafter = _load(config, draft_source, whole.drafter, device, on_all, progress, left)
         join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
         weights += model_bytes(drafter)
-    media = _media(config, source, model)
-    spec = replace(spec, encoder=encoder_size(model))
+    spec = replace(spec, encoder=encoder_size(model, whole, place))
+    media = _media(config, source, spec, model)
     if place.num_stages > 1:
         model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
@@ -284,9 +285,9 @@ def _load(
     return model
 
 
-def _media(config: EngineConfig, source: ModelSource, model: Any) -> Media:
+def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media:
     """Take the memory of encoder outputs, and make what a runner does about media."""
-    if encoder_size(model) is not None:
+    if spec.encoder is not None:
         model.take_encoder_memory(config.scheduler.encoder_cache_tokens)
     return make_media(model, source.directory)
 

@@ -19,13 +19,13 @@ from quire.models.packing import Stored, planned_bytes
 from quire.models.rank_place import RankPlace
 from quire.models.registry import make_model, model_spec
 from quire.models.source import ModelSource, load_format_of
+from quire.models.vision.place import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import FirstOf
 from quire.ops.threads import num_threads
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
-from quire.runner.media.media import encoder_size
 from quire.runner.memory_plan import available_cpu_bytes, plan_cpu_memory
 from quire.runner.step_size import first_budget
 
@@ -62,7 +62,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     dtype = torch_dtype(config.model.dtype)
     weight_formats(config.model).check(config.model.dtype, device.type)
     model, weights = _outline(config, source, spec, device, place)
-    own = replace(own, encoder=encoder_size(model))
+    own = replace(own, encoder=encoder_size(model, spec, place))
     if draft_source is not None and spec.drafter is not None:
         weights += _outline(config, draft_source, spec.drafter, device, place)[1]
     memory = None

@@ -18,7 +18,6 @@ Shape legend: T tokens, R rows, D model dim, E numbers of a token that cross.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +31,6 @@ from quire.base.plan import HostTokens, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.speculation import parse_speculation
 from quire.ops.attention.base import AttentionBackend
-from quire.runner.media.deepstack import check_deepstack
 from quire.runner.native_model import expert_pairs_of, native_or_same
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -133,10 +131,9 @@ class StageModel:
         self._behind.send(rows_TE)
 
 
-def check_stages(config: EngineConfig, spec: ModelSpec, device: str, directory: Path) -> None:
+def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raise ConfigError for what a model in stages cannot do, before it is loaded. device: its
-    type. directory: the model's."""
-    check_deepstack(config, spec, directory)
+    type."""
     what = f"pipeline_parallel_size={config.parallel.pipeline_parallel_size}"
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.model is not None:

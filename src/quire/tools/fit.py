@@ -213,7 +213,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     num_ranks = config.parallel.tensor_parallel_size
     num_stages = config.parallel.pipeline_parallel_size
     if num_stages > 1:
-        check_stages(config, spec, device.kind, source.directory)
+        check_stages(config, spec, device.kind)
     if device.kind == CPU:  # cores share its memory, and their ranks what each has
         num_cores = config.parallel.data_parallel_size
         memory_bytes = device.memory_bytes // num_cores // (num_ranks * num_stages)

@@ -4,28 +4,35 @@ Stages: the first one encodes and places; the others only need the positions. Ra
 layers: each encodes. Plans cross as they do between processes.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quire.base.config import EngineConfig, config_from_flat
-from quire.base.errors import ConfigError
 from quire.base.model_spec import load_spec
 from quire.base.plan import Plan
 from quire.engine.ranks.messages import Step, frames, rank_codec
+from quire.models.layers import ParamFactory
 from quire.models.rank_place import RankPlace
+from quire.models.registry import make_model
 from quire.models.source import ModelSource, resolve_model
+from quire.models.vision.place import encoder_size
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.runner.build import BuiltRunner, build_runner
-from quire.runner.stage import check_stages
 from tests.runner.media.test_media_steps import check
 from tests.support.engine.stages import StagesExecutor, build_stages
 from tests.support.models.reference_checkpoints import checkpoint
-from tests.support.runner.media_engine import ITEMS, SETTINGS, Engine, vision_models
+from tests.support.runner.media_engine import (
+    ITEMS,
+    SETTINGS,
+    Engine,
+    FakeTower,
+    VisionLlama,
+    vision_models,
+)
 
 
 class Answer:
@@ -89,16 +96,23 @@ def test_two_ranks_that_share_layers() -> None:
         assert run_ranks(2, work) == [wanted, wanted]
 
 
-@pytest.mark.parametrize(("num_layers", "message"), [(5, None), (4, "leaves 2 layers.*first 3")])
-def test_features_for_layers_of_a_later_stage_are_refused(
-    num_layers: int, message: str | None, tmp_path: Path
-) -> None:
-    raw = {"model_type": "qwen3_vl", "vision_config": {"out_hidden_size": 32}}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = config_from_flat(model=str(tmp_path), pipeline_parallel_size=2)
-    spec = replace(load_spec(checkpoint("llama")), num_layers=num_layers)
-    if message is None:
-        check_stages(config, spec, "cpu", tmp_path)
-    else:
-        with pytest.raises(ConfigError, match=message):
-            check_stages(config, spec, "cpu", tmp_path)
+@pytest.mark.parametrize(
+    ("num_features", "stages"), [(0, [0]), (1, [0]), (3, [0, 1]), (9, [0, 1, 2])]
+)
+def test_stages_encode_whose_layers_read_outputs(num_features: int, stages: list[int]) -> None:
+    """Of six layers each of three stages has two."""
+    spec = replace(load_spec(checkpoint("llama")), num_layers=6)
+    factory = ParamFactory(torch.float32, torch.device("meta"))
+    model = VisionLlama(spec, factory)
+    model.vision = FakeTower(spec.hidden_size * (1 + num_features), factory)
+    places = [RankPlace(stage=stage, num_stages=3) for stage in range(3)]
+    found = [encoder_size(model, spec, place) for place in places]
+    assert [stage for stage, each in enumerate(found) if each is not None] == stages
+    assert found[0] == model.vision.size
+
+
+def test_models_without_a_tower_encode_nothing() -> None:
+    spec = load_spec(checkpoint("llama"))
+    text = make_model(spec, torch.float32, torch.device("meta"))
+    for model in (text, torch.nn.Identity()):  # which another package may bring
+        assert encoder_size(model, spec, RankPlace()) is None

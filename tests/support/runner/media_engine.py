@@ -76,12 +76,11 @@ class VisionLlama(Llama):
         super().__init__(spec, factory)
         self.position_axes = position_axes
         self.calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if factory.place.is_first:
-            self.vision = FakeTower(spec.hidden_size, factory)
+        self.vision = FakeTower(spec.hidden_size, factory)
 
-    def take_encoder_memory(self, num_slots: int) -> None:
-        super().take_encoder_memory(num_slots)
-        self.encoder_memory.fill_(torch.nan)  # what no item was encoded into must not be read
+    def take_encoder_memory(self, num_slots: int) -> torch.Tensor:
+        # What no item was encoded into must not be read.
+        return super().take_encoder_memory(num_slots).fill_(torch.nan)
 
     def forward(
         self, input_ids_T: Any, positions_T: Any, attention: Any, *args: Any, **given: Any
@@ -92,11 +91,6 @@ class VisionLlama(Llama):
         axes = (self.position_axes,) if self.position_axes > 1 else ()
         assert positions_T.shape == (*axes, len(input_ids_T)) and positions_T.dtype == torch.int64
         positions_T = mixed(positions_T) if axes else positions_T
-        if self.embedding is not None and self.entering == 0:
-            is_text = (input_ids_T >= 0)[:, None]
-            text_TD = self.embedding(input_ids_T.clamp(min=0))
-            media_TD = self.encoder_memory[(-1 - input_ids_T).clamp(min=0)].to(text_TD.dtype)
-            given["inputs_embeds_TD"] = torch.where(is_text, text_TD, media_TD)
         return super().forward(input_ids_T, positions_T, attention, *args, **given)
 
 

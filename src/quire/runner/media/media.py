@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import read_config
 from quire.base.plan import Plan
 from quire.models.model import Model
@@ -49,12 +48,6 @@ def make_media(model: Any, directory: Path) -> Media:
     if not isinstance(model, Model):
         return Media()
     rule = None if model.position_axes == 1 else PositionRule.from_config(read_config(directory))
-    if model.vision is None:
+    if model.vision is None or model.encoder_memory is None:
         return Media(rule=rule)
     return Media(Encoder(model.vision, model.encoder_memory), rule)
-
-
-def encoder_size(model: Any) -> EncoderSize | None:
-    """Return how much memory a model's vision tower takes; None if it has none here."""
-    tower = model.vision if isinstance(model, Model) else None
-    return None if tower is None else tower.size
