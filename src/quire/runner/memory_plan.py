@@ -122,17 +122,35 @@ def gpu_pool_budget(
 
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
     """workspace_bytes of the largest step that a config, with derived values, allows, or of a
-    drafter's, with the blocks that its guesses stand in meanwhile."""
+    drafter's, with the blocks that its guesses stand in meanwhile; or what encoding takes, if that
+    is more. The encoder cache is part of it."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     size = DTYPE_BYTES[config.model.dtype]
-    largest, kept = workspace_bytes(spec, size, tokens, rows), kept_inputs_bytes(config, spec)
+    largest = max(workspace_bytes(spec, size, tokens, rows), encoding_bytes(config, spec))
+    kept = kept_inputs_bytes(config, spec) + encoder_cache_bytes(config, spec)
     if spec.drafter is None:
         return largest + kept
     largest = max(largest, workspace_bytes(spec.drafter, size, tokens, rows))
     spare = rows * spare_blocks(config) * sum(block_bytes_of(config, spec.drafter))
     return largest + kept + spare
+
+
+def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Count the slots of encoder outputs, which are in float32; see Model.take_encoder_memory."""
+    if spec.encoder is None:
+        return 0
+    size = max(4, DTYPE_BYTES[config.model.dtype])
+    return config.scheduler.encoder_cache_tokens * spec.encoder.slot * size
+
+
+def encoding_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bound what the vision tower holds while it encodes the largest item."""
+    if spec.encoder is None:
+        return 0
+    size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
+    return config.scheduler.max_encoder_tokens * spec.encoder.per_token * size
 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:

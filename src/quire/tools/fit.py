@@ -43,6 +43,8 @@ from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     block_bytes_of,
     cpu_pool_budget,
+    encoder_cache_bytes,
+    encoding_bytes,
     gpu_pool_budget,
     make_plan,
     plan_cpu_memory,
@@ -98,7 +100,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Fit:
-    """config: with all derived values filled in. weights: by format, the largest first."""
+    """config: with all derived values filled in. weights: by format, the largest first. Of the
+    workspace, encoding: what the vision tower takes for the largest item; encoder_cache: slots."""
 
     model: str
     spec: ModelSpec
@@ -110,6 +113,8 @@ class Fit:
     requests: tuple[Requests, ...]
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
+    encoding_bytes: int = 0
+    encoder_cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,6 +261,8 @@ def _fit_rank(
         requests=_requests(config, own, memory),
         alternatives=tuple(_alternatives(question, config)),
         warnings=(*_warnings(question, config, total), *_differences(question, source)),
+        encoding_bytes=encoding_bytes(config, own),
+        encoder_cache_bytes=encoder_cache_bytes(config, own),
     )
 
 
@@ -268,6 +275,7 @@ def _question(
     own = spec.of_stage(place.stage, place.num_stages).of_ranks(
         place.tensor.size, has_whole_experts=place.has_whole_experts
     )
+    own = dataclasses.replace(own, encoder=made.encoder)
     return _Question(source.name, spec, own, device, made, file, tensors, place)
 
 
