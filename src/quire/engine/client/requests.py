@@ -102,6 +102,7 @@ class RequestMaker:
             timeout_s=timeout_s,
             grammar=grammar,
             kv_transfer=kv_transfer,
+            media=prompt.media,
         )
 
     def _grammar_of(self, wanted: StructuredOutputsParams) -> str:

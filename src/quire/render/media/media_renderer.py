@@ -1,0 +1,116 @@
+"""`MediaRenderer`: images and videos of one model, from files or pixels to items of a prompt.
+
+A server calls it in two steps:
+
+    media = await renderer.media.files_async([data, ...])          # decode in bounded processes
+    prompt = await async_renderer.render(messages, options, media=media)
+
+The messages hold {"type": "image"} where an image stands (`parts.take_media`), the media are in the
+order of these parts, and `prompt.media` holds the items of the request.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from quire.render.job_pool import JobPool
+from quire.render.media.families import built_in_placeholders, separated
+from quire.render.media.image_files import ImageLimits, Pixels
+from quire.render.media.media_cache import MediaCache
+from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
+from quire.render.media.model_files import FAMILIES, ModelFiles, read_model_files
+from quire.render.media.placeholders import Placeholder, Placeholders
+from quire.render.media.prepared import IMAGE, PreparedMedia, media_item
+from quire.render.media.processor import ImageProcessor, ProcessedImage
+from quire.render.media.processors import MediaSettings, image_processor, media_settings
+from quire.render.tokenizer import Tokenizer
+
+
+class MediaRenderer:
+    """Prepares media for one model. May be used from any thread and any event loop.
+
+    settings: of the model's image processor. placeholders: how its prompts write media. The first
+    file starts the first decoding process; pixels are preprocessed in this process.
+    """
+
+    def __init__(
+        self,
+        settings: MediaSettings,
+        placeholders: Placeholders,
+        limits: ImageLimits | None = None,
+        cache: MediaCache | None = None,
+    ) -> None:
+        self.settings, self.placeholders = settings, placeholders
+        self.limits = limits or ImageLimits()
+        self._cache = cache or MediaCache()
+        self._pool = JobPool(IMAGES)
+
+    @classmethod
+    def from_directory(cls, path: str | Path, tokenizer: Tokenizer) -> "MediaRenderer":
+        """Return the renderer of a model directory. Raises ModelError for a model whose images
+        have no processor."""
+        files = read_model_files(Path(path))
+        settings = media_settings(files)
+        return cls(settings, Placeholders(_placeholders(settings, files, tokenizer), tokenizer))
+
+    # ---- files -------------------------------------------------------------------------------
+
+    def file(self, data: bytes) -> PreparedMedia:
+        """Return the image of a file. Raises RequestError for a file that is damaged, too large or
+        of another format, and EngineBusy where too many images wait."""
+        key = MediaCache.key(data)
+        found = self._cache.get(key)
+        if found is None:
+            answer = self._pool.run_bytes(pack_job(data, self.settings, self.limits))
+            found = self._taken(key, answer)
+        return found
+
+    async def file_async(self, data: bytes) -> PreparedMedia:
+        """Do the same without holding up an event loop."""
+        key = await asyncio.to_thread(MediaCache.key, data)
+        found = self._cache.get(key)
+        if found is None:
+            job = await asyncio.to_thread(pack_job, data, self.settings, self.limits)
+            answer = await self._pool.run_bytes_async(job)
+            found = await asyncio.to_thread(self._taken, key, answer)
+        return found
+
+    async def files_async(self, files: Sequence[bytes]) -> list[PreparedMedia]:
+        """Return the images of several files, in their order. All are ended if one fails."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.file_async(data)) for data in files]
+        return [task.result() for task in tasks]
+
+    def _taken(self, key: bytes, answer: bytes) -> PreparedMedia:
+        media = self._prepared(unpack_answer(answer, self._processor.table))
+        self._cache.put(key, media)
+        return media
+
+    # ---- pixels ------------------------------------------------------------------------------
+
+    def image(self, pixels: Pixels) -> PreparedMedia:
+        """Return an image, uint8 [H, W, 3], preprocessed here. Raises RequestError for a size that
+        the model cannot take."""
+        return self._prepared(self._processor.process(pixels))
+
+    def _prepared(self, image: ProcessedImage) -> PreparedMedia:
+        family, is_whole = self.settings.model_type, self.placeholders.is_whole(IMAGE)
+        parts = separated(family, image)
+        return PreparedMedia(
+            IMAGE, tuple(media_item(part, family, is_whole=is_whole) for part in parts)
+        )
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        return image_processor(self.settings)
+
+
+def _placeholders(
+    settings: MediaSettings, files: ModelFiles, tokenizer: Tokenizer
+) -> dict[str, Placeholder]:
+    """Return the placeholders of a built-in family, or those that a package's processor names."""
+    if settings.model_type in FAMILIES:
+        named = tokenizer.named_tokens
+        return built_in_placeholders(settings.model_type, named, files.processor)
+    return {IMAGE: image_processor(settings).placeholder()}
