@@ -439,6 +439,11 @@ class ServerConfig(ServerMedia, SeveralModels):
     ssl_keyfile: str | None = setting(None, "PEM file with the private key for HTTPS")
     ssl_certfile: str | None = setting(None, "PEM file with the certificate for HTTPS")
 
+    @property
+    def max_bytes_with_images(self) -> int:
+        """Return how many bytes a body with images, in base64, may have."""
+        return self.max_body_bytes + self.max_media_bytes * 4 // 3
+
     def __post_init__(self) -> None:
         ServerMedia.__post_init__(self)
         SeveralModels.__post_init__(self)

@@ -34,8 +34,8 @@ class ServerMedia:
     def __post_init__(self) -> None:
         domains = tuple(name.strip().lower() for name in self.allowed_media_domains)
         is_name = all(name.strip(".") and not set(name) & set("/:@* ") for name in domains)
-        check(is_name, "allowed_media_domains", self.allowed_media_domains,
-              "host names without scheme and port; `.example.org` allows all hosts below it")  # fmt: skip
+        rule = "host names without scheme and port, such as example.org or .example.org"
+        check(is_name, "allowed_media_domains", self.allowed_media_domains, rule)
         object.__setattr__(self, "allowed_media_domains", domains)
         if self.allowed_local_media_path == "":  # vLLM's word for none
             object.__setattr__(self, "allowed_local_media_path", None)

@@ -22,6 +22,8 @@ READ_BYTES = 1 << 16
 MAX_REDIRECTS = 3
 HTTPS_PORT = 443
 REDIRECTS = (301, 302, 303, 307, 308)
+# Types of content besides images, with which a server says that it does not know.
+UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Downloads:
                 return str(answer.getheader("Location"))
             if answer.status != http.client.OK:
                 raise RequestError(f"{host} answers with status {answer.status} to GET {path!r}.")
+            check_type(answer.getheader("Content-Type", "").partition(";")[0])
             data = self._read(answer)
             _left(deadline)  # what ended at the deadline may be cut short
             return data
@@ -115,6 +118,18 @@ class Downloads:
         if answer.length:
             raise http.client.IncompleteRead(bytes(data), answer.length)
         return bytes(data)
+
+
+def check_type(content_type: str) -> None:
+    """Raise RequestError for a type that is not an image's. The content is checked when it is
+    decoded."""
+    name = content_type.strip().lower()
+    if name in UNKNOWN_TYPES or (name.startswith("image/") and not name.startswith("image/svg")):
+        return
+    raise RequestError(
+        f"the content has the type {name[:60]!r}; send an image in PNG, JPEG, WebP, GIF, BMP or"
+        " TIFF format."
+    )
 
 
 def _left(deadline: float) -> float:

@@ -1,11 +1,11 @@
-"""Image parts of messages, in the spellings of all endpoints: read, and taken out of a conversation.
+"""Image parts of messages, in the spellings of all endpoints.
 
     Chat completions  {"type": "image_url", "image_url": {"url": ..., "detail": ...}}
     Responses         {"type": "input_image", "image_url": ..., "detail": ...}
-    Messages          {"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}
+    Messages          {"type": "image", "source": {"type": "base64", "media_type": ...,
+                                                   "data": ...}}
 
-All become an `ImagePart`. `take_images` replaces each by {"type": "image", "sha256": ...} once its
-bytes are there. Errors are RequestErrors that name the field.
+All become an `ImagePart`. Errors are RequestErrors that name the field.
 """
 
 from collections.abc import Callable, Mapping, Sequence

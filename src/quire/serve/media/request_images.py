@@ -1,8 +1,8 @@
 """The images of a request on their way from its messages to its prompt.
 
-    async with api.images.open(messages, takes_images) as images:   bytes are read, and hashed
-        images.messages                     what hooks see: {"type": "image", "sha256": ...}
-        await images.prepared(messages, ..) what the renderer takes: {"type": "image"}, and the media
+    async with api.images.open(messages, takes_images) as images:   the bytes, with their digests
+        images.messages                     as hooks see them: {"type": "image", "sha256": ...}
+        await images.prepared(messages, ..) as the renderer takes them, with {"type": "image"}
 
 How much a request may bring is bounded, and so is what all open requests bring: a request beyond
 that ends with EngineBusy.
