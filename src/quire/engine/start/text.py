@@ -1,10 +1,11 @@
 """The text side of an engine: what turns text into requests. It needs no torch."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quire.base.config import ModelConfig
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, ModelError
 from quire.base.settings import json_object
 from quire.engine.client.requests import RequestMaker
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
@@ -20,6 +21,8 @@ from quire.render.tokenizer_files import has_tokenizer
 
 if TYPE_CHECKING:
     from quire.render.media.media_renderer import MediaRenderer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,17 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
 
 
 def _media_renderer(source: ModelSource, tokenizer: Tokenizer) -> "MediaRenderer | None":
-    """Return what prepares images; None for a model without a vision tower."""
+    """Return what prepares images; None for a model without a vision tower. A model whose files for
+    images cannot be used answers texts only."""
     if not takes_images(source.directory):
         return None
     from quire.render.media.media_renderer import MediaRenderer  # imports Pillow
 
-    return MediaRenderer.from_directory(source.directory, tokenizer)
+    try:
+        return MediaRenderer.from_directory(source.directory, tokenizer)
+    except ModelError as error:
+        logger.warning("the model takes no images: %s", error)
+        return None
 
 
 def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -> Vocabulary:

@@ -3,13 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.render.media.model_files import QWEN
+from quire.render.media.model_files import QWEN, QWEN3
 from quire.render.media.placeholders import Placeholder
 from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import LLAVA
-
-QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
 
 
 def built_in_placeholders(
@@ -64,7 +62,7 @@ def _gemma(named: Mapping[str, str]) -> Placeholder:
     return Placeholder(begin, token, write, is_whole=True)
 
 
-def separated(model_type: str, image: ProcessedImage) -> list[ProcessedImage]:
+def separated_image(model_type: str, image: ProcessedImage) -> list[ProcessedImage]:
     """Return the parts of an image that have placeholder tokens of their own, in their order."""
     if model_type != "gemma3":
         return [image]

@@ -44,8 +44,7 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
         )
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image, limits)
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return to_pixels(image, limits)
     except UnidentifiedImageError:
         known = ", ".join(FORMATS)
         raise RequestError(f"the image is in none of the formats {known}; convert it.") from None
@@ -53,6 +52,12 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
         raise RequestError(f"the image is too large: {error}") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise RequestError(f"the image file is damaged: {error}") from None
+
+
+def to_pixels(image: Image.Image, limits: ImageLimits) -> Pixels:
+    """Return a picture upright as RGB, uint8 [H, W, 3]. Raises RequestError for its size."""
+    _check_size(image, limits)
+    return _to_rgb(ImageOps.exif_transpose(image))
 
 
 def _check_size(image: Image.Image, limits: ImageLimits) -> None:

@@ -12,27 +12,33 @@ order of these parts, and `prompt.media` holds the items of the request.
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 from quire.render.job_pool import JobPool
-from quire.render.media.families import built_in_placeholders, separated
+from quire.render.media.families import built_in_placeholders, separated_image
 from quire.render.media.image_files import ImageLimits, Pixels
 from quire.render.media.media_cache import MediaCache
 from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
-from quire.render.media.model_files import FAMILIES, ModelFiles, read_model_files
+from quire.render.media.model_files import FAMILIES, QWEN3, ModelFiles, read_model_files
 from quire.render.media.placeholders import Placeholder, Placeholders
-from quire.render.media.prepared import IMAGE, PreparedMedia, media_item
-from quire.render.media.processor import ImageProcessor, ProcessedImage
-from quire.render.media.processors import MediaSettings, image_processor, media_settings
+from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia, media_item
+from quire.render.media.processor import ProcessedImage
+from quire.render.media.processors import (
+    MediaSettings,
+    image_processor,
+    media_settings,
+    video_processor,
+)
+from quire.render.media.videos import Frames
 from quire.render.tokenizer import Tokenizer
 
 
 class MediaRenderer:
     """Prepares media for one model. May be used from any thread and any event loop.
 
-    settings: of the model's image processor. placeholders: how its prompts write media. The first
-    file starts the first decoding process; pixels are preprocessed in this process.
+    settings: of the model's image processor. placeholders: how its prompts write media. limits: of
+    image files. cache: of decoded files. The first file starts the first decoding process; pixels
+    are preprocessed in this process. Raises ModelError for settings that make no sense.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class MediaRenderer:
         self.limits = limits or ImageLimits()
         self._cache = cache or MediaCache()
         self._pool = JobPool(IMAGES)
+        self._processor, self._videos = image_processor(settings), video_processor(settings)
 
     @classmethod
     def from_directory(cls, path: str | Path, tokenizer: Tokenizer) -> "MediaRenderer":
@@ -81,9 +88,12 @@ class MediaRenderer:
 
     async def files_async(self, files: Sequence[bytes]) -> list[PreparedMedia]:
         """Return the images of several files, in their order. All are ended if one fails."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.file_async(data)) for data in files]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.ensure_future(self.file_async(data)) for data in files]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _limits(self, max_pixels: int) -> ImageLimits:
         return replace(self.limits, max_pixels=min(max_pixels, self.limits.max_pixels))
@@ -100,16 +110,24 @@ class MediaRenderer:
         the model cannot take."""
         return self._prepared(self._processor.process(pixels))
 
+    def video(self, frames: Frames) -> PreparedMedia:
+        """Return a video, preprocessed here. Raises RequestError for a size that the model cannot
+        take, and for a model that takes no videos."""
+        self.placeholders.mark(VIDEO)
+        assert self._videos is not None, "a model with a token for videos has a processor for them"
+        family, depth = self.settings.model_type, self._videos.images.temporal_patch_size
+        video = self._videos.process(frames.pixels)
+        if family not in QWEN3:
+            seconds = depth / frames.sampled_fps
+            return PreparedMedia(VIDEO, (media_item(video, family, VIDEO, seconds),))
+        items = [media_item(part, family, VIDEO) for part in self._videos.each_time(video)]
+        return PreparedMedia(VIDEO, tuple(items), frames.seconds(depth))
+
     def _prepared(self, image: ProcessedImage) -> PreparedMedia:
         family, is_whole = self.settings.model_type, self.placeholders.is_whole(IMAGE)
-        parts = separated(family, image)
-        return PreparedMedia(
-            IMAGE, tuple(media_item(part, family, is_whole=is_whole) for part in parts)
-        )
-
-    @cached_property
-    def _processor(self) -> ImageProcessor:
-        return image_processor(self.settings)
+        parts = separated_image(family, image)
+        items = tuple(media_item(part, family, is_whole=is_whole) for part in parts)
+        return PreparedMedia(IMAGE, items)
 
 
 def _placeholders(

@@ -7,7 +7,8 @@ from typing import Any
 from quire.base.plugins import IMAGE_PROCESSORS, is_installed
 from quire.render.tokenizer_files import read_json
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", *QWEN3)
 FAMILIES = (*QWEN, "gemma3", "llava", "llava_next")
 
 

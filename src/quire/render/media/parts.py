@@ -57,6 +57,17 @@ def media_kinds(messages: object) -> list[str]:
     return [str(part["type"]) for part in parts if is_plain(part)]
 
 
+def refuse_media(prompt: object, what: str) -> None:
+    """Raise RequestError for a prompt with images or videos in any form. what: takes none."""
+    if isinstance(prompt, Mapping):
+        has_media = bool(prompt.get("multi_modal_data"))
+    else:
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+        has_media = bool(media_kinds(prompt) or (is_list and take_media(prompt)[1]))
+    if has_media:
+        raise RequestError(f"{what} takes no images or videos; send text only.")
+
+
 def is_plain(part: object) -> bool:
     """Return whether this is the part that stands for an image or a video in a template."""
     return isinstance(part, Mapping) and len(part) == 1 and part.get("type") in (IMAGE, VIDEO)

@@ -21,7 +21,7 @@ import msgspec
 
 from quire.base.errors import ModelError, RequestError
 from quire.base.media.item import MediaItem
-from quire.render.media.prepared import PreparedMedia
+from quire.render.media.prepared import VIDEO, PreparedMedia
 from quire.render.tokenizer import Tokenizer
 
 Placed = tuple[list[int], tuple[MediaItem, ...]]
@@ -49,18 +49,23 @@ class Placeholder:
 class Placeholders:
     """The placeholders of one model. by_kind: `image`, and `video` where the model takes videos.
 
-    Raises ModelError for a tokenizer without the tokens.
+    Videos are left out if the tokenizer has no token for them. Raises ModelError for a tokenizer
+    without the tokens for images.
     """
 
     def __init__(self, by_kind: Mapping[str, Placeholder], tokenizer: Tokenizer) -> None:
-        self._by_kind, self._tokenizer = dict(by_kind), tokenizer
+        self._tokenizer = tokenizer
+        self._by_kind = {
+            kind: each
+            for kind, each in by_kind.items()
+            if kind != VIDEO or tokenizer.token_id(each.token) is not None
+        }
         self._kind_of = {each.mark: kind for kind, each in self._by_kind.items()}
         self._marks = re.compile("|".join(map(re.escape, self._kind_of)))
         self._ids = {kind: self._id(each.token) for kind, each in self._by_kind.items()}
         self._mark_ids = {self._id(mark): kind for mark, kind in self._kind_of.items()}
-        self._texts = tuple(
-            dict.fromkeys(text for each in by_kind.values() for text in (each.mark, each.token))
-        )
+        texts = [text for each in self._by_kind.values() for text in (each.mark, each.token)]
+        self._texts = tuple(dict.fromkeys(texts))
 
     @property
     def kinds(self) -> tuple[str, ...]:

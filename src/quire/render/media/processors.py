@@ -11,9 +11,10 @@ from quire.base.errors import ModelError
 from quire.base.plugins import IMAGE_PROCESSORS, all_names, load_plugin
 from quire.render.media.gemma3 import GemmaImages
 from quire.render.media.llava import LlavaImages, LlavaNextImages
-from quire.render.media.model_files import FAMILIES, QWEN, ModelFiles, is_known
+from quire.render.media.model_files import FAMILIES, QWEN, QWEN3, ModelFiles, is_known
 from quire.render.media.processor import ImageProcessor
 from quire.render.media.qwen_vl import QwenImages
+from quire.render.media.videos import QwenVideos
 
 LLAVA: dict[str, type[LlavaImages] | type[LlavaNextImages]] = {
     "llava": LlavaImages,
@@ -66,6 +67,15 @@ def image_processor(settings: MediaSettings) -> ImageProcessor:
     found = load_plugin(IMAGE_PROCESSORS, settings.model_type, FAMILIES)
     made: ImageProcessor = found(ModelFiles(**settings.config))
     return made
+
+
+def video_processor(settings: MediaSettings) -> QwenVideos | None:
+    """Return the processor of videos; None for a model that takes none. Models without a file for
+    videos use the one for images."""
+    if settings.model_type not in QWEN:
+        return None
+    config = settings.video or settings.config
+    return QwenVideos.from_config(config, counts_all=settings.model_type in QWEN3)
 
 
 def _check_family(model_type: str) -> None:

@@ -1,0 +1,183 @@
+"""Images and videos in the prompts of a Python program (`LLM`, `AsyncLLM`), as vLLM takes them.
+
+    messages    {"type": "image_url", "image_url": {"url": ...}}, {"type": "image_pil", ...}
+    prompts     {"prompt": ..., "multi_modal_data": {"image": ..., "video": ...}}
+
+Objects of the program are trusted: pictures and arrays are preprocessed in this process. Files are
+decoded in bounded processes, wherever they come from.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quire.base.errors import RequestError
+from quire.render.media.parts import MediaPart, take_media
+from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia
+from quire.render.renderer import Renderer, is_conversation, no_media
+from quire.serve.media.download import Downloads
+from quire.serve.media.sources import MediaSources
+
+FIELD = "multi_modal_data"
+
+
+class LocalMedia:
+    """Prepares the media of prompts. folder: files below it may be read, "" allows none. domains:
+    hosts that images may be downloaded from."""
+
+    def __init__(self, renderer: Renderer, folder: str = "", domains: Sequence[str] = ()) -> None:
+        self._renderer = renderer
+        self._sources = MediaSources(
+            Path(folder) if folder else None, Downloads(domains=tuple(domains))
+        )
+
+    def take(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
+        """Return a prompt as `Renderer.render` takes it, and its media. Raises RequestError for
+        media that cannot be used, and for a model that takes none."""
+        prompt, parts = self._parts(prompt)
+        return prompt, [self._prepared(part) for part in parts]
+
+    async def take_async(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
+        """Do the same without holding up an event loop."""
+        prompt, parts = self._parts(prompt)
+        return prompt, await asyncio.gather(*map(self._prepared_async, parts))
+
+    def take_all(self, prompts: Sequence[Any]) -> tuple[list[Any], list[list[PreparedMedia]]]:
+        """Do `take` for several prompts."""
+        taken = [self.take(prompt) for prompt in prompts]
+        return [prompt for prompt, _ in taken], [media for _, media in taken]
+
+    def _parts(self, prompt: Any) -> tuple[Any, list[MediaPart]]:
+        parts = list[MediaPart]()
+        if is_conversation(prompt):
+            prompt, parts = take_media(prompt)
+        elif isinstance(prompt, Mapping) and FIELD in prompt:
+            data = prompt[FIELD]
+            prompt = {name: value for name, value in prompt.items() if name != FIELD}
+            parts = _listed(data)
+        if parts and self._renderer.media is None:
+            raise no_media()
+        return prompt, parts
+
+    def _prepared(self, part: MediaPart) -> PreparedMedia:
+        media = self._renderer.media
+        assert media is not None, "checked with the parts"
+        data = self._file_of(part)
+        if data is not None:
+            return media.file(data)
+        if part.kind == VIDEO:
+            return media.video(_frames(part))
+        return media.image(_pixels(part))
+
+    async def _prepared_async(self, part: MediaPart) -> PreparedMedia:
+        media = self._renderer.media
+        assert media is not None, "checked with the parts"
+        if isinstance(part.source, str | bytes):
+            data = await asyncio.to_thread(self._file_of, part)
+            assert data is not None, "texts and bytes are files"
+            return await media.file_async(data)
+        return await asyncio.to_thread(self._prepared, part)
+
+    def _file_of(self, part: MediaPart) -> bytes | None:
+        """Return the file of a part that is a URL, a path or bytes; None for other objects."""
+        source = part.source
+        if not isinstance(source, str | bytes):
+            return None
+        if part.kind != IMAGE:
+            raise RequestError(
+                f"{part.where}: a video must be given as frames, an array [N, H, W, 3] or a list of"
+                " pictures; files of videos are not decoded."
+            )
+        if isinstance(source, bytes):
+            return source
+        is_url = source.startswith("data:") or "://" in source[:16]
+        try:
+            return self._sources.read(source if is_url else Path(source).absolute().as_uri())
+        except RequestError as error:
+            raise RequestError(f"{part.where}: {error}", part.where) from None
+
+
+def _listed(data: Any) -> list[MediaPart]:
+    """Return the media of `multi_modal_data`. Raises RequestError for other kinds."""
+    if not data:
+        return []
+    if not isinstance(data, Mapping):
+        raise RequestError(f"{FIELD} must be an object, got {type(data).__name__}.", FIELD)
+    found = []
+    for kind, given in data.items():
+        if kind not in (IMAGE, VIDEO):
+            raise RequestError(
+                f"{FIELD} has {str(kind)[:40]!r}, which is not supported; give images or videos.",
+                FIELD,
+            )
+        sources = _as_list(given, is_video=kind == VIDEO)
+        found += [
+            MediaPart(kind, source, f"{FIELD}.{kind}[{i}]") for i, source in enumerate(sources)
+        ]
+    return found
+
+
+def _as_list(given: Any, is_video: bool) -> list[Any]:
+    """Return one medium, or several. A list is several images, or videos if each entry is one; a
+    list of pictures is one video."""
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        return [given]
+    if not is_video or not given:
+        return given
+    first = given[0]
+    is_one_video = not isinstance(first, list | tuple) and np.ndim(first) <= 3
+    return [given] if is_one_video else given
+
+
+def _pixels(part: MediaPart) -> Any:
+    """Return the pixels of a picture or an array, uint8 [H, W, 3]. Raises RequestError."""
+    from PIL import Image
+
+    from quire.render.media.image_files import ImageLimits, to_pixels
+
+    if isinstance(part.source, Image.Image):
+        return to_pixels(part.source, ImageLimits())
+    return _array(part.source, 3, f"{part.where}: an image", "[H, W, 3]")
+
+
+def _frames(part: MediaPart) -> Any:
+    """Return the frames of a video. Raises RequestError.
+
+    A source is an array [N, H, W, 3], a list of pictures or arrays, or a pair of these and a
+    dictionary with fps, frames_indices and total_num_frames, as vLLM's loaders return.
+    """
+    from quire.render.media.videos import DEFAULT_FPS, Frames
+
+    source, details = part.source, {}
+    if isinstance(source, tuple):
+        if len(source) != 2 or not isinstance(source[1], Mapping):
+            raise RequestError(f"{part.where}: a pair must hold frames and a dictionary.")
+        source, details = source
+    if isinstance(source, list):
+        if not source:
+            raise RequestError(f"{part.where}: a video needs at least one frame.")
+        source = np.stack([_pixels(MediaPart(IMAGE, each, part.where)) for each in source])
+    pixels = _array(source, 4, f"{part.where}: a video", "[N, H, W, 3]")
+    indices = tuple(int(each) for each in details.get("frames_indices") or ())
+    fps = float(details.get("fps") or DEFAULT_FPS)
+    if fps <= 0 or (indices and len(indices) != len(pixels)):
+        raise RequestError(
+            f"{part.where}: fps must be positive, got {fps}, and frames_indices must have an index"
+            f" for each of the {len(pixels)} frames, got {len(indices)}."
+        )
+    return Frames(pixels, fps, indices, int(details.get("total_num_frames") or 0))
+
+
+def _array(source: Any, num_axes: int, what: str, shape: str) -> Any:
+    found = np.asarray(source)
+    if found.dtype != np.uint8 or found.ndim != num_axes or found.shape[-1] != 3 or not found.size:
+        raise RequestError(
+            f"{what} must be a picture of Pillow or a uint8 array {shape}, got"
+            f" {type(source).__name__} of {found.dtype} {list(found.shape)}."
+        )
+    return found
