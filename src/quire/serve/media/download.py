@@ -20,6 +20,7 @@ from quire.serve.media.addresses import Resolver, public_address, resolve
 
 READ_BYTES = 1 << 16
 MAX_REDIRECTS = 3
+MAX_HOST_CHARS = 253  # of a name in DNS
 HTTPS_PORT = 443
 REDIRECTS = (301, 302, 303, 307, 308)
 # Types of content besides images, with which a server says that it does not know.
@@ -62,7 +63,9 @@ class Downloads:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
         except ValueError as error:
-            raise RequestError(f"the URL {url[:200]!r} is malformed: {error}.") from None
+            raise RequestError(f"the URL {url[:80]!r} is malformed: {error}.") from None
+        if len(host) > MAX_HOST_CHARS:
+            raise RequestError(f"the URL {url[:40]!r}... is malformed: its host is too long.")
         if parts.scheme != "https":
             raise RequestError(
                 f"the URL begins with {parts.scheme!r}; media come from https: or data: URLs."
@@ -96,7 +99,9 @@ class Downloads:
             if answer.status in REDIRECTS and answer.getheader("Location"):
                 return str(answer.getheader("Location"))
             if answer.status != http.client.OK:
-                raise RequestError(f"{host} answers with status {answer.status} to GET {path!r}.")
+                raise RequestError(
+                    f"{host} answers with status {answer.status} to GET {path[:80]!r}."
+                )
             check_type(answer.getheader("Content-Type", "").partition(";")[0])
             data = self._read(answer)
             _left(deadline)  # what ended at the deadline may be cut short
