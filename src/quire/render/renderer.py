@@ -283,7 +283,7 @@ class Renderer:
 
 def no_media() -> RequestError:
     """Return the error of a prompt with images for a model without a processor for them."""
-    return RequestError("this model takes no images; send text only.")
+    return RequestError("this model does not accept images; send text only.")
 
 
 def is_conversation(prompt: object) -> bool:

@@ -44,6 +44,10 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the index of the first token after the span."""
         return self.start + self.num_tokens
 
+    def at(self, start: int) -> "MediaItem":
+        """Return the item with its span at another place."""
+        return msgspec.structs.replace(self, start=start)
+
     @property
     def without_pixels(self) -> "MediaItem":
         """Return the span and the digest, without what the vision tower reads."""

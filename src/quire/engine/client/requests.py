@@ -61,7 +61,7 @@ class RequestMaker:
         parameters that mean text where there is no tokenizer."""
         if prompt.media and params.use_beam_search:
             raise RequestError(
-                "beam search takes no images or videos; set use_beam_search to false.",
+                "beam search does not accept images or videos; set use_beam_search to false.",
                 "use_beam_search",
             )
         number, self._count = self._count, self._count + 1

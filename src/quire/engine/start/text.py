@@ -72,7 +72,7 @@ def _media_renderer(source: ModelSource, tokenizer: Tokenizer) -> "MediaRenderer
     try:
         return MediaRenderer.from_directory(source.directory, tokenizer)
     except ModelError as error:
-        logger.warning("the model takes no images: %s", error)
+        logger.warning("images are not accepted: %s", error)
         return None
 
 

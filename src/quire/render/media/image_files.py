@@ -60,6 +60,25 @@ def to_pixels(image: Image.Image, limits: ImageLimits) -> Pixels:
     return _to_rgb(ImageOps.exif_transpose(image))
 
 
+def pixels_of(source: object) -> Pixels:
+    """Return the pixels of a picture or an array of the program, uint8 [H, W, 3]. Raises
+    RequestError for other objects."""
+    if isinstance(source, Image.Image):
+        return to_pixels(source, ImageLimits())
+    return checked_array(source, 3, "an image", "[H, W, 3]")
+
+
+def checked_array(source: object, num_axes: int, what: str, shape: str) -> Pixels:
+    """Return an object as a uint8 array with three channels. Raises RequestError."""
+    found = np.asarray(source)
+    if found.dtype != np.uint8 or found.ndim != num_axes or found.shape[-1] != 3 or not found.size:
+        raise RequestError(
+            f"{what} must be a picture of Pillow or a uint8 array {shape}, got"
+            f" {type(source).__name__} of {found.dtype} {list(found.shape)}."
+        )
+    return found
+
+
 def _check_size(image: Image.Image, limits: ImageLimits) -> None:
     width, height = image.size
     if width * height > limits.max_pixels:

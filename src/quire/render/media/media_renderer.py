@@ -13,15 +13,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 from quire.render.job_pool import JobPool
 from quire.render.media.families import built_in_placeholders, separated_image
-from quire.render.media.image_files import ImageLimits, Pixels
-from quire.render.media.media_cache import MediaCache
+from quire.render.media.image_files import ImageLimits, Pixels, pixels_of
 from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
 from quire.render.media.model_files import FAMILIES, QWEN3, ModelFiles, read_model_files
-from quire.render.media.placeholders import Placeholder, Placeholders
-from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia, media_item
+from quire.render.media.placeholders import PackagedImages, Placeholder, Placeholders
+from quire.render.media.prepared import IMAGE, VIDEO, MediaCache, PreparedMedia, media_item
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import (
     MediaSettings,
@@ -29,7 +29,7 @@ from quire.render.media.processors import (
     media_settings,
     video_processor,
 )
-from quire.render.media.videos import Frames
+from quire.render.media.videos import Frames, frames_of
 from quire.render.tokenizer import Tokenizer
 
 
@@ -123,6 +123,11 @@ class MediaRenderer:
         items = [media_item(part, family, VIDEO) for part in self._videos.each_time(video)]
         return PreparedMedia(VIDEO, tuple(items), frames.seconds(depth))
 
+    def object(self, kind: str, source: Any) -> PreparedMedia:
+        """Return an image or a video that a program has in memory (`pixels_of`, `frames_of`).
+        Raises RequestError for other objects."""
+        return self.video(frames_of(source)) if kind == VIDEO else self.image(pixels_of(source))
+
     def _prepared(self, image: ProcessedImage) -> PreparedMedia:
         family, is_whole = self.settings.model_type, self.placeholders.is_whole(IMAGE)
         parts = separated_image(family, image)
@@ -137,4 +142,5 @@ def _placeholders(
     if settings.model_type in FAMILIES:
         named = tokenizer.named_tokens
         return built_in_placeholders(settings.model_type, named, files.processor)
-    return {IMAGE: image_processor(settings).placeholder()}
+    packaged = cast(PackagedImages, image_processor(settings))
+    return {IMAGE: packaged.placeholder()}

@@ -62,10 +62,10 @@ def refuse_media(prompt: object, what: str) -> None:
     if isinstance(prompt, Mapping):
         has_media = bool(prompt.get("multi_modal_data"))
     else:
-        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-        has_media = bool(media_kinds(prompt) or (is_list and take_media(prompt)[1]))
+        messages = prompt if isinstance(prompt, Sequence) and not isinstance(prompt, str) else ()
+        has_media = bool(media_kinds(messages) or take_media(messages)[1])
     if has_media:
-        raise RequestError(f"{what} takes no images or videos; send text only.")
+        raise RequestError(f"{what} does not accept images or videos; send text only.")
 
 
 def is_plain(part: object) -> bool:

@@ -15,13 +15,12 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import msgspec
+from typing import Any, Protocol
 
 from quire.base.errors import ModelError, RequestError
 from quire.base.media.item import MediaItem
 from quire.render.media.prepared import VIDEO, PreparedMedia
+from quire.render.media.processor import ImageProcessor
 from quire.render.tokenizer import Tokenizer
 
 Placed = tuple[list[int], tuple[MediaItem, ...]]
@@ -44,6 +43,14 @@ class Placeholder:
     def text(self, media: PreparedMedia) -> str:
         """Return what replaces the mark."""
         return self.token if self.write is None else self.write(media)
+
+
+class PackagedImages(ImageProcessor, Protocol):
+    """The image processor of another package. It is called with the `ModelFiles` of a model."""
+
+    def placeholder(self) -> Placeholder:
+        """Return how prompts write an image."""
+        ...
 
 
 class Placeholders:
@@ -154,7 +161,7 @@ class Placeholders:
         placed, result, last = list[MediaItem](), list[int](), 0
         for place, item in zip(places, items, strict=True):
             result += token_ids[last:place]
-            placed.append(msgspec.structs.replace(item, start=len(result)))
+            placed.append(item.at(len(result)))
             result += [token_ids[place]] * item.num_tokens
             last = place + 1
         result += token_ids[last:]
@@ -176,7 +183,9 @@ class Placeholders:
 
     def _check_kind(self, kind: str) -> None:
         if kind not in self._by_kind:
-            raise RequestError(f"this model takes no {kind}s; it takes {', '.join(self.kinds)}s.")
+            raise RequestError(
+                f"this model does not accept {kind}s; it accepts {', '.join(self.kinds)}s."
+            )
 
     def _id(self, token: str) -> int:
         token_id = self._tokenizer.token_id(token)

@@ -1,15 +1,21 @@
-"""An image or a video that is ready for a prompt: its items, which have no place in it yet."""
+"""Images and videos that are ready for a prompt, and a cache of the last ones."""
 
 import hashlib
 import json
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.base.media.item import MediaItem
-from quire.render.media.processor import ProcessedImage
+
+if TYPE_CHECKING:
+    from quire.render.media.processor import ProcessedImage
 
 IMAGE, VIDEO = "image", "video"
+MAX_CACHE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class PreparedMedia:
 
 
 def media_item(
-    image: ProcessedImage,
+    image: "ProcessedImage",
     family: str,
     kind: str = IMAGE,
     seconds_per_grid: float = 0.0,
@@ -67,3 +73,42 @@ def media_item(
         seconds_per_grid=seconds_per_grid,
         is_whole=is_whole,
     )
+
+
+class MediaCache:
+    """Prepared images by the SHA-256 of their files; the least recently used leave first.
+
+    max_bytes: of pixels and tables together. May be used from any thread.
+    """
+
+    def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._found: OrderedDict[bytes, PreparedMedia] = OrderedDict()
+        self._num_bytes = 0
+
+    @staticmethod
+    def key(data: bytes) -> bytes:
+        """Return the name of a file in the cache."""
+        return hashlib.sha256(data).digest()
+
+    def get(self, key: bytes) -> PreparedMedia | None:
+        """Return the image of a file, which becomes the most recently used one."""
+        with self._lock:
+            found = self._found.get(key)
+            if found is not None:
+                self._found.move_to_end(key)
+            return found
+
+    def put(self, key: bytes, media: PreparedMedia) -> None:
+        """Add an image, unless it alone exceeds the limit."""
+        if media.num_bytes > self._max_bytes:
+            return
+        with self._lock:
+            if key in self._found:
+                return
+            self._found[key] = media
+            self._num_bytes += media.num_bytes
+            while self._num_bytes > self._max_bytes:
+                _, left = self._found.popitem(last=False)
+                self._num_bytes -= left.num_bytes

@@ -6,6 +6,7 @@ an image (`qwen_vl.py`), one entry of the grid's first dimension after the other
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from quire.base.errors import RequestError
-from quire.render.media.image_files import Pixels
+from quire.render.media.image_files import Pixels, checked_array, pixels_of
 from quire.render.media.image_ops import Float32, resize
 from quire.render.media.processor import CLIP_MEAN, CLIP_STD, HALF, ProcessedImage, read_settings
 from quire.render.media.qwen_vl import MAX_ASPECT_RATIO, QwenImages
@@ -46,6 +47,35 @@ class Frames:
         times = [index / self.fps for index in indices]
         firsts, lasts = times[::frames_per_patch], times[frames_per_patch - 1 :: frames_per_patch]
         return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+
+
+def frames_of(source: Any) -> Frames:
+    """Return the frames of a video of the program. Raises RequestError.
+
+    source: an array [N, H, W, 3], a list of pictures or arrays, or a pair of these and a dictionary
+    with fps, frames_indices and total_num_frames, as vLLM's loaders return.
+    """
+    details: Mapping[str, Any] = {}
+    if isinstance(source, tuple):
+        if len(source) != 2 or not isinstance(source[1], Mapping):
+            raise RequestError("a pair must hold frames and a dictionary.")
+        source, details = source
+    if isinstance(source, list):
+        if not source:
+            raise RequestError("a video needs at least one frame.")
+        frames = [pixels_of(each) for each in source]
+        if len({each.shape for each in frames}) > 1:
+            raise RequestError("all frames of a video must have the same size.")
+        source = np.stack(frames)
+    pixels = checked_array(source, 4, "a video", "[N, H, W, 3]")
+    indices = tuple(int(each) for each in details.get("frames_indices") or ())
+    fps = float(details.get("fps") or DEFAULT_FPS)
+    if fps <= 0 or (indices and len(indices) != len(pixels)):
+        raise RequestError(
+            f"fps must be positive, got {fps}, and frames_indices must have an index for each of the"
+            f" {len(pixels)} frames, got {len(indices)}."
+        )
+    return Frames(pixels, fps, indices, int(details.get("total_num_frames") or 0))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 from quire.render.media.parts import MediaPart, take_media
 from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia
 from quire.render.renderer import Renderer, is_conversation, no_media
@@ -65,21 +65,29 @@ class LocalMedia:
     def _prepared(self, part: MediaPart) -> PreparedMedia:
         media = self._renderer.media
         assert media is not None, "checked with the parts"
-        data = self._file_of(part)
-        if data is not None:
-            return media.file(data)
-        if part.kind == VIDEO:
-            return media.video(_frames(part))
-        return media.image(_pixels(part))
+        try:
+            data = self._file_of(part)
+            if data is not None:
+                return media.file(data)
+            return media.object(part.kind, part.source)
+        except EngineBusy:
+            raise
+        except RequestError as error:
+            raise _at(part, error) from None
 
     async def _prepared_async(self, part: MediaPart) -> PreparedMedia:
         media = self._renderer.media
         assert media is not None, "checked with the parts"
-        if isinstance(part.source, str | bytes):
+        if not isinstance(part.source, str | bytes):
+            return await asyncio.to_thread(self._prepared, part)
+        try:
             data = await asyncio.to_thread(self._file_of, part)
             assert data is not None, "texts and bytes are files"
             return await media.file_async(data)
-        return await asyncio.to_thread(self._prepared, part)
+        except EngineBusy:
+            raise
+        except RequestError as error:
+            raise _at(part, error) from None
 
     def _file_of(self, part: MediaPart) -> bytes | None:
         """Return the file of a part that is a URL, a path or bytes; None for other objects."""
@@ -88,16 +96,18 @@ class LocalMedia:
             return None
         if part.kind != IMAGE:
             raise RequestError(
-                f"{part.where}: a video must be given as frames, an array [N, H, W, 3] or a list of"
-                " pictures; files of videos are not decoded."
+                "a video must be given as frames, an array [N, H, W, 3] or a list of pictures; files"
+                " of videos are not decoded."
             )
         if isinstance(source, bytes):
             return source
         is_url = source.startswith("data:") or "://" in source[:16]
-        try:
-            return self._sources.read(source if is_url else Path(source).absolute().as_uri())
-        except RequestError as error:
-            raise RequestError(f"{part.where}: {error}", part.where) from None
+        return self._sources.read(source if is_url else Path(source).absolute().as_uri())
+
+
+def _at(part: MediaPart, error: RequestError) -> RequestError:
+    """Return an error that names the part."""
+    return RequestError(f"{part.where}: {error}", part.where, error.code)
 
 
 def _listed(data: Any) -> list[MediaPart]:
@@ -132,52 +142,3 @@ def _as_list(given: Any, is_video: bool) -> list[Any]:
     first = given[0]
     is_one_video = not isinstance(first, list | tuple) and np.ndim(first) <= 3
     return [given] if is_one_video else given
-
-
-def _pixels(part: MediaPart) -> Any:
-    """Return the pixels of a picture or an array, uint8 [H, W, 3]. Raises RequestError."""
-    from PIL import Image
-
-    from quire.render.media.image_files import ImageLimits, to_pixels
-
-    if isinstance(part.source, Image.Image):
-        return to_pixels(part.source, ImageLimits())
-    return _array(part.source, 3, f"{part.where}: an image", "[H, W, 3]")
-
-
-def _frames(part: MediaPart) -> Any:
-    """Return the frames of a video. Raises RequestError.
-
-    A source is an array [N, H, W, 3], a list of pictures or arrays, or a pair of these and a
-    dictionary with fps, frames_indices and total_num_frames, as vLLM's loaders return.
-    """
-    from quire.render.media.videos import DEFAULT_FPS, Frames
-
-    source, details = part.source, {}
-    if isinstance(source, tuple):
-        if len(source) != 2 or not isinstance(source[1], Mapping):
-            raise RequestError(f"{part.where}: a pair must hold frames and a dictionary.")
-        source, details = source
-    if isinstance(source, list):
-        if not source:
-            raise RequestError(f"{part.where}: a video needs at least one frame.")
-        source = np.stack([_pixels(MediaPart(IMAGE, each, part.where)) for each in source])
-    pixels = _array(source, 4, f"{part.where}: a video", "[N, H, W, 3]")
-    indices = tuple(int(each) for each in details.get("frames_indices") or ())
-    fps = float(details.get("fps") or DEFAULT_FPS)
-    if fps <= 0 or (indices and len(indices) != len(pixels)):
-        raise RequestError(
-            f"{part.where}: fps must be positive, got {fps}, and frames_indices must have an index"
-            f" for each of the {len(pixels)} frames, got {len(indices)}."
-        )
-    return Frames(pixels, fps, indices, int(details.get("total_num_frames") or 0))
-
-
-def _array(source: Any, num_axes: int, what: str, shape: str) -> Any:
-    found = np.asarray(source)
-    if found.dtype != np.uint8 or found.ndim != num_axes or found.shape[-1] != 3 or not found.size:
-        raise RequestError(
-            f"{what} must be a picture of Pillow or a uint8 array {shape}, got"
-            f" {type(source).__name__} of {found.dtype} {list(found.shape)}."
-        )
-    return found
