@@ -391,7 +391,7 @@ ADAPTERS = {
     "enable_moe_shared_loras": _ignored(NO_ADAPTERS, True),
 }
 MEDIA = {
-    "language_model_only": _switch("use --limit-mm-per-prompt '{\"image\": 0}'", False),
+    "language_model_only": _ignored("without images the vision tower does not run", True),
     "limit_mm_per_prompt": _same("images only, by default 16; vLLM's default is 999"),
     "allowed_local_media_path": _same(),
     "allowed_media_domains": _same("none by default; vLLM allows all"),
