@@ -124,7 +124,7 @@ def test_an_image_of_the_command_line(
     assert status == 1
     assert "[image a.png, 7 bytes" in err and "does not accept images" in err
     status, _, err = run(capsys, "chat", "demo", "--image", str(tmp_path / "b.png"))
-    assert status == 2
+    assert status == 1
     assert "b.png' cannot be read" in err
 
 
