@@ -151,8 +151,8 @@ def _joined(content: str | list[str | Media]) -> str:
     texts = [each for each in content if isinstance(each, str)]
     if len(texts) < len(content):
         raise RequestError(
-            "an image or a video is in a message whose content this chat template takes as text"
-            " only; send it in a user's message, or use another chat_template."
+            "this chat template takes only text in the message that has an image; send the image in"
+            " a user's message, or use another chat_template."
         )
     return "\n".join(texts)
 

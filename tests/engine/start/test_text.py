@@ -10,7 +10,7 @@ from quire.base.config import ModelConfig
 from quire.engine.start.text import build_text_side
 from quire.models.source import ModelSource
 from quire.render.renderer import Renderer
-from tests.support.render.vision_models import write_model
+from tests.support.render.tiny_tokenizers import write_vision_model
 
 
 def renderer_of(folder: Path) -> Renderer:
@@ -19,12 +19,12 @@ def renderer_of(folder: Path) -> Renderer:
 
 
 def test_a_model_with_a_tower_takes_images(tmp_path: Path) -> None:
-    media = renderer_of(write_model(tmp_path, "qwen2_5_vl")).media
+    media = renderer_of(write_vision_model(tmp_path, "qwen2_5_vl")).media
     assert media is not None and media.placeholders.kinds == ("image", "video")
 
 
 def test_a_model_without_a_tower_takes_none(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "gemma3")
+    folder = write_vision_model(tmp_path, "gemma3")
     (folder / "config.json").write_text('{"model_type": "gemma3_text"}')
     assert renderer_of(folder).media is None
 
@@ -33,7 +33,7 @@ def test_a_model_without_a_tower_takes_none(tmp_path: Path) -> None:
 def test_unusable_files_leave_texts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    folder = write_model(tmp_path, "llava")
+    folder = write_vision_model(tmp_path, "llava")
     if fault == "tokens":
         config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen2_vl"}
         (folder / "config.json").write_text(json.dumps(config))

@@ -30,14 +30,14 @@ from quire.render.media.videos import Frames
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.truncation import truncated
 from tests.render.media.test_processors import picture
-from tests.support.render.vision_models import (
+from tests.support.render.tiny_tokenizers import (
     CONFIGS,
     IMAGE,
     NAMES,
-    backend,
     renderer_of,
     text_part,
-    write_model,
+    vision_backend,
+    write_vision_model,
 )
 
 QWEN = {
@@ -60,7 +60,7 @@ def theirs(model_type: str, config: dict[str, Any]) -> Any:
     """Return the processor of transformers."""
     own = NAMES.get(model_type, {})
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend(model_type), extra_special_tokens=own
+        tokenizer_object=vision_backend(model_type), extra_special_tokens=own
     )
     if model_type == "gemma3":
         images = Gemma3ImageProcessorPil(**config)
@@ -104,7 +104,7 @@ def check_spans(prompt: RenderedPrompt, token_id: int | None) -> None:
 def test_token_ids_are_those_of_transformers(
     tmp_path: Path, model_type: str, changes: dict[str, Any]
 ) -> None:
-    renderer = renderer_of(write_model(tmp_path, model_type, changes))
+    renderer = renderer_of(write_vision_model(tmp_path, model_type, changes))
     ours = rendered(renderer)
     assert ours.text == renderer.chat_text(CONVERSATION)
     processor = theirs(model_type, CONFIGS[model_type] | changes)
@@ -121,7 +121,7 @@ def test_token_ids_are_those_of_transformers(
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
 def test_token_ids_of_videos_are_those_of_transformers(tmp_path: Path, model_type: str) -> None:
-    renderer = renderer_of(write_model(tmp_path, model_type))
+    renderer = renderer_of(write_vision_model(tmp_path, model_type))
     assert renderer.media is not None and renderer.tokenizer is not None
     pixels = np.stack([np.asarray(picture(64, 40, seed)) for seed in range(5)])
     video = renderer.media.video(Frames(pixels, fps=4.0, indices=(0, 4, 8, 12, 16), total=20))
@@ -145,7 +145,7 @@ def test_token_ids_of_videos_are_those_of_transformers(tmp_path: Path, model_typ
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "llava"])
 def test_marks_in_token_ids_are_expanded_as_in_text(tmp_path: Path, model_type: str) -> None:
-    renderer = renderer_of(write_model(tmp_path, model_type))
+    renderer = renderer_of(write_vision_model(tmp_path, model_type))
     from_text = rendered(renderer)
     assert renderer.tokenizer is not None and from_text.text is not None
     marked = renderer.tokenizer.encode(from_text.text, add_special_tokens=False)
@@ -155,7 +155,7 @@ def test_marks_in_token_ids_are_expanded_as_in_text(tmp_path: Path, model_type: 
 
 
 def test_marks_of_gemma_in_token_ids_become_whole_placeholders(tmp_path: Path) -> None:
-    renderer = renderer_of(write_model(tmp_path, "gemma3"))
+    renderer = renderer_of(write_vision_model(tmp_path, "gemma3"))
     assert renderer.tokenizer is not None
     text = "ab<start_of_image>"
     marked = renderer.tokenizer.encode(text)
@@ -168,7 +168,7 @@ def test_marks_of_gemma_in_token_ids_become_whole_placeholders(tmp_path: Path) -
 def test_digests_tell_images_and_families_apart(tmp_path: Path) -> None:
     digests = set()
     for model_type in CONFIGS:
-        renderer = renderer_of(write_model(tmp_path, model_type))
+        renderer = renderer_of(write_vision_model(tmp_path, model_type))
         first, again = rendered(renderer), rendered(renderer)
         assert [item.digest for item in first.media] == [item.digest for item in again.media]
         digests |= {item.digest for item in first.media}
@@ -184,7 +184,7 @@ TYPED = [
 
 @pytest.mark.parametrize(("model_type", "token"), TYPED)
 def test_a_placeholder_in_a_text_is_refused(tmp_path: Path, model_type: str, token: str) -> None:
-    renderer = renderer_of(write_model(tmp_path, model_type))
+    renderer = renderer_of(write_vision_model(tmp_path, model_type))
     [media] = prepared(renderer, PICTURES[:1])
     said = {"role": "user", "content": [text_part(f"look: {token}"), IMAGE]}
     with pytest.raises(RequestError, match=r"messages\[0\] has the text") as caught:
@@ -201,7 +201,7 @@ def test_a_placeholder_in_a_text_is_refused(tmp_path: Path, model_type: str, tok
 
 
 def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
-    renderer = renderer_of(write_model(tmp_path, "qwen2_vl"))
+    renderer = renderer_of(write_vision_model(tmp_path, "qwen2_vl"))
     media = prepared(renderer, PICTURES[:2])
     assert renderer.tokenizer is not None
     mark_ids = renderer.tokenizer.encode("ab<|image_pad|>")
@@ -212,7 +212,7 @@ def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="1 times, and 2 images"):
         renderer.render(mark_ids, media=media)
     text_only = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(RequestError, match="takes as text only"):
+    with pytest.raises(RequestError, match="takes only text"):
         said = {"role": "user", "content": [IMAGE, text_part("ab")]}
         renderer.render([said], template=text_only, media=media[:1])
     drops = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
@@ -221,7 +221,7 @@ def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
 
 
 def test_models_without_a_tower_take_no_images(tmp_path: Path) -> None:
-    own = renderer_of(write_model(tmp_path, "llava"))
+    own = renderer_of(write_vision_model(tmp_path, "llava"))
     media = prepared(own, PICTURES[:1])
     renderer = Renderer(own.tokenizer)
     for prompt in ([{"role": "user", "content": [IMAGE]}], "<image>", [1, 2]):
@@ -233,14 +233,14 @@ def test_models_without_a_tower_take_no_images(tmp_path: Path) -> None:
 
 
 def test_a_prompt_with_images_is_not_cut(tmp_path: Path) -> None:
-    prompt = rendered(renderer_of(write_model(tmp_path, "llava")))
+    prompt = rendered(renderer_of(write_vision_model(tmp_path, "llava")))
     assert truncated(prompt, len(prompt.token_ids), 0) is prompt
     with pytest.raises(RequestError, match="would cut a prompt with images"):
         truncated(prompt, 5, 0)
 
 
 def test_the_final_message_is_continued_behind_a_text_only(tmp_path: Path) -> None:
-    renderer = renderer_of(write_model(tmp_path, "qwen2_vl"))
+    renderer = renderer_of(write_vision_model(tmp_path, "qwen2_vl"))
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
     said = {"role": "user", "content": [text_part("ab"), IMAGE]}
     with pytest.raises(RequestError, match="ends with text"):

@@ -20,7 +20,7 @@ from quire.render.media.qwen_vl import QwenImages
 from quire.render.media.videos import Frames, QwenVideos
 from quire.render.tokenizer import Tokenizer
 from tests.render.media.test_processors import encoded, picture
-from tests.support.render.vision_models import renderer_of, write_model
+from tests.support.render.tiny_tokenizers import renderer_of, write_vision_model
 
 FILES = [encoded(picture(40, 30, seed)) for seed in range(3)]
 
@@ -41,7 +41,7 @@ class WorkerHere:
 
 @pytest.fixture
 def media(tmp_path: Path) -> MediaRenderer:
-    found = renderer_of(write_model(tmp_path, "qwen2_vl")).media
+    found = renderer_of(write_vision_model(tmp_path, "qwen2_vl")).media
     assert found is not None
     return found
 
@@ -96,7 +96,7 @@ def test_the_cache_keeps_the_last_used_within_its_bytes(media: MediaRenderer) ->
 
 
 def test_a_file_that_left_the_cache_is_decoded_again(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "qwen2_vl")
+    folder = write_vision_model(tmp_path, "qwen2_vl")
     settings = media_settings(ModelFiles({"model_type": "qwen2_vl"}))
     made = renderer_of(folder).media
     assert made is not None
@@ -108,7 +108,7 @@ def test_a_file_that_left_the_cache_is_decoded_again(tmp_path: Path) -> None:
 
 
 def test_only_models_with_a_tower_and_a_processor_take_images(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, "gemma3")
+    folder = write_vision_model(tmp_path, "gemma3")
     assert takes_images(folder)
     config = folder / "config.json"
     for text in ('{"model_type": "gemma3"}', '{"model_type": "mllama", "vision_config": {}}'):
@@ -118,8 +118,8 @@ def test_only_models_with_a_tower_and_a_processor_take_images(tmp_path: Path) ->
 
 
 def test_a_tokenizer_without_the_placeholder_is_refused(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_directory(write_model(tmp_path / "a", "llava"))
-    other = write_model(tmp_path / "b", "qwen2_vl")
+    tokenizer = Tokenizer.from_directory(write_vision_model(tmp_path / "a", "llava"))
+    other = write_vision_model(tmp_path / "b", "qwen2_vl")
     with pytest.raises(ModelError, match="no added token '<|image_pad|>'"):
         MediaRenderer.from_directory(other, tokenizer)
     assert Placeholders({}, tokenizer).kinds == ()

@@ -18,7 +18,7 @@ from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
 from tests.render.media.test_processors import encoded, picture
 from tests.support.plugin_site import Site
-from tests.support.render.vision_models import IMAGE, write_model
+from tests.support.render.tiny_tokenizers import IMAGE, write_vision_model
 
 SOURCE = picture(50, 40)
 
@@ -35,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Return the files of a model of type `stamps`."""
-    folder = write_model(tmp_path / "model", "llava")
+    folder = write_vision_model(tmp_path / "model", "llava")
     config = {"model_type": "stamps", "vision_config": {"image_size": 32}}
     (folder / "config.json").write_text(json.dumps(config))
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

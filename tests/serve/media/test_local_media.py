@@ -14,7 +14,7 @@ from quire.render.renderer import Renderer
 from quire.serve.media.local_media import LocalMedia
 from tests.render.media.test_media_renderer import WorkerHere
 from tests.render.media.test_processors import encoded, picture
-from tests.support.render.vision_models import IMAGE, renderer_of, text_part, write_model
+from tests.support.render.tiny_tokenizers import IMAGE, renderer_of, text_part, write_vision_model
 
 PICTURE = picture(40, 30)
 FILE = encoded(PICTURE)
@@ -25,7 +25,7 @@ FRAMES = np.stack([np.asarray(picture(40, 30, seed)) for seed in range(4)])
 
 @pytest.fixture
 def renderer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Renderer:
-    renderer = renderer_of(write_model(tmp_path / "model", "qwen2_vl"))
+    renderer = renderer_of(write_vision_model(tmp_path / "model", "qwen2_vl"))
     assert renderer.media is not None
     monkeypatch.setattr(renderer.media, "_pool", WorkerHere())
     return renderer

@@ -123,7 +123,7 @@ class MediaRenderer:
         items = [media_item(part, family, VIDEO) for part in self._videos.each_time(video)]
         return PreparedMedia(VIDEO, tuple(items), frames.seconds(depth))
 
-    def object(self, kind: str, source: Any) -> PreparedMedia:
+    def in_memory(self, kind: str, source: Any) -> PreparedMedia:
         """Return an image or a video that a program has in memory (`pixels_of`, `frames_of`).
         Raises RequestError for other objects."""
         return self.video(frames_of(source)) if kind == VIDEO else self.image(pixels_of(source))

@@ -183,9 +183,8 @@ class Placeholders:
 
     def _check_kind(self, kind: str) -> None:
         if kind not in self._by_kind:
-            raise RequestError(
-                f"this model does not accept {kind}s; it accepts {', '.join(self.kinds)}s."
-            )
+            known = " and ".join(f"{each}s" for each in self.kinds)
+            raise RequestError(f"this model does not accept {kind}s; it accepts {known}.")
 
     def _id(self, token: str) -> int:
         token_id = self._tokenizer.token_id(token)

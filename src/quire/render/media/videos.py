@@ -72,8 +72,8 @@ def frames_of(source: Any) -> Frames:
     fps = float(details.get("fps") or DEFAULT_FPS)
     if fps <= 0 or (indices and len(indices) != len(pixels)):
         raise RequestError(
-            f"fps must be positive, got {fps}, and frames_indices must have an index for each of the"
-            f" {len(pixels)} frames, got {len(indices)}."
+            f"fps must be positive, got {fps}, and frames_indices must have an index for each of"
+            f" the {len(pixels)} frames, got {len(indices)}."
         )
     return Frames(pixels, fps, indices, int(details.get("total_num_frames") or 0))
 

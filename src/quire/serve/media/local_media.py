@@ -69,7 +69,7 @@ class LocalMedia:
             data = self._file_of(part)
             if data is not None:
                 return media.file(data)
-            return media.object(part.kind, part.source)
+            return media.in_memory(part.kind, part.source)
         except EngineBusy:
             raise
         except RequestError as error:
@@ -96,8 +96,8 @@ class LocalMedia:
             return None
         if part.kind != IMAGE:
             raise RequestError(
-                "a video must be given as frames, an array [N, H, W, 3] or a list of pictures; files"
-                " of videos are not decoded."
+                "a video must be given as frames, an array [N, H, W, 3] or a list of pictures;"
+                " files of videos are not decoded."
             )
         if isinstance(source, bytes):
             return source
