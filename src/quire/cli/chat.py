@@ -29,7 +29,7 @@ PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
 MAX_IMAGE_BYTES = 32 << 20
 HELP = """/help        show this help
-/image PATH  send an image with your next message
+/image PATH  attach an image
 /reset       start a new conversation
 /exit        exit (or press Ctrl-D)
 Press Ctrl-C to stop an answer."""

@@ -18,7 +18,7 @@ Part = Mapping[str, Any]
 
 DETAILS = ("auto", "low", "high", "original")
 AS_IMAGES = "send an image as an image_url part"
-NO_AUDIO = "this server takes no audio; remove it"
+NO_AUDIO = "this server does not accept audio; remove it"
 NO_VIDEO = "this server decodes no video files; send frames as image_url parts"
 # Types of parts that mean media, and cannot be served.
 REFUSED = {

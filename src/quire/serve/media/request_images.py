@@ -37,7 +37,7 @@ MAX_ALL_PIXELS = 256 << 20  # of a request's images together
 NUM_THREADS = 8  # that read files and downloads
 MAX_READS = 64  # images that are being read or wait for a thread
 MAX_OPEN_BYTES = 512 << 20  # of the images of all open requests
-NO_IMAGES = "is an image, and this model takes no images; remove it"
+NO_IMAGES = "is an image, and this model does not accept images; remove it"
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -1,4 +1,7 @@
-"""Images in the requests of all endpoints become the items of the engine's request."""
+"""Images in the requests of all endpoints become the items of the engine's request.
+
+Covers `serve/media/parts.py`.
+"""
 
 import base64
 import json
@@ -126,8 +129,8 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"type": "image_pil", "image_pil": {}}, "type", "an object of Python"),
     ({"type": "image_embeds", "image_embeds": "x"}, "type", "encodes images itself"),
     ({"image_embeds": "x"}, "type", "encodes images itself"),
-    ({"type": "audio_url", "audio_url": {"url": "u"}}, "type", "takes no audio"),
-    ({"type": "input_audio", "input_audio": {}}, "type", "takes no audio"),
+    ({"type": "audio_url", "audio_url": {"url": "u"}}, "type", "does not accept audio"),
+    ({"type": "input_audio", "input_audio": {}}, "type", "does not accept audio"),
     ({"type": "video_url", "video_url": {"url": "u"}}, "type", "decodes no video files"),
     ({"type": "image"}, "type", "send an image as an image_url part"),
     ({"type": "file", "file": {"file_id": "f"}}, "type", "reads images only"),
@@ -173,7 +176,7 @@ def test_a_model_without_a_vision_tower(api: TestClient) -> None:
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "messages[0].content[1].image_url"
-    assert "this model takes no images; remove it" in error["message"]
+    assert "this model does not accept images; remove it" in error["message"]
 
 
 def test_a_prompt_with_images_is_not_cut(seeing: TestClient) -> None:
