@@ -34,8 +34,8 @@ CROWDED = {
 # Lines of a folder's own files.
 BUDGETS = {
     "base": 8300,
-    "base/media": 200,
-    "cli": 2950,
+    "base/media": 250,
+    "cli": 3050,
     "cli/options": 1000,
     "engine": 50,
     "engine/attachments": 1550,
@@ -78,9 +78,9 @@ BUDGETS = {
     "serve/api": 8550,
     "serve/api/batches": 2400,
     "serve/api/messages": 900,
-    "serve/api/responses": 1800,
+    "serve/api/responses": 1850,
     "serve/api/several": 650,
-    "serve/media": 450,
+    "serve/media": 900,
     "serve/several": 1100,
     "tools": 2450,
     "tools/bench": 1850,

@@ -11,6 +11,7 @@ order of these parts, and `prompt.media` holds the items of the request.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,12 +74,14 @@ class MediaRenderer:
             found = self._taken(key, answer)
         return found
 
-    async def file_async(self, data: bytes) -> PreparedMedia:
-        """Do the same without holding up an event loop."""
+    async def file_async(self, data: bytes, max_pixels: int | None = None) -> PreparedMedia:
+        """Do the same without holding up an event loop. max_pixels: in place of that of the
+        limits."""
         key = await asyncio.to_thread(MediaCache.key, data)
         found = self._cache.get(key)
         if found is None:
-            job = await asyncio.to_thread(pack_job, data, self.settings, self.limits)
+            limits = self.limits if max_pixels is None else self._limits(max_pixels)
+            job = await asyncio.to_thread(pack_job, data, self.settings, limits)
             answer = await self._pool.run_bytes_async(job)
             found = await asyncio.to_thread(self._taken, key, answer)
         return found
@@ -91,6 +94,9 @@ class MediaRenderer:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _limits(self, max_pixels: int) -> ImageLimits:
+        return replace(self.limits, max_pixels=min(max_pixels, self.limits.max_pixels))
 
     def _taken(self, key: bytes, answer: bytes) -> PreparedMedia:
         media = self._prepared(unpack_answer(answer, self._processor.table))

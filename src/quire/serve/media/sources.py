@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from quire.base.errors import RequestError
-from quire.serve.media.download import Downloads
+from quire.serve.media.download import Downloads, check_type
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class MediaSources:
         Blocks while it downloads. Raises RequestError for a URL that is malformed, not allowed, or
         names more than `max_bytes`.
         """
+        url = url.lstrip()
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
             return self._inline(url)
@@ -43,8 +44,9 @@ class MediaSources:
 
     def _inline(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
-        if not comma or not head.endswith(";base64"):
-            raise RequestError("a data: URL must be data:TYPE;base64,CONTENT.")
+        if not comma or not head.lower().endswith(";base64"):
+            raise RequestError("a data: URL must be data:image/TYPE;base64,CONTENT.")
+        check_type(head.partition(":")[2].partition(";")[0])
         if len(body) > self.max_bytes // 3 * 4 + 4:
             raise self._too_large()
         try:
