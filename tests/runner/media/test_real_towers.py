@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from quire.base.media.item import MediaItem
+from quire.ops.native import core
+from quire.runner.native_model import NativeModel
 from tests.runner.media.test_media_ranks import StagedEngine
 from tests.support.models.multimodal import Prompt, prompt_of, reference_logits, write_multimodal
-from tests.support.runner.media_engine import NUM_TOKENS, Engine
+from tests.support.runner.media_engine import NUM_TOKENS, Engine, Found
 
 NUMBERS = ([0, 1], [2], [1, 0, 2])  # the images of the prompts
 SETTINGS: dict[str, Any] = {
@@ -68,3 +70,25 @@ def test_answers_are_those_of_transformers(family: str, num_stages: int) -> None
             wanted = [row[token], *np.sort(row)[::-1][:3]]
             np.testing.assert_allclose(np.frombuffer(bits, np.float32), wanted, rtol=1e-5)
     assert engine.plans.num_cut > 3
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_the_core_gives_the_same_bits_alone_and_in_a_batch() -> None:
+    folder, _ = folder_of("qwen3_vl")
+    prompts = {str(numbers): prompt_of("qwen3_vl", numbers) for numbers in NUMBERS}
+    items = {name: items_of(prompt) for name, prompt in prompts.items()}
+
+    def answers(*names: str) -> Found:
+        engine = Engine(
+            folder=Path(folder.name), items=items, dtype="float32", attention_backend="cpu",
+            **SETTINGS,
+        )  # fmt: skip
+        assert isinstance(engine.model, NativeModel)
+        for name in names:
+            engine.add_prompt(name, prompts[name].tokens)
+        return engine.drive()
+
+    together = answers(*prompts)
+    assert len({tuple(pairs) for pairs in together.values()}) == len(prompts)
+    for name in prompts:
+        assert answers(name) == {(name, 0): together[name, 0]}
