@@ -43,10 +43,11 @@ class Answer:
 
 
 class StagedEngine(Engine):
-    """An engine of two stages."""
+    """An engine of several stages."""
 
     def build(self, config: EngineConfig, source: ModelSource) -> BuiltRunner:
-        self.executor = StagesExecutor(build_stages(config, source, 2))
+        num = config.parallel.pipeline_parallel_size
+        self.executor = StagesExecutor(build_stages(config, source, num))
         return self.executor.stages[-1]
 
     def launch(self, plan: Plan) -> Any:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -196,10 +197,18 @@ Found = dict[tuple[str, int], list[tuple[int, bytes]]]
 
 
 class Engine:
-    """A scheduler and a runner with a fake tower."""
+    """A scheduler and a runner with a fake tower. folder: of another model, with a tower of its
+    own; items: of its requests."""
 
-    def __init__(self, num_axes: int = 3, broken: int = 0, **settings: Any) -> None:
-        path = str(checkpoint("llama"))
+    def __init__(
+        self,
+        num_axes: int = 3,
+        broken: int = 0,
+        folder: Path | None = None,
+        items: dict[str, list[MediaItem]] = ITEMS,
+        **settings: Any,
+    ) -> None:
+        path = str(folder or checkpoint("llama"))
         config = config_from_flat(model=path, **SETTINGS | settings)
         with vision_models(num_axes):
             self.built = self.build(config, resolve_model(path, None))
@@ -208,7 +217,7 @@ class Engine:
         if broken:
             self.model.vision.broken = broken
         self.scheduler: Scheduler = make_scheduler(self.built, resolve_model(path, None))
-        self.plans = EncoderPlans(self.scheduler, ITEMS)
+        self.plans = EncoderPlans(self.scheduler, items)
         self.errors: dict[str, str] = {}
 
     def build(self, config: EngineConfig, source: ModelSource) -> BuiltRunner:
@@ -217,9 +226,13 @@ class Engine:
 
     def add(self, name: str, **params: Any) -> None:
         """Add a request of `ITEMS`."""
+        self.add_prompt(name, self.prompt_of(name), **params)
+
+    def add_prompt(self, name: str, prompt: list[int], **params: Any) -> None:
+        """Add a request with this prompt and the items of this name."""
         common = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 3}
         sampling = SamplingParams(**common | params)
-        self.scheduler.add(Request(name, self.prompt_of(name), sampling, seed=1), 0.0)
+        self.scheduler.add(Request(name, prompt, sampling, seed=1), 0.0)
 
     def drive(self, depth: int = 1, before: Any = None) -> Found:
         """Run to the end: tokens and the bits of their candidates. before: called before plans."""
