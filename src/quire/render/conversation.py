@@ -182,7 +182,8 @@ def _part_text(part: object, index: int) -> str:
         raise _wrong_part(index, f"has a part of type {type(part).__name__}; it must be an object")
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
-        raise _wrong_part(index, f"has a part of type {kind!r}; this model accepts text parts only")
+        rule = f"has a part of type {kind!r}, which is not supported here; send text parts"
+        raise _wrong_part(index, rule)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise _wrong_part(index, "has a text part without a text")

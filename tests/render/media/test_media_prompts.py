@@ -1,6 +1,7 @@
 """Prompts with images have the token ids that transformers' processors give."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -25,15 +27,20 @@ from transformers.video_utils import VideoMetadata
 
 from quire.base.errors import RequestError
 from quire.render.chat_template import ChatOptions
-from quire.render.media.prepared import PreparedMedia
+from quire.render.media.placeholders import Placeholder, Placeholders
+from quire.render.media.prepared import PreparedMedia, media_item
+from quire.render.media.processor import ProcessedImage
 from quire.render.media.videos import Frames
 from quire.render.renderer import RenderedPrompt, Renderer
+from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer_files import TokenizerFiles
 from quire.render.truncation import truncated
 from tests.render.media.test_processors import picture
 from tests.support.render.tiny_tokenizers import (
-    CONFIGS,
-    IMAGE,
-    NAMES,
+    BUILDERS,
+    IMAGE_PART,
+    VISION_CONFIGS,
+    VISION_NAMES,
     renderer_of,
     text_part,
     vision_backend,
@@ -45,11 +52,21 @@ QWEN = {
 }  # fmt: skip
 CONVERSATION = [
     {"role": "system", "content": "be brief"},
-    {"role": "user", "content": [text_part("ab\n"), IMAGE, text_part("\n\nand"), IMAGE, IMAGE]},
+    {
+        "role": "user",
+        "content": [text_part("ab\n"), IMAGE_PART, text_part("\n\nand"), IMAGE_PART, IMAGE_PART],
+    },
     {"role": "assistant", "content": "three\n"},
-    {"role": "user", "content": [IMAGE, text_part("and this?")]},
+    {"role": "tool", "content": [text_part("a chart"), IMAGE_PART]},
+    {"role": "user", "content": [IMAGE_PART, text_part("and this?")]},
 ]
-PICTURES = [picture(70, 50), picture(30, 90, 1), picture(64, 64, 2), picture(130, 40, 3)]
+PICTURES = [
+    picture(70, 50),
+    picture(30, 90, 1),
+    picture(64, 64, 2),
+    picture(130, 40, 3),
+    picture(28, 28),
+]
 
 
 VIDEO = {"type": "video"}
@@ -58,7 +75,7 @@ NUM_CROPS = 5  # of two of the pictures; the others are too square or too narrow
 
 def theirs(model_type: str, config: dict[str, Any]) -> Any:
     """Return the processor of transformers."""
-    own = NAMES.get(model_type, {})
+    own = VISION_NAMES.get(model_type, {})
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=vision_backend(model_type), extra_special_tokens=own
     )
@@ -99,7 +116,7 @@ def check_spans(prompt: RenderedPrompt, token_id: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
-    [*((model_type, {}) for model_type in CONFIGS), ("gemma3", {"do_pan_and_scan": True})],
+    [*((model_type, {}) for model_type in VISION_CONFIGS), ("gemma3", {"do_pan_and_scan": True})],
 )
 def test_token_ids_are_those_of_transformers(
     tmp_path: Path, model_type: str, changes: dict[str, Any]
@@ -107,7 +124,7 @@ def test_token_ids_are_those_of_transformers(
     renderer = renderer_of(write_vision_model(tmp_path, model_type, changes))
     ours = rendered(renderer)
     assert ours.text == renderer.chat_text(CONVERSATION)
-    processor = theirs(model_type, CONFIGS[model_type] | changes)
+    processor = theirs(model_type, VISION_CONFIGS[model_type] | changes)
     if changes:  # Gemma3Processor takes these from the call only
         changes = changes | {"pan_and_scan_min_crop_size": 32}
     expected = processor(text=[ours.text], images=PICTURES, add_special_tokens=False, **changes)
@@ -125,11 +142,11 @@ def test_token_ids_of_videos_are_those_of_transformers(tmp_path: Path, model_typ
     assert renderer.media is not None and renderer.tokenizer is not None
     pixels = np.stack([np.asarray(picture(64, 40, seed)) for seed in range(5)])
     video = renderer.media.video(Frames(pixels, fps=4.0, indices=(0, 4, 8, 12, 16), total=20))
-    conversation = [{"role": "user", "content": [IMAGE, VIDEO, text_part("what is it?")]}]
+    conversation = [{"role": "user", "content": [IMAGE_PART, VIDEO, text_part("what is it?")]}]
     media = [video, *prepared(renderer, PICTURES[:1])]
     ours = renderer.render(conversation, media=media)
     assert ours.text is not None
-    processor = theirs(model_type, CONFIGS[model_type])
+    processor = theirs(model_type, VISION_CONFIGS[model_type])
     grid = np.array([[len(video.items), *video.items[0].grid[1:]]])
     if model_type == "qwen2_5_vl":
         grid = np.array([video.items[0].grid])
@@ -167,13 +184,45 @@ def test_marks_of_gemma_in_token_ids_become_whole_placeholders(tmp_path: Path) -
 
 def test_digests_tell_images_and_families_apart(tmp_path: Path) -> None:
     digests = set()
-    for model_type in CONFIGS:
+    for model_type in VISION_CONFIGS:
         renderer = renderer_of(write_vision_model(tmp_path, model_type))
         first, again = rendered(renderer), rendered(renderer)
         assert [item.digest for item in first.media] == [item.digest for item in again.media]
         digests |= {item.digest for item in first.media}
         assert all(len(item.digest) == 32 for item in first.media)
-    assert len(digests) == len(CONFIGS) * len(PICTURES)
+    assert len(digests) == len(VISION_CONFIGS) * len(PICTURES)
+
+
+@pytest.mark.parametrize("family", ["byte_level", "llama", "gemma", "metaspace"])
+@pytest.mark.parametrize("strips", [{}, {"lstrip": True, "rstrip": True}])
+def test_repeating_ids_equals_repeating_text(family: str, strips: dict[str, bool]) -> None:
+    backend = BUILDERS[family]()
+    backend.add_tokens([AddedToken("<image>", **{"normalized": False, **strips})])
+    tokenizer = Tokenizer(backend, TokenizerFiles(Path()))
+    placeholders = Placeholders({"image": Placeholder("<image>", "<image>")}, tokenizer)
+    square = ProcessedImage(np.zeros((1, 1, 3), np.uint8), np.zeros((3, 256), np.float32), (), 5)
+    media = [PreparedMedia("image", (media_item(square, "llava"),))] * 3
+    text = "<image>The quick <image> brown\n<image>"
+    expanded, ordered = placeholders.expand(text, media)
+    token_ids, _ = placeholders.place(tokenizer.encode(expanded), ordered)
+    assert token_ids == tokenizer.encode(text.replace("<image>", "<image>" * 5))
+
+
+def test_the_digest_covers_all_but_the_place() -> None:
+    pixels, table = np.zeros((2, 2, 3), np.uint8), np.zeros((3, 256), np.float32)
+    image = ProcessedImage(pixels, table, (1, 2), 4)
+    changed = [
+        replace(image, pixels=pixels + np.uint8(1)), replace(image, table=table + 1),
+        replace(image, pixels=pixels.reshape(4, 1, 3)), replace(image, grid=(2, 1)),
+        replace(image, num_tokens=5),
+    ]  # fmt: skip
+    items = [media_item(each, "llava") for each in (image, *changed)]
+    items += [
+        media_item(image, "gemma3"), media_item(image, "llava", "video"),
+        media_item(image, "llava", seconds_per_grid=1.0), media_item(image, "llava", is_whole=True),
+    ]  # fmt: skip
+    assert len({item.digest for item in items}) == len(items)
+    assert media_item(image, "llava").at(7).digest == items[0].digest
 
 
 TYPED = [
@@ -186,7 +235,7 @@ TYPED = [
 def test_a_placeholder_in_a_text_is_refused(tmp_path: Path, model_type: str, token: str) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, model_type))
     [media] = prepared(renderer, PICTURES[:1])
-    said = {"role": "user", "content": [text_part(f"look: {token}"), IMAGE]}
+    said = {"role": "user", "content": [text_part(f"look: {token}"), IMAGE_PART]}
     with pytest.raises(RequestError, match=r"messages\[0\] has the text") as caught:
         renderer.render([said], media=[media])
     assert caught.value.field == "messages[0]" and token in str(caught.value)
@@ -195,7 +244,7 @@ def test_a_placeholder_in_a_text_is_refused(tmp_path: Path, model_type: str, tok
     # Joined by the template from two parts, it is counted.
     halves = [text_part(token[:4]), text_part(token[4:])]
     with pytest.raises(RequestError, match="the prompt has"):
-        renderer.render([{"role": "user", "content": [*halves, IMAGE]}], media=[media])
+        renderer.render([{"role": "user", "content": [*halves, IMAGE_PART]}], media=[media])
     with pytest.raises(RequestError, match="the prompt has"):
         renderer.render(f"look: {token}")
 
@@ -205,18 +254,18 @@ def test_each_image_needs_a_placeholder(tmp_path: Path) -> None:
     media = prepared(renderer, PICTURES[:2])
     assert renderer.tokenizer is not None
     mark_ids = renderer.tokenizer.encode("ab<|image_pad|>")
-    with pytest.raises(RequestError, match="1 times, and 2 images"):
-        renderer.render([{"role": "user", "content": [IMAGE]}], media=media)
-    with pytest.raises(RequestError, match="3 times, and 2 images"):
+    with pytest.raises(RequestError, match="1 times .*number of its images is 2"):
+        renderer.render([{"role": "user", "content": [IMAGE_PART]}], media=media)
+    with pytest.raises(RequestError, match="3 times .*images is 2"):
         renderer.render("<|image_pad|>" * 3, media=media)
-    with pytest.raises(RequestError, match="1 times, and 2 images"):
+    with pytest.raises(RequestError, match="1 times .*number of its images is 2"):
         renderer.render(mark_ids, media=media)
     text_only = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RequestError, match="takes only text"):
-        said = {"role": "user", "content": [IMAGE, text_part("ab")]}
+        said = {"role": "user", "content": [IMAGE_PART, text_part("ab")]}
         renderer.render([said], template=text_only, media=media[:1])
     drops = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-    with pytest.raises(RequestError, match="0 times, and 1 images"):
+    with pytest.raises(RequestError, match="0 times .*images is 1"):
         renderer.render([said], template=drops, media=media[:1])
 
 
@@ -224,7 +273,7 @@ def test_models_without_a_tower_take_no_images(tmp_path: Path) -> None:
     own = renderer_of(write_vision_model(tmp_path, "llava"))
     media = prepared(own, PICTURES[:1])
     renderer = Renderer(own.tokenizer)
-    for prompt in ([{"role": "user", "content": [IMAGE]}], "<image>", [1, 2]):
+    for prompt in ([{"role": "user", "content": [IMAGE_PART]}], "<image>", [1, 2]):
         with pytest.raises(RequestError, match="this model does not accept images"):
             renderer.render(prompt, media=media)
     with pytest.raises(RequestError, match="this model does not accept videos; it accepts images"):
@@ -242,6 +291,6 @@ def test_a_prompt_with_images_is_not_cut(tmp_path: Path) -> None:
 def test_the_final_message_is_continued_behind_a_text_only(tmp_path: Path) -> None:
     renderer = renderer_of(write_vision_model(tmp_path, "qwen2_vl"))
     options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
-    said = {"role": "user", "content": [text_part("ab"), IMAGE]}
+    said = {"role": "user", "content": [text_part("ab"), IMAGE_PART]}
     with pytest.raises(RequestError, match="ends with text"):
         renderer.chat_text([said], options)

@@ -18,7 +18,7 @@ from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
 from tests.render.media.test_processors import encoded, picture
 from tests.support.plugin_site import Site
-from tests.support.render.tiny_tokenizers import IMAGE, write_vision_model
+from tests.support.render.tiny_tokenizers import IMAGE_PART, write_vision_model
 
 SOURCE = picture(50, 40)
 
@@ -54,7 +54,7 @@ def test_the_processor_of_a_package_prepares_images(site: Site, model: Path) -> 
     media = MediaRenderer.from_directory(model, tokenizer)
     prepared = media.image(np.asarray(SOURCE))
     template = "{% for p in messages[0].content %}{{ p.text or '<stamp>' }}{% endfor %}!"
-    said = [{"role": "user", "content": [IMAGE, IMAGE]}]
+    said = [{"role": "user", "content": [IMAGE_PART, IMAGE_PART]}]
     prompt = Renderer(tokenizer, template, media=media).render(said, media=[prepared] * 2)
     assert prompt.token_ids[:-1] == [tokenizer.token_id("<stamp>")] * 8
     assert [(item.start, item.shape, item.grid) for item in prompt.media] == [

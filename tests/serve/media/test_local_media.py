@@ -2,11 +2,13 @@
 
 import asyncio
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from quire.base.errors import RequestError
 from quire.render.media.prepared import PreparedMedia
@@ -14,7 +16,12 @@ from quire.render.renderer import Renderer
 from quire.serve.media.local_media import LocalMedia
 from tests.render.media.test_media_renderer import WorkerHere
 from tests.render.media.test_processors import encoded, picture
-from tests.support.render.tiny_tokenizers import IMAGE, renderer_of, text_part, write_vision_model
+from tests.support.render.tiny_tokenizers import (
+    IMAGE_PART,
+    renderer_of,
+    text_part,
+    write_vision_model,
+)
 
 PICTURE = picture(40, 30)
 FILE = encoded(PICTURE)
@@ -59,7 +66,7 @@ def test_parts_of_messages(local: LocalMedia, renderer: Renderer, part: dict[str
                 {"role": "assistant", "content": "yes"}]  # fmt: skip
     for prompt, media in (local.take(messages), asyncio.run(local.take_async(messages))):
         assert media == [expected(renderer)]
-        assert prompt == [{"role": "user", "content": [text_part("look"), IMAGE]}, messages[1]]
+        assert prompt == [{"role": "user", "content": [text_part("look"), IMAGE_PART]}, messages[1]]
         assert renderer.render(prompt, media=media).media
     assert messages[0]["content"][1] is part  # the caller's messages stay
 
@@ -119,6 +126,12 @@ WRONG: list[tuple[Any, str]] = [
 def test_what_cannot_be_used_is_refused(local: LocalMedia, data: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         local.take({"prompt": "x", "multi_modal_data": data})
+
+
+def test_a_picture_whose_file_ends_early_is_refused(local: LocalMedia) -> None:
+    broken = Image.open(io.BytesIO(FILE[: len(FILE) // 2]))
+    with pytest.raises(RequestError, match=r"image\[0\]: the picture cannot be read"):
+        local.take({"prompt": "x", "multi_modal_data": {"image": broken}})
 
 
 def test_files_need_permission(renderer: Renderer, tmp_path: Path) -> None:

@@ -220,19 +220,19 @@ GEMMA = {"size": {"height": 56, "width": 56}, "image_seq_length": 4,
          "pan_and_scan_min_crop_size": 32}  # fmt: skip
 NEXT = {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56},
         "image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]}  # fmt: skip
-NAMES = {
+VISION_NAMES = {
     "gemma3": {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
                "eoi_token": "<end_of_image>"},
 }  # fmt: skip
-TOKENS = {
+VISION_TOKENS = {
     "qwen2_vl": ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
                  "<|image_pad|>", "<|video_pad|>"],
-    "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", *NAMES["gemma3"].values()],
+    "gemma3": ["<bos>", "<start_of_turn>", "<end_of_turn>", *VISION_NAMES["gemma3"].values()],
     "llava": ["<image>"],
 }  # fmt: skip
-FAMILY = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen2_vl", "llava_next": "llava"}
-TEMPLATES = {"qwen2_vl": QWEN_TEMPLATE, "gemma3": GEMMA_TEMPLATE, "llava": LLAVA_TEMPLATE}
-CONFIGS: dict[str, dict[str, Any]] = {
+VISION_FAMILY = {"qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen2_vl", "llava_next": "llava"}
+VISION_TEMPLATES = {"qwen2_vl": QWEN_TEMPLATE, "gemma3": GEMMA_TEMPLATE, "llava": LLAVA_TEMPLATE}
+VISION_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": QWEN, "qwen2_5_vl": QWEN, "qwen3_vl": QWEN | {"patch_size": 16},
     "gemma3": GEMMA, "llava": {"size": {"shortest_edge": 28},
                                "crop_size": {"height": 28, "width": 42}},
@@ -250,7 +250,7 @@ def vision_backend(model_type: str) -> tk.Tokenizer:
     found = tk.Tokenizer(models.BPE(vocab, merges))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
-    tokens = TOKENS[FAMILY.get(model_type, model_type)]
+    tokens = VISION_TOKENS[VISION_FAMILY.get(model_type, model_type)]
     found.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in tokens])
     return found
 
@@ -268,10 +268,10 @@ def write_vision_model(
     files = {
         "config.json": config,
         "tokenizer_config.json": {
-            "chat_template": TEMPLATES[FAMILY.get(model_type, model_type)],
-            "extra_special_tokens": NAMES.get(model_type, {}),
+            "chat_template": VISION_TEMPLATES[VISION_FAMILY.get(model_type, model_type)],
+            "extra_special_tokens": VISION_NAMES.get(model_type, {}),
         },
-        "preprocessor_config.json": CONFIGS[model_type] | (preprocessor or {}),
+        "preprocessor_config.json": VISION_CONFIGS[model_type] | (preprocessor or {}),
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
@@ -287,4 +287,4 @@ def text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-IMAGE = {"type": "image"}
+IMAGE_PART = {"type": "image"}

@@ -64,7 +64,10 @@ def pixels_of(source: object) -> Pixels:
     """Return the pixels of a picture or an array of the program, uint8 [H, W, 3]. Raises
     RequestError for other objects."""
     if isinstance(source, Image.Image):
-        return to_pixels(source, ImageLimits())
+        try:
+            return to_pixels(source, ImageLimits())
+        except (OSError, SyntaxError) as error:  # its file is read only now
+            raise RequestError(f"the picture cannot be read: {error}") from None
     return checked_array(source, 3, "an image", "[H, W, 3]")
 
 

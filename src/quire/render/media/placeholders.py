@@ -177,8 +177,8 @@ class Placeholders:
         for kind, each in self._by_kind.items():
             if found[kind] != given[kind]:
                 raise RequestError(
-                    f"the prompt has {each.mark!r} {found[kind]} times, and {given[kind]} {kind}s"
-                    f" belong to it; there must be one for each {kind}."
+                    f"the prompt has {found[kind]} times {each.mark!r}, and the number of its"
+                    f" {kind}s is {given[kind]}; write it once for each {kind}."
                 )
 
     def _check_kind(self, kind: str) -> None:

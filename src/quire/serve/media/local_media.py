@@ -21,7 +21,7 @@ from quire.render.renderer import Renderer, is_conversation, no_media
 from quire.serve.media.download import Downloads
 from quire.serve.media.sources import MediaSources
 
-FIELD = "multi_modal_data"
+FIELD, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
 
 
 class LocalMedia:
@@ -43,7 +43,12 @@ class LocalMedia:
     async def take_async(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
         """Do the same without holding up an event loop."""
         prompt, parts = self._parts(prompt)
-        return prompt, await asyncio.gather(*map(self._prepared_async, parts))
+        tasks = [asyncio.ensure_future(self._prepared_async(part)) for part in parts]
+        try:
+            return prompt, await asyncio.gather(*tasks)
+        finally:  # the first error ends the others
+            for task in tasks:
+                task.cancel()
 
     def take_all(self, prompts: Sequence[Any]) -> tuple[list[Any], list[list[PreparedMedia]]]:
         """Do `take` for several prompts."""
@@ -56,6 +61,12 @@ class LocalMedia:
             prompt, parts = take_media(prompt)
         elif isinstance(prompt, Mapping) and FIELD in prompt:
             data = prompt[FIELD]
+            if data and prompt.get(OPTIONS):
+                raise RequestError(
+                    f"{OPTIONS} is not supported; set these values in the model's"
+                    " preprocessor_config.json.",
+                    OPTIONS,
+                )
             prompt = {name: value for name, value in prompt.items() if name != FIELD}
             parts = _listed(data)
         if parts and self._renderer.media is None:
