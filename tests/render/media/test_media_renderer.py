@@ -13,7 +13,6 @@ from quire.render.media.image_files import ImageLimits, decode_image
 from quire.render.media.media_renderer import MediaRenderer
 from quire.render.media.media_worker import work
 from quire.render.media.model_files import ModelFiles, takes_images
-from quire.render.media.placeholders import Placeholders
 from quire.render.media.prepared import MediaCache, PreparedMedia
 from quire.render.media.processors import media_settings
 from quire.render.media.qwen_vl import QwenImages
@@ -59,8 +58,8 @@ def pixels(data: bytes) -> np.ndarray:
 
 def test_files_and_pixels_give_the_same_items(media: MediaRenderer, worker: WorkerHere) -> None:
     assert media.file(FILES[0]) == media.image(pixels(FILES[0]))
-    found = asyncio.run(media.files_async(FILES))
-    assert found == [media.image(pixels(data)) for data in FILES]
+    for data in FILES:
+        assert asyncio.run(media.file_async(data)) == media.image(pixels(data))
     assert worker.num_jobs == 3  # the first file was in the cache
 
 
@@ -74,8 +73,10 @@ def test_no_process_starts_before_the_first_file(media: MediaRenderer) -> None:
 
 def test_a_damaged_file_fails_alone(media: MediaRenderer, worker: WorkerHere) -> None:
     with pytest.raises(RequestError, match="none of the formats"):
-        asyncio.run(media.files_async([FILES[0], b"hello", FILES[1]]))
-    assert asyncio.run(media.files_async(FILES[:1])) == [media.file(FILES[0])]
+        asyncio.run(media.file_async(b"hello"))
+    with pytest.raises(RequestError, match="none of the formats"):
+        media.file(b"hello")
+    assert asyncio.run(media.file_async(FILES[0])) == media.file(FILES[0])
     with pytest.raises(RequestError, match="more than the limit"):
         media.file(b"x" * (media.limits.max_bytes + 1))
 
@@ -122,7 +123,6 @@ def test_a_tokenizer_without_the_placeholder_is_refused(tmp_path: Path) -> None:
     other = write_vision_model(tmp_path / "b", "qwen2_vl")
     with pytest.raises(ModelError, match="no added token '<|image_pad|>'"):
         MediaRenderer.from_directory(other, tokenizer)
-    assert Placeholders({}, tokenizer).kinds == ()
 
 
 # ---- videos ----------------------------------------------------------------------------------

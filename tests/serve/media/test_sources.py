@@ -11,7 +11,7 @@ from quire.base.errors import RequestError
 from quire.serve.media.addresses import is_public, public_address
 from quire.serve.media.download import Downloads
 from quire.serve.media.sources import MediaSources
-from tests.support.serve.tls_files import CONTENT, make_certificate, tls_files
+from tests.serve.media.conftest import CONTENT, make_certificate, tls_files
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 A server calls it in two steps:
 
-    media = await renderer.media.files_async([data, ...])          # decode in bounded processes
+    media = [await renderer.media.file_async(data) for data in files]    # in bounded processes
     prompt = await async_renderer.render(messages, options, media=media)
 
 The messages hold {"type": "image"} where an image stands (`parts.take_media`), the media are in the
@@ -10,7 +10,6 @@ order of these parts, and `prompt.media` holds the items of the request.
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -85,15 +84,6 @@ class MediaRenderer:
             answer = await self._pool.run_bytes_async(job)
             found = await asyncio.to_thread(self._taken, key, answer)
         return found
-
-    async def files_async(self, files: Sequence[bytes]) -> list[PreparedMedia]:
-        """Return the images of several files, in their order. All are ended if one fails."""
-        tasks = [asyncio.ensure_future(self.file_async(data)) for data in files]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     def _limits(self, max_pixels: int) -> ImageLimits:
         return replace(self.limits, max_pixels=min(max_pixels, self.limits.max_pixels))

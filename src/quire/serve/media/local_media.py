@@ -43,7 +43,12 @@ class LocalMedia:
     async def take_async(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
         """Do the same without holding up an event loop."""
         prompt, parts = self._parts(prompt)
-        return prompt, await asyncio.gather(*map(self._prepared_async, parts))
+        tasks = [asyncio.ensure_future(self._prepared_async(part)) for part in parts]
+        try:
+            return prompt, await asyncio.gather(*tasks)
+        finally:  # the first error ends the others
+            for task in tasks:
+                task.cancel()
 
     def take_all(self, prompts: Sequence[Any]) -> tuple[list[Any], list[list[PreparedMedia]]]:
         """Do `take` for several prompts."""

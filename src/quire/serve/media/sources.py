@@ -62,7 +62,7 @@ class MediaSources:
             )
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise RequestError(f"a file: URL names no host, got {parts.netloc!r}.")
+            raise RequestError(f"a file: URL names no host, got {parts.netloc[:80]!r}.")
         path = unquote(parts.path)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -84,7 +84,7 @@ class MediaSources:
 
     def _unreadable(self, path: str) -> RequestError:
         """Return one error for all reasons, so that a client learns nothing about other files."""
-        return RequestError(f"{path!r} is no readable file below the folder that is allowed.")
+        return RequestError(f"{path[:200]!r} is no readable file below the folder that is allowed.")
 
     def _too_large(self) -> RequestError:
         return RequestError(f"the media item has more than {self.max_bytes:,} bytes, the limit.")

@@ -23,9 +23,15 @@ from quire.serve.media import download, request_images
 from quire.serve.media.download import Downloads
 from quire.serve.media.request_images import ImageReader
 from quire.serve.media.sources import MediaSources
-from tests.serve.api.images.conftest import MakeImageContext
-from tests.support.serve.image_api import chat_part, data_url, file_of, picture, text_part
-from tests.support.serve.tls_files import CONTENT, make_certificate, tls_files
+from tests.serve.api.images.conftest import (
+    MakeImageContext,
+    chat_part,
+    data_url,
+    file_of,
+    picture,
+    text_part,
+)
+from tests.serve.media.conftest import CONTENT, make_certificate, tls_files
 
 PNG = file_of(picture())
 JPEG = file_of(picture(64, 64), "JPEG")

@@ -13,10 +13,16 @@ from starlette.testclient import TestClient
 from quire.base.hooks import HookRequest
 from quire.serve.api.app import create_app
 from quire.serve.hooks import Hooks
-from tests.serve.api.images.conftest import MakeImageContext
+from tests.serve.api.images.conftest import (
+    MakeImageContext,
+    chat_part,
+    data_url,
+    file_of,
+    picture,
+    text_part,
+)
 from tests.support.serve.batch_server import serving
 from tests.support.serve.fake_client import FakeClient
-from tests.support.serve.image_api import chat_part, data_url, file_of, picture, text_part
 
 PNG, JPEG = file_of(picture()), file_of(picture(seed=1), "JPEG")
 CONTENT = [text_part("Hi"), chat_part(data_url(PNG)), chat_part(data_url(JPEG, "image/jpeg"))]

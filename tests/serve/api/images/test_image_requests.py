@@ -12,8 +12,15 @@ from starlette.testclient import TestClient
 
 from quire.base.messages import Request
 from quire.serve.api.context import ApiContext
+from tests.serve.api.images.conftest import (
+    MARK_ID,
+    chat_part,
+    data_url,
+    file_of,
+    picture,
+    text_part,
+)
 from tests.support.serve.fake_client import FakeClient
-from tests.support.serve.image_api import MARK_ID, chat_part, data_url, file_of, picture, text_part
 
 SMALL, LARGE = file_of(picture()), file_of(picture(56, 84, 1))  # 1 and 6 tokens
 JPEG = file_of(picture(28, 28, 2), "JPEG")

@@ -13,8 +13,8 @@ import pytest
 
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import serving
+from tests.serve.api.images.conftest import file_of, image_context, picture
 from tests.support.serve.fake_client import FakeClient
-from tests.support.serve.image_api import file_of, image_context, picture
 
 sync_api = pytest.importorskip("playwright.sync_api")
 MOST_MS = 30_000
