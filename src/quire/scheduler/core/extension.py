@@ -95,6 +95,11 @@ class Extension:
         """Return what carries out control messages, by their type."""
         return {}
 
+    def complete(self, request: Request) -> Request:
+        """Return a request with what it takes over from others, before anything looks at it. Raises
+        RequestError if it cannot take that over."""
+        return request
+
     def accept(self, request: Request) -> bool:
         """Raise RequestError if a request cannot be served, and EngineBusy if only not now. Return
         whether this extension has checked that there is room for it; else the core does."""

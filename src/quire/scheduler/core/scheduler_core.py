@@ -277,6 +277,8 @@ class SchedulerCore:
                 f"{num} sequences are more than max_num_seqs={self.rows.table.num_rows}; request"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
+        for extension in self.extensions:
+            request = extension.complete(request)
         has_room = [extension.accept(request) for extension in self.extensions]
         sequence = self.arrivals.new_sequence(request, now)
         if any(has_room):
