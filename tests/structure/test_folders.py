@@ -34,7 +34,7 @@ CROWDED = {
 # Lines of a folder's own files.
 BUDGETS = {
     "base": 8300,
-    "base/media": 100,
+    "base/media": 200,
     "cli": 2950,
     "cli/options": 1000,
     "engine": 50,
@@ -55,6 +55,7 @@ BUDGETS = {
     "models": 6600,
     "models/gguf": 750,
     "models/hf": 2800,
+    "models/multimodal": 200,
     "models/quantised": 1000,
     "models/vision": 1500,
     "ops": 6150,
