@@ -67,6 +67,7 @@ BUDGETS = {
     "render/media": 800,
     "runner": 5300,
     "runner/gpu": 1000,
+    "runner/media": 550,
     "runner/warm": 900,
     "scheduler": 1250,
     "scheduler/branching": 350,
