@@ -67,7 +67,7 @@ BUDGETS = {
     "render/media": 1700,
     "runner": 5300,
     "runner/gpu": 1000,
-    "runner/media": 400,
+    "runner/media": 550,
     "runner/warm": 900,
     "scheduler": 1250,
     "scheduler/branching": 350,
