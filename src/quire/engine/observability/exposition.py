@@ -113,6 +113,15 @@ class Exposition(Collector):
             help = "Prompt blocks looked up in stores that this engine had cached already."
             yield counter("kv_blocks_not_moved", help, stores.num_here)
 
+        if media is not None:
+            yield gauge("encoder_cache_slots", "Slots of the encoder cache.", media.num_slots)
+            help = "Slots of the encoder cache that hold outputs."
+            yield gauge("encoder_cache_used_slots", help, media.num_used_slots)
+            help = "Tokens of images and videos that were encoded."
+            yield counter("encoder_tokens", help, media.num_encoded_tokens)
+            help = "Reads of images and videos whose outputs were in the encoder cache."
+            yield counter("encoder_cache_hits", help, media.num_hits)
+
     def _of_ranks(self) -> Iterator[Metric]:
         """Yield what the processes that compute the model together do."""
         if not self._ranks:
