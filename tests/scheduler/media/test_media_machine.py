@@ -20,6 +20,7 @@ from tests.support.scheduler.fake_stores import content
 from tests.support.scheduler.state_machines import FEW, run_machine
 
 NUM_SLOTS = 7
+PIXELS = b"pixels of a picture"
 
 
 class MediaDevice(FakeDevice):
@@ -94,7 +95,7 @@ class MediaMachine(SchedulerMachine):
                 break
             is_whole = bool(random.integers(2)) and size <= config._most_whole
             digest = b"%d %d" % (size, random.integers(3)) + bytes([is_whole]) * 28
-            items.append(MediaItem(start, size, digest[:32], pixels=b"x", is_whole=is_whole))
+            items.append(MediaItem(start, size, digest[:32], pixels=PIXELS, is_whole=is_whole))
             end = start + size
         return msgspec.structs.replace(request, media=tuple(items))
 

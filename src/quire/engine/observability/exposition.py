@@ -76,6 +76,7 @@ class Exposition(Collector):
     def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
         """Yield what the scheduler holds."""
         waiting, pins, tier, stores = view.num_waiting, view.pins, view.tier, view.stores
+        media = view.media
         gauge, counter = self._gauge, self._counter
         yield gauge("num_requests_running", "Running requests, which hold a row.", view.num_running)
         yield gauge("num_requests_waiting", "Waiting requests, which need a row.", waiting)
