@@ -91,6 +91,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         """Where its media items start, and their digests."""
         return tuple((item.start, item.digest) for item in self.media) if self.media else ()
 
+    @property
+    def spans(self) -> tuple[MediaItem, ...]:
+        """Its media items without pixels."""
+        return tuple(item.without_pixels for item in self.media) if self.media else ()
+
 
 def without_prompt(request: Request) -> Request:
     """Return a request as it is, without the tokens of its prompt."""

@@ -61,6 +61,7 @@ from quire.scheduler.core import (
     sequence,
     step_results,
 )
+from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
@@ -79,9 +80,9 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
-    planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
-    two_level,
+    branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory, miss_report,
+    names, offers, pinned, pins, planning, plans, preemption, queue, rows, scheduler, sequence,
+    srtf, step_results, stores, two_level,
 )  # fmt: skip
 
 

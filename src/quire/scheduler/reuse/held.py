@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.media.item import MediaItem, items_before
+from quire.base.media.item import items_before
 from quire.base.messages import (
     Fork,
     HeldRequest,
@@ -40,6 +40,7 @@ from quire.scheduler.core.extension import (
     Extension,
     Handler,
     HitSource,
+    RequestCompletion,
     StepExtension,
 )
 from quire.scheduler.core.memory import Memory
@@ -87,7 +88,7 @@ class Branch:
     source_id: str
 
 
-class Holds(HitSource, CacheListener, Extension, StepExtension):
+class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtension):
     """All that is held, and the branches of forks that wait.
 
     sequences: those that have not ended. by_id: by request id and index. standing: those that have
@@ -117,7 +118,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         return False
 
     def complete(self, request: Request) -> Request:
-        """See Extension. A fork has the media items of the tokens that it shares."""
+        """See RequestCompletion. A fork has the media items of the tokens that it shares."""
         fork = request.fork
         found = None if fork is None else self.find_source(fork)
         if found is None or not found.request.media:
@@ -477,7 +478,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
             cache_salt=found.request.cache_salt,
             tokens=found.known_tokens.tobytes(),
             adapter_id=found.request.adapter_id,
-            media=_spans(found.request),
+            media=found.request.spans,
         )
 
     # ------------------------------------------------------------------------------------------
@@ -537,10 +538,6 @@ def _are_named_alike(one: Request, other: Request) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def _spans(request: Request) -> tuple[MediaItem, ...]:
-    return tuple(item.without_pixels for item in request.media)
-
-
 def num_sure(sequence: Sequence) -> int:
     """Count the tokens of a sequence whose keys and values are there, whatever becomes of the plans
     in flight: a row that has sampled since it began has all before its last known token."""
@@ -564,5 +561,5 @@ def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None
         expires_in_s=max(0.0, held.ends_s - now),
         tokens=b"" if tokens is None else tokens.tobytes(),
         adapter_id=held.request.adapter_id,
-        media=_spans(held.request),
+        media=held.request.spans,
     )
