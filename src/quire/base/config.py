@@ -230,16 +230,22 @@ class SchedulerConfig:
         "maximum number of tokens of one prompt in one step; 0 leaves only the limit of the step",
         unit="tokens",
     )
+    max_encoder_tokens: int = setting(
+        0,
+        "maximum number of tokens of images and videos that one step encodes, if it encodes more"
+        " than one item; 0 means max_num_batched_tokens",
+        unit="tokens",
+    )
+    encoder_cache_tokens: int = setting(
+        8192,
+        "encoder outputs of images and videos that are kept, also the longest item; only used by"
+        " models that take media",
+        unit="tokens",
+    )
     pipeline_depth: int | None = setting(
         None,
         "steps in flight; 1 waits for each result, 2 plans the next step meanwhile; by default 1"
         " on a CPU, 2 on a GPU",
-    )
-    max_encoder_tokens: int = setting(
-        8192, "maximum number of image and video tokens encoded in one step", unit="tokens"
-    )
-    encoder_cache_tokens: int = setting(
-        8192, "size of the cache of encoded images and videos", unit="tokens"
     )
 
 
