@@ -33,8 +33,8 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8300,
-    "base/media": 200,
+    "base": 8310,
+    "base/media": 210,
     "cli": 2950,
     "cli/options": 1000,
     "engine": 50,
@@ -57,7 +57,7 @@ BUDGETS = {
     "models/hf": 2800,
     "models/multimodal": 200,
     "models/quantised": 1000,
-    "models/vision": 1550,
+    "models/vision": 1560,
     "ops": 6150,
     "ops/attention": 3600,
     "ops/collectives": 500,
