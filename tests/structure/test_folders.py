@@ -51,7 +51,7 @@ BUDGETS = {
     "engine/recording": 900,
     "engine/start": 800,
     "engine/wire": 950,
-    "kv": 1800,
+    "kv": 1830,
     "models": 6600,
     "models/gguf": 750,
     "models/hf": 2800,
@@ -69,9 +69,10 @@ BUDGETS = {
     "runner/gpu": 1000,
     "runner/media": 400,
     "runner/warm": 900,
-    "scheduler": 1250,
+    "scheduler": 1270,
     "scheduler/branching": 350,
     "scheduler/core": 4050,
+    "scheduler/media": 400,
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
     "serve": 5150,
@@ -90,7 +91,7 @@ BUDGETS = {
 }
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 7100
+MAX_CORE_LINES = 7220
 # Folders that import each other, though neither is in the other.
 CIRCLES: set[tuple[str, str]] = {
     ("ops/attention", "ops/kernels"),

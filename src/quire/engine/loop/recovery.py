@@ -8,9 +8,10 @@ use blocks which rows before it compute in the same step.
 What a plan does besides its rows (released, forked, truncated, host tokens, swaps to host memory)
 goes with every part until the first one succeeds, and with none after that. Until then nothing
 counts and it can be done again. A row forked by the step in which its parent samples goes with its
-parent; loads and copies go with the rows that have their blocks. (The source of a copy may be
-written by the same plan, by the last one who shares the block; that is the slot which the owner of
-the copy writes as well, so to copy it once more does no harm.)
+parent; loads and copies go with the rows that have their blocks, and encoder inputs with the rows
+that read their outputs. (The source of a copy may be written by the same plan, by the last one who
+shares the block; that is the slot which the owner of the copy writes as well, so to copy it once
+more does no harm.)
 
 Where rows cannot be computed again, only what the plan does besides is carried out once more
 (`give_rows_up`), and the scheduler finds who is guilty (scheduler/core/plans.py).
@@ -22,7 +23,7 @@ besides its rows is carried out alone, and if that fails as well, without its sw
 import dataclasses
 import logging
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -216,10 +217,21 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,
         masked_rows=plan.masked_rows[np.isin(plan.masked_rows, plan.sample_rows[samples])],
         drafts=tuple(draft for draft in plan.drafts if draft.row in row_set),
+        **_encoding_of(plan, row_set),
         forked=forked,
         started=tuple(start for start in plan.started if start.row in row_set),
         block_writes=_writes_of(plan.block_writes, row_set | {fork.child for fork in forked}),
     )
+
+
+def _encoding_of(plan: Plan, rows: Set[int]) -> dict[str, Any]:
+    """Keep what these rows read of encoder outputs, and the inputs of which they read some."""
+    reads = tuple(read for read in plan.encoder_reads if read.row in rows)
+    read_slots = {slot for read in reads for slot in read.slots.tolist()}
+    inputs = [
+        each for each in plan.encoder_inputs if not read_slots.isdisjoint(each.slots.tolist())
+    ]
+    return {"encoder_inputs": tuple(inputs), "encoder_reads": reads}
 
 
 def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:

@@ -123,6 +123,9 @@ class Admission:
                 lifecycle.park(sequence)
                 return 0
             num_new = min(num_new, self._most_prefill or num_new)
+            num_new = memory.chunk_limit.limit(sequence, hit.num_tokens, num_new, builder)
+            if num_new == 0:
+                return None
             if memory.keeps_nothing and num_new < sequence.num_known_tokens:
                 return None  # its tokens see each other: it waits for a step that has room for all
             needs = memory.needs_to_start(sequence, hit, num_new)
@@ -181,6 +184,7 @@ class Admission:
             computed = member.num_swapped_tokens
             room = size - computed % size  # one new block at most
             num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
+            num_new = self._memory.chunk_limit.limit(member, computed, num_new, builder)
             if num_new > 0:
                 self._preemption.ensure_capacity(member, computed + num_new, builder, now)
                 self._grant(member, num_new, builder)
@@ -191,8 +195,9 @@ class Admission:
         self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()
     ) -> None:
         """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
-        rows = np.array([sequence.row])
-        self._rows.advance(sequence.row, sequence.num_computed_tokens + num_new)
+        rows, first = np.array([sequence.row]), sequence.num_computed_tokens
+        self._memory.chunk_limit.grant(sequence, first, num_new, builder)
+        self._rows.advance(sequence.row, first + num_new)
         builder.add_rows(rows, np.array([num_new]))
         if self._memory.names.is_indexed(sequence):
             self.name_full_blocks(rows, builder, hit)
@@ -200,10 +205,14 @@ class Admission:
     def _continue_deferred(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
         """Give a deferred prompt the tokens that budget and free blocks allow; how many."""
         memory = self._memory
-        num_new = min(budget, self._rows.need_of(sequence))
+        num_new, first = min(budget, self._rows.need_of(sequence)), sequence.num_computed_tokens
+        num_new = memory.chunk_limit.limit(sequence, first, num_new, builder)
+        if num_new == 0:
+            return 0
         appended = memory.grow(sequence, num_new)
         if appended is None:
             num_new = min(num_new, memory.kv.num_free_slots(sequence.blocks))
+            num_new = memory.chunk_limit.limit(sequence, first, num_new, builder)
             appended = memory.grow(sequence, num_new) if num_new > 0 else None
         if appended is None:
             return 0

@@ -1,7 +1,8 @@
-"""How a feature attaches to the scheduler: four small interfaces, and the core names no feature.
+"""How a feature attaches to the scheduler: five small interfaces, and the core names no feature.
 
     HitSource        where the beginning of a prompt may come from      asked by Memory
     CacheListener    hears which blocks get names, copies some out      called by Memory
+    ChunkLimit       how many tokens of a sequence a plan computes      asked by the planner
     Extension        accompanies sequences from arrival to end          called by SchedulerCore
     StepExtension    acts at certain times and between steps            called by SchedulerCore
 
@@ -87,6 +88,15 @@ class CacheListener:
         """Forget all names: the index has just been emptied."""
 
 
+class RequestCompletion:
+    """Completes requests before anything else looks at them."""
+
+    def complete(self, request: Request) -> Request:
+        """Return a request with what it takes over from others. Raises RequestError if it
+        cannot take that over."""
+        return request
+
+
 class Extension:
     """Accompanies sequences. `leave` and `forget` are called only for sequences that have this
     extension among their `watchers`."""
@@ -113,6 +123,26 @@ class Extension:
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """Give up all that may be wrong because these have failed: the error may have come with any
         of their tokens."""
+
+
+class ChunkLimit:
+    """Limits chunks: how many of a sequence's next tokens a plan may compute now.
+
+    limited: sequences with rows of which the next tokens may be limited; rows of others are not
+    asked for. min_tokens: for which a step has time in any case.
+    """
+
+    limited: Collection[Sequence] = ()
+    min_tokens: int = 0
+
+    def limit(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
+        """Return how many of `num` tokens, from the index `first` on, a plan may compute; 0 if the
+        sequence must wait. What these need besides blocks is claimed for the plan. The sequence may
+        have no row yet."""
+        return num
+
+    def grant(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> None:
+        """Plan what the next tokens of a row need, as `limit` has claimed it."""
 
 
 class Forking(Protocol):

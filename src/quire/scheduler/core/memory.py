@@ -27,7 +27,7 @@ from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.swapping import swap_in, swap_out
 from quire.kv.table import Appended
-from quire.scheduler.core.extension import CacheListener, HitSource, overriding
+from quire.scheduler.core.extension import CacheListener, ChunkLimit, HitSource, overriding
 from quire.scheduler.core.names import BlockNaming, Digester
 from quire.scheduler.core.sequence import Sequence
 
@@ -87,8 +87,10 @@ class Memory:
     reserved: blocks, by cache group, that only certain tables may take. copied: (group, block) that
     rows of the plan being made copy from; kept_copied: those of them with a reference of their own
     until the plan is made, because who held them was evicted. spent: tables to free once the plan
-    is made, which copies from them.
+    is made, which copies from them. chunk_limit: what else limits the tokens of a plan.
     """
+
+    chunk_limit: ChunkLimit = ChunkLimit()  # limits nothing, also after an old snapshot
 
     def __init__(
         self,
@@ -121,11 +123,14 @@ class Memory:
         return [group.kind for group in self.kv.groups]
 
     def attach(self, feature: object) -> None:
-        """Connect a source or a listener; the order of attaching is the order of calls."""
+        """Connect a source, a listener or the chunk limit. The order of attaching is the order of
+        calls."""
         if isinstance(feature, HitSource):
             self.sources.append(feature)
         if isinstance(feature, CacheListener):
             self.listeners.append(feature)
+        if isinstance(feature, ChunkLimit):
+            self.chunk_limit = feature
         self._connect()
 
     def _connect(self) -> None:

@@ -103,7 +103,8 @@ class Planner:
         if not step_tokens:
             return self._token_budget
         num_decoding = int(np.count_nonzero(needs == 1))
-        return min(self._token_budget, max(step_tokens, num_decoding + PROMPT_TOKENS))
+        least = num_decoding + max(PROMPT_TOKENS, self._memory.chunk_limit.min_tokens)
+        return min(self._token_budget, max(step_tokens, least))
 
     def _plan_suspect(self, builder: PlanBuilder, now: float) -> bool:
         """Plan for one suspect alone, the first that can compute something; whether there is
@@ -129,9 +130,12 @@ class Planner:
         table = self._rows.table
         if len(rows) == 0:
             return 0
+        limited = self._memory.chunk_limit.limited
+        need = self._within_limits(rows, need, builder) if limited else need
         if need.sum() > budget:
             queue, fits = self._lifecycle.queue, self._admission.fits_now
             need, builder.deferred = share_budget(self._rows, queue, rows, need, budget, fits)
+            need = self._within_limits(rows, need, builder) if limited else need
         target = table.computed[rows] + need
         short = np.flatnonzero(target > table.capacity[rows])
         if len(short) and not self._append_blocks(rows[short], target[short], builder):
@@ -148,12 +152,30 @@ class Planner:
         if not need.all():
             busy = np.flatnonzero(need)
             rows, need, target = rows[busy], need[busy], target[busy]
+        if limited:
+            self._grant(rows, need, builder)
         self._rows.advance(rows, target)
         builder.add_rows(rows, need)
         full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
         if len(full):
             self._admission.name_full_blocks(full, builder)
         return int(need.sum())
+
+    def _within_limits(self, rows: Int64, need: Int64, builder: PlanBuilder) -> Int64:
+        """Return how many of the needed tokens of each row the plan may compute."""
+        chunks, table, need = self._memory.chunk_limit, self._rows.table, need.copy()
+        limited = np.isin(rows, [sequence.row for sequence in chunks.limited])
+        for i in np.flatnonzero(limited & (need > 0)).tolist():
+            first = int(table.computed[rows[i]])
+            need[i] = chunks.limit(table.sequences[rows[i]], first, int(need[i]), builder)
+        return need
+
+    def _grant(self, rows: Int64, need: Int64, builder: PlanBuilder) -> None:
+        """Plan what the next tokens of limited rows need besides blocks."""
+        chunks, table = self._memory.chunk_limit, self._rows.table
+        limited = np.isin(rows, [sequence.row for sequence in chunks.limited])
+        for row, num in zip(rows[limited].tolist(), need[limited].tolist(), strict=True):
+            chunks.grant(table.sequences[row], int(table.computed[row]), num, builder)
 
     def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
         """Give one new block to each of these rows, if each has filled its blocks and needs one
@@ -217,6 +239,7 @@ class Planner:
             moves=builder.moves(),
             drafts=tuple(builder.drafts),
             is_guessing=builder.is_guessing,
+            **builder.extras,
         )
         if self._rows.num_stages > 1:
             plan = replace(plan, last_ids=self._rows.last_ids(rows, plan.last_positions))

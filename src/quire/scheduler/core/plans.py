@@ -12,6 +12,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +74,8 @@ class InFlightStep:
 @dataclass(slots=True)
 class PlanBuilder:
     """A plan in the making: lists that grow, frozen into arrays at the end. swaps: moves out of the
-    device's memory and back; shared: as in `InFlightStep`; deferred: prompts under way, by rank."""
+    device's memory and back; shared: as in `InFlightStep`; deferred: prompts under way, by rank.
+    extras: fields of the plan that features fill; claims: what a `ChunkLimit` has promised."""
 
     step_id: int
     rows: list[Int64] = field(default_factory=list)
@@ -90,6 +92,8 @@ class PlanBuilder:
     is_guessing: bool = False
     has_preempted: bool = False
     deferred: list[Sequence] = field(default_factory=list)
+    extras: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    claims: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:
         self.rows.append(rows)

@@ -45,8 +45,10 @@ from quire.scheduler.core.extension import (
     Extension,
     Forking,
     Handler,
+    RequestCompletion,
     StepEnd,
     StepExtension,
+    of_kind,
 )
 from quire.scheduler.core.failures import Failures
 from quire.scheduler.core.lifecycle import Lifecycle
@@ -277,6 +279,8 @@ class SchedulerCore:
                 f"{num} sequences are more than max_num_seqs={self.rows.table.num_rows}; request"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
+        for feature in of_kind(self.features, RequestCompletion):
+            request = feature.complete(request)
         has_room = [extension.accept(request) for extension in self.extensions]
         sequence = self.arrivals.new_sequence(request, now)
         if any(has_room):

@@ -22,6 +22,7 @@ from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
+from quire.kv.digest import Mark
 from quire.kv.manager import SequenceBlocks
 from quire.scheduler.beams import BeamSearch, Hypothesis
 
@@ -151,6 +152,11 @@ class Sequence:
     def members(self) -> "list[Sequence]":
         """The sequences of its request, also those that have ended."""
         return [self] if self.group is None else list(self.group.members)
+
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """What identifies its tokens besides their ids (kv/digest.py), in order."""
+        return self.request.marks
 
     @property
     def samples(self) -> bool:

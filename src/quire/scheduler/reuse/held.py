@@ -17,9 +17,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
+from quire.base.media.item import items_before
 from quire.base.messages import (
     Fork,
     HeldRequest,
@@ -38,6 +40,7 @@ from quire.scheduler.core.extension import (
     Extension,
     Handler,
     HitSource,
+    RequestCompletion,
     StepExtension,
 )
 from quire.scheduler.core.memory import Memory
@@ -85,7 +88,7 @@ class Branch:
     source_id: str
 
 
-class Holds(HitSource, CacheListener, Extension, StepExtension):
+class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtension):
     """All that is held, and the branches of forks that wait.
 
     sequences: those that have not ended. by_id: by request id and index. standing: those that have
@@ -113,6 +116,17 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         if request.keep_s:
             self.check(request)
         return False
+
+    def complete(self, request: Request) -> Request:
+        """See RequestCompletion. A fork has the media items of the tokens that it shares."""
+        fork = request.fork
+        found = None if fork is None else self.find_source(fork)
+        if found is None or not found.request.media:
+            return request
+        assert fork is not None, "it is no fork"
+        inherited = items_before(found.request.media, fork.num_tokens)
+        own = tuple(item for item in request.media if item.start >= fork.num_tokens)
+        return msgspec.structs.replace(request, media=(*inherited, *own))
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
@@ -202,7 +216,6 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
                 adapter_id=message.adapter_id,
-                media_ids=message.media_ids,
             ),
             index=message.index,
             tokens=tokens,
@@ -260,6 +273,11 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         num_tokens, size = message.num_tokens, self._kv.block_size
         if not 0 < num_tokens < len(held.tokens):
             return
+        try:
+            media = items_before(held.request.media, num_tokens)
+        except RequestError:  # inside an item; the server refuses such a rewind
+            return
+        held.request = msgspec.structs.replace(held.request, media=media)
         self._note(held)
         held.tokens = held.tokens[:num_tokens].copy()
         held.digests = held.digests[: num_tokens // size]
@@ -460,7 +478,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
             cache_salt=found.request.cache_salt,
             tokens=found.known_tokens.tobytes(),
             adapter_id=found.request.adapter_id,
-            media_ids=found.request.media_ids,
+            media=found.request.spans,
         )
 
     # ------------------------------------------------------------------------------------------
@@ -516,7 +534,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
 
 def _are_named_alike(one: Request, other: Request) -> bool:
     """Tell whether the blocks of equal tokens of two requests have equal names."""
-    names = ("cache_salt", "adapter_id", "media_ids")
+    names = ("cache_salt", "adapter_id")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
@@ -543,5 +561,5 @@ def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None
         expires_in_s=max(0.0, held.ends_s - now),
         tokens=b"" if tokens is None else tokens.tobytes(),
         adapter_id=held.request.adapter_id,
-        media_ids=held.request.media_ids,
+        media=held.request.spans,
     )

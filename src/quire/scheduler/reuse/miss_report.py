@@ -243,7 +243,7 @@ class MissReports(HitSource, CacheListener):
             return {}
         digests: list[bytes] = []
         block_hash = self._names.digester.block_hash
-        extend_digests(digests, near.root, tokens, kv.block_size, most, block_hash)
+        extend_digests(digests, near.root, tokens, kv.block_size, most, block_hash, sequence.marks)
         num_blocks = kv.num_computed_blocks(digests, len(tokens))
         if not num_blocks:
             return {}
