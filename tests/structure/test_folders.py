@@ -33,8 +33,8 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8300,
-    "base/media": 250,
+    "base": 8320,
+    "base/media": 290,
     "cli": 3050,
     "cli/options": 1000,
     "engine": 50,
@@ -57,7 +57,7 @@ BUDGETS = {
     "models/hf": 2800,
     "models/multimodal": 200,
     "models/quantised": 1000,
-    "models/vision": 1550,
+    "models/vision": 1560,
     "ops": 6150,
     "ops/attention": 3600,
     "ops/collectives": 500,

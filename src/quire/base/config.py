@@ -251,12 +251,6 @@ class SchedulerConfig:
         "steps in flight; 1 waits for each result, 2 plans the next step meanwhile; by default 1"
         " on a CPU, 2 on a GPU",
     )
-    max_encoder_tokens: int = setting(
-        8192, "maximum number of image and video tokens encoded in one step", unit="tokens"
-    )
-    encoder_cache_tokens: int = setting(
-        8192, "size of the cache of encoded images and videos", unit="tokens"
-    )
 
 
 @dataclass(frozen=True)

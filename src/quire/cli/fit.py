@@ -147,9 +147,8 @@ def _lines(found: "Fit") -> Iterator[str]:
 def _of_encoder(found: "Fit") -> Iterator[tuple[str, str]]:
     """List what images and videos take of the workspace."""
     if found.encoder_cache_bytes:
-        scheduler = found.config.scheduler
-        items = f"an image of {scheduler.max_encoder_tokens:,} tokens"
-        slots = f"outputs of {scheduler.encoder_cache_tokens:,} tokens"
+        items = f"an image of {found.largest_item:,} tokens"
+        slots = f"outputs of {found.config.scheduler.encoder_cache_tokens:,} tokens"
         yield "  encoding", f"up to {_size(found.encoding_bytes)} of it ({items})"
         yield "  encoder cache", f"{_size(found.encoder_cache_bytes)} of it ({slots})"
 

@@ -11,6 +11,7 @@ from quire.base.cache_config import SERVE
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.base.speculation import most_guesses, parse_speculation, speculation_of
 from quire.kv.sizing import (
@@ -146,11 +147,20 @@ def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def encoding_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Bound what the vision tower holds while it encodes the largest item."""
+    """Bound what the vision tower holds while it encodes the largest item; it encodes one after the
+    other."""
     if spec.encoder is None:
         return 0
     size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
-    return config.scheduler.max_encoder_tokens * spec.encoder.per_token * size
+    return largest_item(config, spec.encoder, spec.max_position) * spec.encoder.per_token * size
+
+
+def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) -> int:
+    """Return the most tokens of an item that fits a prompt and the encoder cache."""
+    length = config.model.max_model_len
+    assert length, "it is derived"
+    length = max_position if length == AUTO_LENGTH else length
+    return min(config.scheduler.encoder_cache_tokens, length, encoder.most_tokens or length)
 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:

@@ -46,6 +46,7 @@ from quire.runner.memory_plan import (
     encoder_cache_bytes,
     encoding_bytes,
     gpu_pool_budget,
+    largest_item,
     make_plan,
     plan_cpu_memory,
     workspace_of,
@@ -101,7 +102,8 @@ class Alternative:
 @dataclass(frozen=True)
 class Fit:
     """config: with all derived values filled in. weights: by format, the largest first. Of the
-    workspace, encoding: what the vision tower takes for the largest item; encoder_cache: slots."""
+    workspace, encoding: what the vision tower takes for an item of largest_item tokens;
+    encoder_cache: slots."""
 
     model: str
     spec: ModelSpec
@@ -113,6 +115,7 @@ class Fit:
     requests: tuple[Requests, ...]
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
+    largest_item: int = 0
     encoding_bytes: int = 0
     encoder_cache_bytes: int = 0
 
@@ -261,6 +264,7 @@ def _fit_rank(
         requests=_requests(config, own, memory),
         alternatives=tuple(_alternatives(question, config)),
         warnings=(*_warnings(question, config, total), *_differences(question, source)),
+        largest_item=_largest_item(config, own),
         encoding_bytes=encoding_bytes(config, own),
         encoder_cache_bytes=encoder_cache_bytes(config, own),
     )
@@ -298,6 +302,10 @@ def _is_reordered(dtype: str) -> bool:
     ops/linear.can_pack finds out from torch."""
     fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
     return dtype == "float32" or (dtype == "bfloat16" and fast)
+
+
+def _largest_item(config: EngineConfig, spec: ModelSpec) -> int:
+    return 0 if spec.encoder is None else largest_item(config, spec.encoder, spec.max_position)
 
 
 def _groups(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[GroupFit, ...]:

@@ -18,6 +18,7 @@ from quire.engine.loop.recovery import bisect_step
 from quire.models.loading import load_model
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
+from quire.runner.launched import Settled
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found, WholeModel
@@ -123,36 +124,33 @@ def test_steps_with_drafts(on_device: bool) -> None:
     assert any(is_guessed)
 
 
+class Parts:
+    """Carries plans out by an engine's runner, those that fail in parts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.num_failed = engine, 0
+
+    def submit(self, plan: Plan, masks: Any = None) -> None:
+        try:
+            self._result = self._engine.runner.run(plan)
+        except Exception as error:
+            self.num_failed += 1
+            nothing = np.empty(0, np.int32)
+            self._result = StepResult(plan.step_id, nothing, nothing, error=str(error))
+
+    def next_result(self) -> StepResult:
+        return self._result
+
+    def launch(self, plan: Plan) -> Settled:
+        self.submit(plan)
+        executor: Any = self
+        found = self._result
+        return Settled(found if found.error is None else bisect_step(executor, plan))
+
+
 def test_an_item_that_cannot_be_encoded_costs_its_readers_alone() -> None:
     engine = Engine(broken=SECOND.num_tokens, max_num_batched_tokens=40)
-
-    class Executor:
-        """Carries plans out one by one, and says what went wrong."""
-
-        def submit(self, plan: Plan, masks: Any = None) -> None:
-            try:
-                self.result = engine.runner.run(plan)
-            except Exception as error:
-                nothing = np.empty(0, np.int32)
-                self.result = StepResult(plan.step_id, nothing, nothing, error=str(error))
-
-        def next_result(self) -> StepResult:
-            return self.result
-
-    class Over:
-        def __init__(self, found: StepResult) -> None:
-            self._found = found
-
-        def result(self) -> StepResult:
-            return self._found
-
-    def launch(plan: Plan) -> Any:
-        executor: Any = Executor()
-        executor.submit(plan)
-        found = executor.result
-        return Over(found if found.error is None else bisect_step(executor, plan))
-
-    engine.launch = launch  # type: ignore[method-assign]
+    engine.launch = Parts(engine).launch  # type: ignore[method-assign]
     for name in ITEMS:
         engine.add(name)
     found = engine.drive()
@@ -160,6 +158,25 @@ def test_an_item_that_cannot_be_encoded_costs_its_readers_alone() -> None:
     assert "a fault in the tower" in engine.errors["two"]
     check(engine, {key: pairs for key, pairs in found.items() if key[0] != "two"})
     assert {name for name, _ in found} == set(ITEMS) - {"two"}
+
+
+def test_steps_that_failed_after_encoding_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    parts, hidden, tried = Parts(engine), engine.runner.hidden, set[int]()
+    engine.launch = parts.launch  # type: ignore[method-assign]
+
+    def fails_once(inputs: Any, shape: Any, backend: Any, media: Any) -> torch.Tensor:
+        if media.inputs and id(media.inputs[0]) not in tried:
+            tried.add(id(media.inputs[0]))
+            raise RuntimeError("a fault by chance")
+        return hidden(inputs, shape, backend, media)
+
+    monkeypatch.setattr(engine.runner, "hidden", fails_once)
+    for name in ITEMS:
+        engine.add(name)
+    check(engine, engine.drive())
+    assert not engine.errors and parts.num_failed == len(tried) > 1
+    assert engine.model.vision.num_encoded > 3, "items were encoded again"
 
 
 def test_bits_do_not_depend_on_the_batch() -> None:

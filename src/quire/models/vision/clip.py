@@ -127,6 +127,11 @@ class LlavaTower(VisionTower):
         self.unused = (norm, constant, *later)
 
     @property
+    def most_tokens(self) -> int | None:
+        """See VisionTower."""
+        return self.spec.tower.side**2 + self.spec.keeps_class
+
+    @property
     def numbers_per_token(self) -> int:
         """See VisionTower. All states are kept, as the projector reads some of them."""
         spec, num = self.spec, self.spec.tower.side**2
@@ -174,6 +179,11 @@ class LlavaNextTower(LlavaTower):
     def __init__(self, spec: LlavaVisionSpec, factory: ParamFactory) -> None:
         super().__init__(spec, factory)
         self.newline = NamedVector(NEWLINE, spec.outputs, factory)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See VisionTower. Tiles are many."""
+        return None
 
     @property
     def numbers_per_token(self) -> int:

@@ -62,9 +62,14 @@ class VisionTower(nn.Module):
         raise NotImplementedError
 
     @property
+    def most_tokens(self) -> int | None:
+        """Return the most tokens of an item; None where its pixels have no fixed number."""
+        return None
+
+    @property
     def size(self) -> EncoderSize:
         """Return how much memory it takes besides its weights."""
-        return EncoderSize(self.width, self.numbers_per_token)
+        return EncoderSize(self.width, self.numbers_per_token, self.most_tokens)
 
     @property
     def numbers_per_token(self) -> int:
