@@ -36,12 +36,6 @@ def test_fields_of_the_speculation_are_put_together() -> None:
         drop_vllm_settings({"spec_method": "ngram", "speculative_config": {"method": "ngram"}})
 
 
-def test_a_program_limits_its_images_itself() -> None:
-    settings: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "seed": 1}
-    drop_vllm_settings(settings)
-    assert settings == {"seed": 1}
-
-
 def test_no_spelling_is_two_flags() -> None:
     shorts = [short for each in FLAGS.values() for short in each.short]
     assert len(shorts) == len(set(shorts))

@@ -109,6 +109,7 @@ class AsyncLLM:
             settings.pop("allowed_media_domains", ()),
         )
         drop_vllm_settings(settings)
+        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
         self._config: EngineConfig = config_from_flat(model=model, **settings)
         self._cores = ManagedCores(self._config, "warning")
         # Also when the program ends.

@@ -63,6 +63,7 @@ class LLM:
     ) -> None:
         made = Hooks(hooks, hook_timeout) if hooks else None
         drop_vllm_settings(settings)
+        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:

@@ -44,7 +44,6 @@ def ignore_vllm_setting(name: str, value: Any) -> str:
 def drop_vllm_settings(settings: dict[str, Any]) -> None:
     """Take those settings out that may be ignored, and put those together that are parts of ours.
     Raise ConfigError for one that may not be."""
-    settings.pop("limit_mm_per_prompt", None)  # of a server: a program knows what it sends
     for name in [name for name in settings if name in VLLM_SETTINGS]:
         ignore_vllm_setting(name, settings.pop(name))
     parts = {name: settings.pop(name) for name in SPECULATION_FIELDS if name in settings}

@@ -1,5 +1,7 @@
 """Settings of `quire serve` about the images that requests hold."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.base.config_checks import check
@@ -42,6 +44,9 @@ class ServerMedia:
         check(
             self.max_media_bytes >= 1024, "max_media_bytes", self.max_media_bytes, "at least 1024"
         )
+        if isinstance(self.limit_mm_per_prompt, Mapping):
+            given = json.dumps(self.limit_mm_per_prompt)
+            object.__setattr__(self, "limit_mm_per_prompt", given)
         self.max_images  # noqa: B018  (checks it)
 
     @property

@@ -81,8 +81,6 @@ class LocalMedia:
             if data is not None:
                 return media.file(data)
             return media.in_memory(part.kind, part.source)
-        except EngineBusy:
-            raise
         except RequestError as error:
             raise _at(part, error) from None
 
@@ -95,8 +93,6 @@ class LocalMedia:
             data = await asyncio.to_thread(self._file_of, part)
             assert data is not None, "texts and bytes are files"
             return await media.file_async(data)
-        except EngineBusy:
-            raise
         except RequestError as error:
             raise _at(part, error) from None
 
@@ -117,7 +113,9 @@ class LocalMedia:
 
 
 def _at(part: MediaPart, error: RequestError) -> RequestError:
-    """Return an error that names the part."""
+    """Return an error that names the part, unless it is not to blame."""
+    if isinstance(error, EngineBusy):
+        return error
     return RequestError(f"{part.where}: {error}", part.where, error.code)
 
 

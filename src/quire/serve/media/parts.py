@@ -66,10 +66,10 @@ def read_part(part: Part, where: str) -> ImagePart | None:
         raise wrong(
             f"{where}.file_id", "cannot be used: uploaded files are for batches; give image_url"
         )
-    given = part.get("image_url")
-    detail = part.get("detail")
+    given, detail = part.get("image_url"), part.get("detail")
     if isinstance(given, Mapping):
-        given, detail = given.get("url"), given.get("detail", detail)
+        detail = given.get("detail", detail)
+        given = given.get("url")
     if detail is not None and detail not in DETAILS:
         raise wrong(f"{where}.detail", f"must be one of {', '.join(DETAILS)}, got {_shown(detail)}")
     if not isinstance(given, str) or not given:

@@ -98,7 +98,7 @@ class RequestImages:
         if part.get("type") != "image":
             return part
         name = part.get("sha256")
-        if name not in self.files:
+        if not isinstance(name, str) or name not in self.files:
             text = "a hook of this server returned an image that the request does not hold."
             raise HookFailed(text, HOOK_FAILED)
         digests.append(name)

@@ -50,7 +50,9 @@ def _add_message(found: list[Json], role: str, parts: list[Part]) -> None:
 
 def _tool_content(output: str | list[Json], where: str) -> str | list[Any]:
     """Return the output of a tool: a text, or parts if there are images."""
-    parts = [output] if isinstance(output, str) else _parts(output, where)
+    if isinstance(output, str):
+        return output
+    parts = _parts(output, where)
     texts = [each for each in parts if isinstance(each, str)]
     return "\n".join(texts) if len(texts) == len(parts) else _content(parts)
 
