@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.config_fields import Fields
-from quire.base.media.families import FAMILIES, PART_OF, TEXT_PART, family_part
+from quire.base.media.families import FAMILIES, TEXT_PART, family_part
 
 # The types whose text part we run without the rest, and its type.
 NESTED = {
@@ -12,6 +12,7 @@ NESTED = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 TIES, TIED = "tie_word_embeddings", ("gemma3",)  # whose head is tied where no config says it
+PART_OF = "text_part_of"  # a field of the made config: the type of the whole
 # What the whole model's config says about the text part, too. The first wins over the second.
 DTYPES = ("dtype", "torch_dtype")
 SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")

@@ -210,8 +210,7 @@ class Tracer:
         if memory_SW.dtype != torch.float32:
             raise Untraceable(f"the encoder memory holds {memory_SW.dtype}")
         views, size, count = (self._new(out), self._view(x)), x.shape[1], memory_SW.shape[1]
-        place = {"size": size, "first": offset, "count": count, "table": memory_SW}
-        self._emit(Instruction(kind, views, **place))
+        self._emit(Instruction(kind, views, size=size, first=offset, count=count, table=memory_SW))
 
     def _rms_norm(
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float

@@ -11,8 +11,7 @@ from typing import Any
 
 from quire.base.config_fields import Fields
 
-PART_OF = "text_part_of"  # a field of the made config: the type of the whole
-WHOLE = "whole_config"  # another: what the whole says beside its text part
+WHOLE = "whole_config"  # a field of the made config: what the whole says beside its text part
 TEXT_PART = "text_config"
 ROPES = ("rope_scaling", "rope_parameters")
 MROPE = "mrope"  # how old configs call a default rotation with three axes
