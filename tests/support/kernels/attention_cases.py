@@ -37,12 +37,18 @@ class Case:
     @property
     def ends_T(self) -> Int32 | None:
         """What the step has of the spans."""
+        return self.ends_of(
+            [(row, before, before + n) for row, (before, n) in enumerate(self.rows)]
+        )
+
+    def ends_of(self, parts: Sequence[tuple[int, int, int]]) -> Int32 | None:
+        """What a step of these parts (row, begin, end) of the rows has of them."""
         if not self.spans:
             return None
         ends = [np.zeros(sum(row), np.int32) for row in self.rows]
         for row, first, end in self.spans:
             ends[row][first:end] = end
-        return np.concatenate([x[row[0] :] for x, row in zip(ends, self.rows, strict=True)])
+        return np.concatenate([ends[row][begin:end] for row, begin, end in parts])
 
     @property
     def sinks_N(self) -> torch.Tensor | None:
