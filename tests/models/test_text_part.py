@@ -83,9 +83,7 @@ def test_of_qwen3_5(
     assert spec.tie_embeddings == ties and spec.linear_layers
     with caplog.at_level(logging.WARNING, "quire"):
         model = load_model(tmp_path, spec, torch.float64, CPU)
-    assert caplog.messages[-1].endswith(
-        "also read images; only the text part is served, without images"
-    )
+    assert caplog.messages[-1].endswith("only the text part is served, without images")
     options: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
     got = run_paged(model, spec, TOKENS, [[7, 33]], **options)[0]
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
