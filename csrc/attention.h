@@ -61,9 +61,8 @@ struct HeadRows {
 // One step as one cache group sees it. tables[S, L]: block ids (row stride table_stride), read
 // until the step's last layer; entries that no query sees may be anything. query_starts[S + 1],
 // context_lens[S]: read by `prepare` alone. window: 0 is none. ahead: so many positions behind a query
-// are seen too, where the row has them. spans[T, 2]: each token sees positions [first, end) as well,
-// which meet those that it sees anyway, and neither bound falls from a token of a row to the next; null
-// if there are none, else read until the step's last layer.
+// are seen too, where the row has them. ends[T]: a token sees the keys before that position as well, and
+// along a row no token sees less far than the one before it; read until the step's last layer, or null.
 struct AttentionStep {
     const int32_t* tables;
     int64_t table_stride;
@@ -76,7 +75,7 @@ struct AttentionStep {
     int64_t kv_heads;
     int64_t group;
     int64_t head_dim;
-    const int32_t* spans;
+    const int32_t* ends;
 };
 
 // `count` new tokens of a row, which has `context`: step tokens [token, token + count) at
@@ -147,7 +146,10 @@ class AttentionPlan {
         int32_t first_block, row;
     };
 
-    int64_t first_seen(int64_t token, int64_t position) const;
+    int64_t first_seen(int64_t position) const {
+        if (step_.window == 0 || position < step_.window) return 0;
+        return position - step_.window + 1;
+    }
     int64_t end_seen(const QueryPiece& piece) const;
     void read_rows();
     void find_groups();

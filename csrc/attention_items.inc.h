@@ -129,13 +129,9 @@ class ItemRun {
             const QueryPiece& piece = pieces_[p];
             for (int64_t i = 0; i < piece.count; ++i) {
                 const int64_t position = piece.position + i;
-                int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
+                const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
                 int64_t last = position + step_.ahead;
-                if (step_.spans != nullptr) {
-                    const int32_t* span = step_.spans + 2 * (piece.token + i);
-                    hidden = minimum(hidden, span[0]);
-                    last = maximum(last, span[1] - 1);
-                }
+                if (step_.ends != nullptr) last = maximum(last, step_.ends[piece.token + i] - 1);
                 last = minimum(last, piece.context - 1);
                 const int64_t ahead = minimum(i + kTokensAhead, piece.count - 1);
                 fetch_heads(call_.q, piece.token + ahead, head_ * step_.group, step_.group, dim_);

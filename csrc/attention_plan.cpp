@@ -39,18 +39,11 @@ void AttentionPlan::prepare(const AttentionStep& step, int num_threads, PlanOpti
     sort_items();
 }
 
-// The first position that a token of the step sees, which stands at `position`.
-int64_t AttentionPlan::first_seen(int64_t token, int64_t position) const {
-    const int64_t in_window = step_.window == 0 ? 0 : std::max<int64_t>(0, position - step_.window + 1);
-    if (step_.spans == nullptr) return in_window;
-    return std::min<int64_t>(in_window, step_.spans[2 * token]);
-}
-
 // The end of what the tokens of a piece see.
 int64_t AttentionPlan::end_seen(const QueryPiece& piece) const {
     int64_t end = piece.position + piece.count + step_.ahead;
-    if (step_.spans != nullptr && piece.count > 0) {
-        end = std::max<int64_t>(end, step_.spans[2 * (piece.token + piece.count) - 1]);
+    if (step_.ends != nullptr && piece.count > 0) {
+        end = std::max<int64_t>(end, step_.ends[piece.token + piece.count - 1]);
     }
     return std::min(end, piece.context);
 }
@@ -63,8 +56,7 @@ void AttentionPlan::read_rows() {
         const int64_t count = step_.query_starts[r + 1] - step_.query_starts[r];
         const int64_t context = step_.context_lens[r];
         rows_[static_cast<size_t>(r)] = {count, context, 0, 0, 0};
-        const int64_t first = count == 0 ? 0 : first_seen(step_.query_starts[r], context - count);
-        const auto keys = static_cast<double>(context - first);
+        const auto keys = static_cast<double>(context - first_seen(context - count));
         cost += keys * static_cast<double>(kFixedQueries + count * step_.group);
     }
     const double products = cost * static_cast<double>(step_.kv_heads * step_.head_dim);
@@ -150,7 +142,7 @@ void AttentionPlan::add_block(int32_t r, int64_t first, int64_t count) {
     item.first_piece = static_cast<int32_t>(pieces_.size());
     item.num_pieces = 1;
     item.tokens = count;
-    item.first_span = std::max(first_seen(piece.token, position) / kSpan, row.shared_spans);
+    item.first_span = std::max(first_seen(position) / kSpan, row.shared_spans);
     item.end_span = up(end_seen(piece), kSpan);
     item.partial = -1;
     pieces_.push_back(piece);

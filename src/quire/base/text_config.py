@@ -8,7 +8,6 @@ from quire.base.media.families import FAMILIES, TEXT_PART, family_part, knows_pa
 
 # The types whose text part we run without the rest, and its type.
 NESTED = {
-    "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -35,11 +34,11 @@ def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]
         if not (has_class or knows_part(raw, family)):
             return raw
         found = family_part(raw, family)
-        ties = Fields(raw).flag(TIES, inner.flag(TIES))
+        ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
         ties = ties or (family.ties_by_part and inner.flag(TIES))
     else:
         found = _part(inner, model_type)
-        ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
+        ties = Fields(raw).flag(TIES, inner.flag(TIES))
     shared = _present(raw, SHARED)
     if _present(shared, DTYPES):
         found = {name: value for name, value in found.items() if name not in DTYPES}

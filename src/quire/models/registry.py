@@ -31,6 +31,7 @@ from quire.models.mistral import Mistral
 from quire.models.mixtral import Mixtral
 from quire.models.model import Model
 from quire.models.modernbert import ModernBert
+from quire.models.multimodal.gemma3 import Gemma3Images
 from quire.models.multimodal.llava import Llava, LlavaNext
 from quire.models.multimodal.qwen2_5_vl import Qwen25VL
 from quire.models.multimodal.qwen2_vl import Qwen2VL
@@ -84,6 +85,7 @@ ENCODERS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
 OWN = ChainMap(MODELS, ENCODERS)
 # Those that read images, by the type of the whole model.
 MULTIMODAL: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
+    "gemma3": Gemma3Images,
     "llava": Llava,
     "llava_next": LlavaNext,
     "qwen2_5_vl": Qwen25VL,

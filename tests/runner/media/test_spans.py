@@ -6,15 +6,14 @@ import pytest
 from quire.base.media.item import MediaItem
 from quire.base.plan import Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.ops.attention.base import NO_SPAN
-from quire.runner.media.spans import RowSpans, key_spans
+from quire.runner.media.spans import RowSpans, key_ends
 
 ITEMS = (
     MediaItem(2, 3, b"a" * 32, is_whole=True),
     MediaItem(5, 2, b"b" * 32, is_whole=True),
     MediaItem(9, 4, b"c" * 32),
 )
-NONE, A, B = NO_SPAN, (2, 5), (5, 7)
+NONE, A, B = 0, 5, 7  # no end, and those of the first two
 
 
 def start(row: int, media: tuple[MediaItem, ...] = ITEMS) -> RowStart:
@@ -36,27 +35,27 @@ def plan(rows: list[tuple[int, int, int]], **changes: object) -> Plan:
         (7, 8, [NONE]),
     ],
 )
-def test_each_token_has_the_span_of_its_item(first: int, last: int, wanted: list[object]) -> None:
-    found = key_spans(ITEMS[:2], first, last)
+def test_each_token_has_the_end_of_its_item(first: int, last: int, wanted: list[int]) -> None:
+    found = key_ends(ITEMS[:2], first, last)
     assert found.dtype == np.int32 and found.flags.c_contiguous
-    assert [tuple(span) for span in found.tolist()] == wanted
+    assert found.tolist() == wanted
 
 
 def test_a_step_cannot_end_inside_a_whole_item() -> None:
     with pytest.raises(AssertionError, match="the rest of a whole item"):
-        key_spans(ITEMS[:2], 0, 4)
+        key_ends(ITEMS[:2], 0, 4)
 
 
-def test_spans_follow_the_rows_of_the_step() -> None:
+def test_ends_follow_the_rows_of_the_step() -> None:
     rows = RowSpans()
     rows.follow(plan([], started=(start(3), start(4, ()))))
     found = rows.of_step(plan([(4, 8, 1), (3, 4, 4)]))
     assert found is not None
-    assert [tuple(span) for span in found.tolist()] == [NONE, A, B, B, NONE]
+    assert found.tolist() == [NONE, A, B, B, NONE]
     assert rows.of_step(plan([(4, 9, 1), (3, 8, 1)])) is None
 
 
-def test_items_that_are_not_whole_have_no_spans() -> None:
+def test_items_that_are_not_whole_have_no_ends() -> None:
     rows = RowSpans()
     rows.follow(plan([], started=(start(3, ITEMS[2:]),)))
     assert rows.of_step(plan([(3, 0, 16)])) is None

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import NO_SPAN, AttentionBackend, AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
 from quire.ops.attention.select import make_backend
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
@@ -19,7 +19,7 @@ HEAD_DIM = 32
 class Case:
     """Rows given as (tokens before the step, tokens of the step).
 
-    spans: (row, first, end) of positions whose tokens attend to each other in both directions.
+    spans: (row, first, end) of positions whose tokens see each other, if the window lets them.
     """
 
     rows: Sequence[tuple[int, int]]
@@ -35,14 +35,20 @@ class Case:
         object.__setattr__(self, "rows", tuple(self.rows))  # so that a case has a hash
 
     @property
-    def spans_T2(self) -> Int32 | None:
+    def ends_T(self) -> Int32 | None:
         """What the step has of the spans."""
+        return self.ends_of(
+            [(row, before, before + n) for row, (before, n) in enumerate(self.rows)]
+        )
+
+    def ends_of(self, parts: Sequence[tuple[int, int, int]]) -> Int32 | None:
+        """What a step of these parts (row, begin, end) of the rows has of them."""
         if not self.spans:
             return None
-        spans = [np.full((sum(row), 2), NO_SPAN, np.int32) for row in self.rows]
+        ends = [np.zeros(sum(row), np.int32) for row in self.rows]
         for row, first, end in self.spans:
-            spans[row][first:end] = first, end
-        return np.concatenate([x[row[0] :] for x, row in zip(spans, self.rows, strict=True)])
+            ends[row][first:end] = end
+        return np.concatenate([ends[row][begin:end] for row, begin, end in parts])
 
     @property
     def sinks_N(self) -> torch.Tensor | None:
@@ -100,7 +106,7 @@ def steps_of(
     earlier = [RowPart(0, case.rows[r][0], (tables[r],)) for r in rows if case.rows[r][0]]
     parts = [RowPart(case.rows[r][0], sum(case.rows[r]), (tables[r],)) for r in rows]
     before = make_step(earlier, case.block_size) if earlier else None
-    return before, replace(make_step(parts, case.block_size), spans_T2=case.spans_T2)
+    return before, replace(make_step(parts, case.block_size), ends_T=case.ends_T)
 
 
 def run_backend(
@@ -157,12 +163,11 @@ def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         hidden = key > query
-        if case.window is not None:
-            hidden |= key <= query - case.window
         for of_row, first, end in case.spans:
             if of_row == row:
-                inside = (query >= first) & (query < end) & (key >= first) & (key < end)
-                hidden &= ~inside
+                hidden &= ~((query >= first) & (query < end) & (key < end))
+        if case.window is not None:
+            hidden |= key <= query - case.window
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         total = weights.sum(-1, keepdim=True)
         if case.sinks_N is not None:

@@ -10,6 +10,7 @@ import torch
 
 from quire.base.model_spec import ModelSpec
 from quire.models.vision.positions import mrope_positions
+from quire.ops.attention.base import Int32
 from quire.render.media.llava import LlavaNextImages
 from quire.tools.verify.paged import PagedRun, Paging
 from quire.tools.verify.precision import WholePrecision
@@ -37,6 +38,11 @@ TEXT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS = {"moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 2}
+GEMMA = {
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 SECTIONS = {"qwen2_vl": [1, 1, 2], "qwen2_5_vl": [2, 1, 1], "qwen3_vl": [2, 1, 1]}
 SPECIAL = {
     f"{name}_token_id": 61 + i for i, name in enumerate(("video", "vision_start", "vision_end"))
@@ -52,7 +58,10 @@ def config_of(family: str, text_type: str = "", **text: Any) -> dict[str, Any]:
         rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": sections}
         own = own | {"rope_parameters": rope} | (EXPERTS if family.endswith("_moe") else {})
     tokens = {"image_token_id": IMAGE_TOKEN, **SPECIAL}
-    tokens = {"image_token_index": IMAGE_TOKEN} if family.startswith("llava") else tokens
+    if family == "gemma3":
+        own = TEXT | GEMMA
+    if not family.startswith("qwen"):
+        tokens = {"image_token_index": IMAGE_TOKEN}
     return {**CONFIGS[family], **tokens, "text_config": own | text}
 
 
@@ -80,13 +89,20 @@ class Prompt:
     images: list[tuple[int, Any]]
     sizes: list[tuple[int, int]]  # pixels of the original images, for LLaVA-NeXT
 
+    def ends(self) -> Int32:
+        """Return for each token the end of the image that it belongs to, 0 for text, [T]."""
+        found = np.zeros(len(self.tokens), np.int32)
+        for (start, _), length in zip(self.images, self.lengths, strict=True):
+            found[start : start + length] = start + length
+        return found
+
     @property
     def lengths(self) -> list[int]:
         """Return the number of placeholders of each image."""
         ends = [start for start, _ in self.images[1:]] + [len(self.tokens)]
         return [
             self.tokens[start:end].count(IMAGE_TOKEN)
-            for (start, _), end in zip(self.images, ends, strict=True)
+            for (start, _), end in zip(self.images, ends, strict=False)  # one more than none
         ]
 
     def positions(self, axes: int) -> torch.Tensor:
@@ -105,6 +121,8 @@ def images_of(family: str) -> list[tuple[Any, int, tuple[int, int]]]:
             (qwen_image(seed, *grid), grid[0] * grid[1] // 4, grid)
             for seed, grid in enumerate(grids)
         ]
+    if family == "gemma3":
+        return [(random_image(seed, (1, 14, 14, 3), (1,)), 4, (14, 14)) for seed in range(3)]
     if family == "llava":
         return [(random_image(seed, (1, 12, 12, 3), (4, 4)), 16, (12, 12)) for seed in range(3)]
     config = {"size": {"shortest_edge": 12}, "crop_size": {"height": 12, "width": 12},
@@ -144,7 +162,9 @@ def reference_logits(model: Any, family: str, prompt: Prompt) -> torch.Tensor:
         named["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     elif images:
         squares = [looked_up(image, 3).permute(0, 3, 1, 2) for image in images]
-        if family == "llava":
+        if family == "gemma3":
+            named["token_type_ids"] = (ids == IMAGE_TOKEN).int()
+        if family in ("gemma3", "llava"):
             named["pixel_values"] = torch.cat(squares)
         else:
             most = max(map(len, squares))
@@ -171,17 +191,25 @@ class _WithPositions:
 class MediaRun(PagedRun):
     """Prompts with images on their way through a model whose encoder memory holds the images.
 
-    Slots are scattered. Prompts with the same images have slots of their own.
+    Slots are scattered. Prompts with the same images have slots of their own. is_whole: tokens of
+    an image see each other in both directions.
     """
 
     def __init__(
-        self, model: Any, spec: ModelSpec, prompts: Sequence[Prompt], paging: Paging
+        self,
+        model: Any,
+        spec: ModelSpec,
+        prompts: Sequence[Prompt],
+        paging: Paging,
+        *,
+        is_whole: bool = False,
     ) -> None:
         ids = self._encoded(model, prompts)
         super().__init__(model, spec, ids, paging)
         self._given = _WithPositions(self._model)
         self._model = self._given
         self._positions = [prompt.positions(model.position_axes) for prompt in prompts]
+        self._ends = [prompt.ends() for prompt in prompts] if is_whole else None
 
     @torch.inference_mode()
     def _encoded(self, model: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -205,7 +233,11 @@ class MediaRun(PagedRun):
         ranges = [(done, done + length) for done, length in zip(self._done, lens, strict=True)]
         parts = [all_[..., a:b] for all_, (a, b) in zip(self._positions, ranges, strict=True)]
         self._given.positions = torch.cat(parts, -1)
-        return super().step(lens)
+        ends_T = None
+        if self._ends is not None:
+            own = [all_[a:b] for all_, (a, b) in zip(self._ends, ranges, strict=True)]
+            ends_T = np.concatenate(own)
+        return super().step(lens, ends_T)
 
 
 def run_prompts(
@@ -213,10 +245,12 @@ def run_prompts(
     spec: ModelSpec,
     prompts: Sequence[Prompt],
     chunks: Sequence[Sequence[int]],
+    *,
+    is_whole: bool = False,
     **paging: Any,
 ) -> list[torch.Tensor]:
     """Return the logits of each prompt, [T, V]. chunks: for each step the tokens of each prompt."""
-    run = MediaRun(model, spec, prompts, Paging(**paging))
+    run = MediaRun(model, spec, prompts, Paging(**paging), is_whole=is_whole)
     pieces: list[list[torch.Tensor]] = [[] for _ in prompts]
     for lens in chunks:
         for found, piece in zip(pieces, run.step(lens).split(list(lens)), strict=True):

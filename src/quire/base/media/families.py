@@ -79,6 +79,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             {**_NO_WINDOWS, "norm_topk_prob": True},
             has_mrope=True,
         ),
+        "gemma3": Family({"gemma3_text": "gemma3_text"}),
         "llava": Family(_LLAVA, _SIZES, ties_by_part=True),
         "llava_next": Family(_LLAVA, _SIZES),
     }

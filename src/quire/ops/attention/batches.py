@@ -79,11 +79,10 @@ class BatchBuilder:
     def build(self, step: AttentionStep, table_SL: torch.Tensor) -> list[Batch]:
         """Return the batches of a step; each row is in one of them."""
         lens = step.query_lens_host
+        num_blocks_S = self._num_blocks(step.context_lens_host, lens, lens)
         starts = np.concatenate(([0], np.cumsum(step.query_lens_host)))
-        more_S = self._keys_before(step, starts)
-        num_blocks_S = self._num_blocks(step.context_lens_host, lens, lens, more_S)
         return [
-            self._batch(step, table_SL, rows, starts, more_S[rows])
+            self._batch(step, table_SL, rows, starts, int(num_blocks_S[rows].max()))
             for rows in self._sort_rows(step.query_lens_host, num_blocks_S)
         ]
 
@@ -107,29 +106,13 @@ class BatchBuilder:
         places = self._index(first[rows] + within)
         return table_SL[self._index(rows), places].to(torch.int64)
 
-    def _keys_before(self, step: AttentionStep, starts: Ints) -> Ints:
-        """Count, for each row, the keys before its first query's window that spans add, [S]."""
-        more_S = np.zeros(len(step.query_lens_host), np.int64)
-        if self._window is None or step.spans_T2 is None:
-            return more_S
-        first_S = step.context_lens_host - step.query_lens_host - self._window + 1
-        for row in np.flatnonzero(first_S > 0):
-            in_spans = step.spans_T2[starts[row] : starts[row + 1], 0].min(initial=first_S[row])
-            more_S[row] = first_S[row] - in_spans
-        return more_S
-
-    def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints, more: Ints) -> Ints:
-        """Count the blocks, from the first one on, that the queries before `ends` can see. more:
-        keys that they see before the window."""
+    def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints) -> Ints:
+        """Count the blocks, from the first one on, that the queries before `ends` can see."""
         visible = context_lens - query_lens + ends
         if self._window is not None:
             # The first block may hold up to P - 1 tokens that are out of the first query's sight.
-            visible = np.minimum(visible, self._window + more + ends + self._block_size - 2)
+            visible = np.minimum(visible, self._window + ends + self._block_size - 2)
         return -(-visible // self._block_size)
-
-    def _most_blocks(self, *lens: int) -> int:
-        """Count as `_num_blocks` does, for one row."""
-        return int(self._num_blocks(*map(np.array, lens)))
 
     def _sort_rows(self, query_lens: Ints, num_blocks_S: Ints) -> Iterator[Ints]:
         """Return row indices of each batch. Rows stay in the step's order where they can."""
@@ -161,30 +144,29 @@ class BatchBuilder:
         table_SL: torch.Tensor,
         rows: Ints,
         starts: Ints,
-        more_R: Ints,
+        num_blocks: int,
     ) -> Batch:
         num_queries = int(step.query_lens_host[rows[0]])
-        longest, more = int(step.context_lens_host[rows].max()), int(more_R.max())
-        num_blocks = self._most_blocks(longest, num_queries, num_queries, more)
         tokens = self._tokens(rows, starts, num_queries)
         context_lens_R = step.context_lens_S[self._index(rows)].to(torch.int64)
-        first_block_R = self._first_block(context_lens_R - self._index(more_R), num_queries)
+        first_block_R = self._first_block(context_lens_R, num_queries)
         columns_RI = first_block_R[:, None] + torch.arange(num_blocks, device=self._device)
         # Beyond its own context a row reads its own last block again, which is always valid.
         last_block_R1 = ((context_lens_R - 1) // self._block_size)[:, None]
         table_RL = table_SL[self._index(rows)]
         blocks_RI = table_RL.gather(1, torch.minimum(columns_RI, last_block_R1))
         positions_RQ = step.positions_T[tokens].view(rows.size, num_queries)
-        spans_RQ2 = None
-        if step.spans_T2 is not None:
-            spans_T2 = to_device(step.spans_T2, self._device)
-            spans_RQ2 = spans_T2[tokens].view(rows.size, num_queries, 2)
+        longest = int(step.context_lens_host[rows].max())
+        last_RQ = None
+        if step.ends_T is not None:
+            ends_T = to_device(step.ends_T, self._device)
+            last_RQ = torch.maximum(positions_RQ, ends_T[tokens].view_as(positions_RQ) - 1)
         return Batch(
             num_rows=rows.size,
             num_queries=num_queries,
             tokens=tokens,
             blocks=blocks_RI.flatten().to(torch.int64),
-            spans=tuple(self._spans(positions_RQ, first_block_R, longest, more, spans_RQ2)),
+            spans=tuple(self._spans(positions_RQ, first_block_R, longest, last_RQ)),
         )
 
     def _tokens(self, rows: Ints, starts: Ints, num_queries: int) -> slice | torch.Tensor:
@@ -203,23 +185,23 @@ class BatchBuilder:
         positions_RQ: torch.Tensor,
         first_block_R: torch.Tensor,
         longest: int,
-        more: int,
-        spans_RQ2: torch.Tensor | None,
+        last_RQ: torch.Tensor | None,
     ) -> Iterator[Span]:
+        """Return the spans of a batch. last: of each query the last position that it sees; None:
+        its own."""
         num_queries = positions_RQ.shape[1]
         first_key_R1 = (first_block_R * self._block_size)[:, None, None]
         for first in range(0, num_queries, SPAN):
             end = min(first + SPAN, num_queries)
-            last = end if spans_RQ2 is None else num_queries
-            context = self._most_blocks(longest, num_queries, last, more) * self._block_size
+            seen_end = end if last_RQ is None else num_queries
+            lens = (np.array(n) for n in (longest, num_queries, seen_end))
+            context = int(self._num_blocks(*lens)) * self._block_size
             keys_R1C = first_key_R1 + torch.arange(context, device=self._device)
             queries_RQ1 = positions_RQ[:, first:end, None]
-            hidden_RQC = keys_R1C > queries_RQ1
+            last_RQ1 = queries_RQ1 if last_RQ is None else last_RQ[:, first:end, None]
+            hidden_RQC = keys_R1C > last_RQ1
             if self._window is not None:
                 hidden_RQC |= keys_R1C <= queries_RQ1 - self._window
-            if spans_RQ2 is not None:
-                begin_RQ1, end_RQ1 = spans_RQ2[:, first:end].split(1, dim=2)
-                hidden_RQC &= (keys_R1C < begin_RQ1) | (keys_R1C >= end_RQ1)
             bias_RQC = torch.zeros(hidden_RQC.shape, dtype=self._dtype, device=self._device)
             bias_RQC.masked_fill_(hidden_RQC, -torch.inf)
             yield Span(first, end, context, bias_RQC[:, None])

@@ -219,9 +219,8 @@ class ContextShared(AttentionBackend):
         tokens_T = tokens_T1[:-1]
         # Behind the last row there may be tokens that belong to none, at any position.
         ends_T = step.positions_T + 1
-        if step.spans_T2 is not None:
-            span_ends_T = np.ascontiguousarray(step.spans_T2[:, 1])
-            ends_T = torch.maximum(ends_T, to_device(span_ends_T, ends_T.device))
+        if step.ends_T is not None:
+            ends_T = torch.maximum(ends_T, to_device(step.ends_T, ends_T.device))
         seen_T = self._dealing.before(ends_T) * (tokens_T < starts_S1[-1])
         self._sees_none_T = seen_T == 0
         seen_T = seen_T.clamp(min=1)
@@ -235,7 +234,7 @@ class ContextShared(AttentionBackend):
             query_lens_host=np.ones(num_tokens, np.int32),
             context_lens_host=self._seen_at_most(step),
             guessing_S=None,
-            spans_T2=None,
+            ends_T=None,
         )
 
     def _own_slots(self, step: AttentionStep) -> tuple[torch.Tensor, ...]:
@@ -266,8 +265,8 @@ class ContextShared(AttentionBackend):
         first = step.context_lens_host - lens
         within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
         ends = np.repeat(first, lens) + within + 1
-        if step.spans_T2 is not None:
-            ends = np.maximum(ends, step.spans_T2[:, 1])
+        if step.ends_T is not None:
+            ends = np.maximum(ends, step.ends_T)
         return self._dealing.before(torch.from_numpy(ends)).clamp(min=1).int().numpy()
 
 

@@ -210,7 +210,7 @@ class CpuBackend(MovesBlocks):
             address(step.query_starts_S1, torch.int32),
             address(step.context_lens_S, torch.int32),
             len(step.context_lens_S),
-            0 if step.spans_T2 is None else _spans_address(step.spans_T2, len(step.positions_T)),
+            0 if step.ends_T is None else _ends_address(step.ends_T, len(step.positions_T)),
         )
         cut_step(
             plan,
@@ -242,11 +242,11 @@ class CpuBackend(MovesBlocks):
         return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
 
 
-def _spans_address(spans_T2: Int32, num_tokens: int) -> int:
-    """Return where the spans of a step's tokens stand."""
-    assert spans_T2.shape == (num_tokens, 2), f"needs a span per token, got {spans_T2.shape}"
-    assert spans_T2.dtype == np.int32 and spans_T2.flags.c_contiguous, "needs int32, contiguous"
-    return int(spans_T2.ctypes.data)
+def _ends_address(ends_T: Int32, num_tokens: int) -> int:
+    """Return where the ends of a step's tokens stand."""
+    assert ends_T.shape == (num_tokens,), f"needs an end per token, got {ends_T.shape}"
+    assert ends_T.dtype == np.int32 and ends_T.flags.c_contiguous, "needs int32, contiguous"
+    return int(ends_T.ctypes.data)
 
 
 def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:

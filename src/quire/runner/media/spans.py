@@ -9,18 +9,17 @@ import numpy as np
 
 from quire.base.media.item import MediaItem
 from quire.base.plan import Int32, Plan
-from quire.ops.attention.base import NO_SPAN
 
 
-def key_spans(items: Sequence[MediaItem], first: int, last: int) -> Int32:
-    """Return the spans of the tokens first..last-1 of a row, [last - first, 2], as
-    `AttentionStep.spans_T2` has them. items: of the row, those that are whole."""
-    found = np.full((last - first, 2), NO_SPAN, np.int32)
+def key_ends(items: Sequence[MediaItem], first: int, last: int) -> Int32:
+    """Return the ends of what the tokens first..last-1 of a row see, [last - first], as
+    `AttentionStep.ends_T` has them. items: of the row, those that are whole."""
+    found = np.zeros(last - first, np.int32)
     for item in items:
         begin = max(item.start, first)
         if begin < min(item.end, last):
             assert item.end <= last, "a step computes the rest of a whole item, or none of it"
-            found[begin - first : item.end - first] = item.start, item.end
+            found[begin - first : item.end - first] = item.end
     return found
 
 
@@ -44,7 +43,7 @@ class RowSpans:
                 self._rows[fork.child] = self._rows[fork.parent]
 
     def of_step(self, plan: Plan) -> Int32 | None:
-        """Return the spans of a step's tokens, [T, 2]; None if no token has one.
+        """Return the ends of a step's tokens, [T]; None if all of them attend causally.
 
         `computed_bound` is exact up to the end of the prompt, and no item ends after it.
         """
@@ -53,8 +52,8 @@ class RowSpans:
             return None
         counts, firsts = plan.num_tokens.tolist(), plan.computed_bound.tolist()
         found = [
-            key_spans(self._rows.get(row, ()), first, first + count)
+            key_ends(self._rows.get(row, ()), first, first + count)
             for row, count, first in zip(rows, counts, firsts, strict=True)
         ]
-        spans_T2 = np.concatenate(found)
-        return spans_T2 if spans_T2[:, 1].any() else None
+        ends_T = np.concatenate(found)
+        return ends_T if ends_T.any() else None
