@@ -48,6 +48,7 @@ GROUPS = (
         (
             "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "scheduling_policy",
             "preemption_mode", "long_prefill_token_threshold", "pipeline_depth", "watermark",
+            "max_encoder_tokens", "encoder_cache_tokens",
         ),
     ),
     Group(
