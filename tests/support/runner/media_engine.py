@@ -197,8 +197,8 @@ Found = dict[tuple[str, int], list[tuple[int, bytes]]]
 
 
 class Engine:
-    """A scheduler and a runner with a fake tower. folder: of another model, with a tower of its
-    own; items: of its requests."""
+    """A scheduler and a runner with a fake tower, for which plans are completed here. folder: of
+    another model, with a tower that the scheduler knows of; items: of its requests."""
 
     def __init__(
         self,
@@ -218,6 +218,7 @@ class Engine:
             self.model.vision.broken = broken
         self.scheduler: Scheduler = make_scheduler(self.built, resolve_model(path, None))
         self.plans = EncoderPlans(self.scheduler, items)
+        self.items = {} if self.scheduler.media is None else items  # which the scheduler plans
         self.errors: dict[str, str] = {}
 
     def build(self, config: EngineConfig, source: ModelSource) -> BuiltRunner:
@@ -232,7 +233,8 @@ class Engine:
         """Add a request with this prompt and the items of this name."""
         common = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 3}
         sampling = SamplingParams(**common | params)
-        self.scheduler.add(Request(name, prompt, sampling, seed=1), 0.0)
+        media = tuple(self.items.get(name, ()))
+        self.scheduler.add(Request(name, prompt, sampling, seed=1, media=media), 0.0)
 
     def drive(self, depth: int = 1, before: Any = None) -> Found:
         """Run to the end: tokens and the bits of their candidates. before: called before plans."""
@@ -244,7 +246,8 @@ class Engine:
                 plan = self.scheduler.schedule(0.0).plan
                 if plan is None:
                     break
-                plan, sequences = self.plans.of(plan), self.scheduler.rows.table.sequences
+                plan = plan if self.items else self.plans.of(plan)
+                sequences = self.scheduler.rows.table.sequences
                 owners = [sequences[row] for row in plan.sample_rows.tolist()]
                 in_flight.append((owners, plan, self.launch(plan)))
             owners, plan, launched = in_flight.popleft()

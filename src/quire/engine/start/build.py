@@ -11,6 +11,7 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, public_settings
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
+from quire.base.media.families import whole_fields
 from quire.base.model_spec import ModelSpec, read_config
 from quire.base.speculation import (
     DRAFT_MODEL,
@@ -373,6 +374,7 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
         num_stores=len(config.cache.stores) if built.host_limits else 0,
         num_stages=config.parallel.pipeline_parallel_size,
         kept=config.cache.kept,
+        takes_media=whole_fields(built.spec.raw) is not None,
     )
 
 
