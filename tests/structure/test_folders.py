@@ -67,9 +67,9 @@ BUDGETS = {
     "runner": 5300,
     "runner/gpu": 1000,
     "runner/warm": 900,
-    "scheduler": 1250,
-    "scheduler/branching": 350,
-    "scheduler/core": 4050,
+    "scheduler": 1450,
+    "scheduler/branching": 400,
+    "scheduler/core": 3750,
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
     "serve": 5150,
@@ -88,7 +88,7 @@ BUDGETS = {
 }
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 7100
+MAX_CORE_LINES = 6900
 # Folders that import each other, though neither is in the other.
 CIRCLES: set[tuple[str, str]] = {
     ("ops/attention", "ops/kernels"),
