@@ -42,7 +42,7 @@ from quire.base import (
 )
 from quire.base.errors import EngineError
 from quire.kv import host_tier, manager, pool, state_table, state_worth, table
-from quire.scheduler import beams, scheduler
+from quire.scheduler import beams, scheduler, suspects
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
     admission,
@@ -62,7 +62,7 @@ from quire.scheduler.core import (
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
-STATE_VERSION = 14  # of what is kept of the state
+STATE_VERSION = 15  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -79,7 +79,7 @@ OWNERS = (
     host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
     branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
     planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
-    two_level,
+    suspects, two_level,
 )  # fmt: skip
 
 

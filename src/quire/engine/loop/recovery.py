@@ -13,7 +13,7 @@ written by the same plan, by the last one who shares the block; that is the slot
 the copy writes as well, so to copy it once more does no harm.)
 
 Where rows cannot be computed again, only what the plan does besides is carried out once more
-(`give_rows_up`), and the scheduler finds who is guilty (scheduler/core/plans.py).
+(`give_rows_up`), and the scheduler finds who is guilty (scheduler/suspects.py).
 
 A swap that fails is no row's fault: before the first row is blamed for anything, what the plan does
 besides its rows is carried out alone, and if that fails as well, without its swaps (`lost_swaps`).

@@ -7,7 +7,6 @@ one of them. If no other request runs, nothing is kept free from a sequence.
 """
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -16,9 +15,9 @@ from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory, Needs
 from quire.scheduler.core.plans import Blocks, PlanBuilder, SharedBlocks
 from quire.scheduler.core.preemption import Preemption
-from quire.scheduler.core.queue import WaitingQueue
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Int64, Sequence, SequenceGroup
+from quire.scheduler.core.sequence import Sequence, SequenceGroup
+from quire.scheduler.sharing import competing_head, pass_over_heads
 
 MOST_PREEMPTIONS = 3
 
@@ -264,70 +263,3 @@ class Admission:
 
 def _num_to_come(group: SequenceGroup) -> int:
     return group.num_members - len(group.members)
-
-
-def share_budget(
-    running: Rows,
-    queue: WaitingQueue,
-    rows: Int64,
-    need: Int64,
-    budget: int,
-    fits: Callable[[Sequence], bool],
-) -> tuple[Int64, list[Sequence]]:
-    """Share the tokens of a step: those that each running row gets ([N], like rows and need), and
-    the deferred prompts, by rank. budget: tokens of the step. fits: whether a new request could be
-    admitted now."""
-    is_prompt = need > 1
-    granted = np.where(is_prompt, 0, need)
-    through = np.cumsum(granted)
-    granted = np.clip(budget - (through - granted), 0, granted)
-    left = budget - int(granted.sum())
-    if left <= 0:
-        return granted, []
-    places = np.flatnonzero(is_prompt)
-    ranked = [
-        (queue.rank(s), i) for s, i in zip(running.sequences(rows[places]), places, strict=True)
-    ]
-    order = [i for _, i in sorted(ranked)]
-    prompts = running.sequences(rows[order])
-    pass_over_heads(queue, prompts[0])
-    head = competing_head(queue, prompts[0])
-    if head is not None and not fits(head):
-        head = None
-    deferred = []
-    for i, prompt in zip(order, prompts, strict=True):
-        if head is not None and is_before(queue, head, prompt):
-            deferred.append(prompt)
-            continue
-        granted[i] = min(left, need[i])
-        left -= int(granted[i])
-    return granted, deferred
-
-
-def competing_head(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
-    """Return the head of the queue, if it comes before this prompt under way."""
-    head = queue.peek()
-    return head if head is not None and is_before(queue, head, prompt) else None
-
-
-def pass_over_heads(queue: WaitingQueue, prompt: Sequence) -> None:
-    """Pass over the new sequences at the head that do not come before this prompt under way, which
-    may bring others to the head."""
-    head = queue.peek()
-    while head is not None and not is_before(queue, head, prompt):
-        if head.priority > prompt.priority or queue.is_preempted(head):
-            return
-        queue.pass_over(head)
-        passed, head = head, queue.peek()
-        if head is passed:
-            return
-
-
-def is_before(queue: WaitingQueue, head: Sequence, sequence: Sequence) -> bool:
-    """Tell whether the head of the queue comes before a prompt under way. One that was preempted
-    does not, in its class: it would soon be preempted again."""
-    if head.priority != sequence.priority:
-        return head.priority < sequence.priority
-    if queue.is_preempted(head):
-        return False
-    return queue.rank(head) < queue.rank(sequence)

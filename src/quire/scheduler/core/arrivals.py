@@ -1,10 +1,8 @@
-"""New requests: what becomes of them before they wait, and the pieces that open ones still get.
+"""What clients ask for: new requests, pieces of open prompts, cancelling; and time limits.
 
-    total += length of the piece
-
-While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample;
-the last piece closes it. An open prompt without anything to compute is parked, in nobody's way; so
-is a request that is blocked by something else, such as a grammar that is not compiled yet.
+While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample.
+The last piece closes the prompt. A request is parked while it has nothing to compute, or while
+something that it needs is not ready, such as its grammar.
 """
 
 import heapq
@@ -13,10 +11,11 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from quire.base.errors import REQUEST_FAILED, TIMED_OUT
+from quire.base.errors import REQUEST_FAILED, TIMED_OUT, RequestError
 from quire.base.events import Appended, GrammarTaken
-from quire.base.messages import Append, GrammarReady, Request
-from quire.base.step_outputs import Failure, Finish
+from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
+from quire.base.step_outputs import CANCELLED, Failure, Finish
+from quire.base.validation import check_open
 from quire.scheduler.core.extension import Extension
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
@@ -42,8 +41,39 @@ class Arrivals:
         self._max_model_len = max_model_len
         self._num_arrivals = 0
 
+    def accept(self, request: Request, now: float) -> Sequence:
+        """Make the sequence of a request. Raises RequestError if it can never be served, and
+        EngineBusy if it cannot be served now."""
+        if request.request_id in self._lifecycle.sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        num_prompt = len(request.prompt_token_ids)
+        if not 1 <= num_prompt < self._max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
+                f" {self._max_model_len - 1} are possible. Shorten it or raise max_model_len."
+            )
+        num, most_output = request.params.num_samples, request.params.max_tokens
+        if num > self._rows.table.num_rows:
+            raise RequestError(
+                f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
+                " fewer (n, best_of) or raise max_num_seqs."
+            )
+        has_room = [extension.accept(request) for extension in self._extensions]
+        sequence = self.new_sequence(request, now)
+        if any(has_room):
+            return sequence
+        if request.is_open:
+            check_open(request.params)
+        elif not self.fits_at_all(sequence, sequence.limit, num):
+            raise RequestError(
+                f"{num_prompt} prompt tokens and {num} x {most_output or self._max_model_len}"
+                " output tokens need more KV blocks than the pool has without pinned prefixes."
+                " Lower max_tokens or enlarge kv_cache_memory_bytes."
+            )
+        return sequence
+
     def new_sequence(self, request: Request, now: float) -> Sequence:
-        """Make the sequence of a request, or of its group the leader. Nobody knows it yet."""
+        """Make the sequence of a request, or the leader of its group. No table holds it yet."""
         num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
         limit = self._max_model_len
         if not request.is_open:
@@ -114,9 +144,32 @@ class Arrivals:
         if sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)
 
+    def cancel(self, message: Cancel, now: float) -> None:
+        """End a request whose client is told so."""
+        for member in self._unfinished(message.request_id):
+            self._lifecycle.drop(member, CANCELLED, now)
+
+    def abort(self, message: Abort, now: float) -> None:
+        """End a request, or one of its sequences; index -1 is all."""
+        for member in self._unfinished(message.request_id):
+            if message.index in (-1, member.index):
+                self._lifecycle.end(member, message.finish_reason, now)
+
+    def drop_late(self, now: float) -> None:
+        """End the requests whose time limit is over."""
+        for sequence, finish in self.time_limits.take_late(self._lifecycle.sequences, now):
+            for member in self._unfinished(sequence.request.request_id):
+                self._lifecycle.drop(member, finish, now)
+
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
         """Tell whether so many sequences of this request fit into what is not reserved."""
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
+
+    def _unfinished(self, request_id: str) -> list[Sequence]:
+        """Return the sequences of a request that have not ended; none for an unknown request."""
+        sequence = self._lifecycle.sequences.get(request_id)
+        members = [] if sequence is None else sequence.members
+        return [member for member in members if member.state is not State.ENDED]
 
     def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
         """Return the number of tokens at which a sequence ends."""

@@ -29,6 +29,7 @@ from quire.scheduler.decisions import OutputsBuilder
 
 Handler = Callable[[Any, float], None]  # of a control message, at a time
 Collector = Callable[[float], Any | None]  # at a time: what has changed, if anything
+EndAtToken = Callable[[Sequence, int, OutputsBuilder, float], None]
 Kind = TypeVar("Kind")
 
 
@@ -142,6 +143,26 @@ class DraftTokens(Protocol):
 
     def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
         """Let rows of a plan verify drafts, within a budget; these are added to num_tokens."""
+        ...
+
+    def accepted(
+        self, step: InFlightStep, result: StepResult, outputs: OutputsBuilder
+    ) -> dict[int, list[int]]:
+        """Report the drafts of a step. Return the accepted tokens by row, without those of rows
+        that accepted none."""
+        ...
+
+    def settle(
+        self,
+        step: InFlightStep,
+        sequences: npt.NDArray[np.object_],
+        accepted: dict[int, list[int]],
+        outputs: OutputsBuilder,
+        end: EndAtToken,
+        now: float,
+    ) -> list[int]:
+        """Append accepted tokens to these sequences, and take back rejected ones. Return the number
+        of tokens for each draft. end: ends a sequence by its last token."""
         ...
 
 

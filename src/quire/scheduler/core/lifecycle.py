@@ -19,10 +19,10 @@ from quire.base.plan import RowStart
 from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import Finish
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import Suspects
 from quire.scheduler.core.queue import MakePolicy, SchedulerProgress, WaitingQueue
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence, SequenceGroup, State
+from quire.scheduler.suspects import Suspects
 
 NEW, WAITING, PARKED = State.NEW, State.WAITING, State.PARKED
 RUNNING, SWAPPED, ENDED = State.RUNNING, State.SWAPPED, State.ENDED

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.base.events import Planned
 from quire.base.plan import Move, MoveKind, Plan
-from quire.scheduler.core.admission import Admission, share_budget
+from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.extension import DraftTokens, Forking
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
@@ -24,6 +24,7 @@ from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import SchedulerProgress
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Int32, Int64, State
+from quire.scheduler.sharing import share_budget
 
 NO_ROWS: Int32 = np.empty(0, np.int32)
 PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens

@@ -1,12 +1,4 @@
-"""Plans: while they are made, in flight until their results are in, and after a failure.
-
-A step that fails is run again in parts, which finds the row that failed
-(`engine/loop/recovery.py`). Where layers keep a state that is impossible: it is written in place,
-so a second run would not begin with the one that the first began with. Then all rows of the step go
-back to the last states that the index has of them, and are suspects: each is alone in its plans
-until it has passed. One that fails alone is guilty; one that gets as far as in the step that failed
-is planned with others again.
-"""
+"""Plans in the making, and what is remembered of a plan until its result is in."""
 
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
@@ -20,7 +12,7 @@ from quire.base.plan import BlockWrites, Move, MoveKind, Plan, RowDraft, RowFork
 from quire.kv.host_tier import Copies
 from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
-from quire.scheduler.core.sequence import Int32, Int64, Sequence, State
+from quire.scheduler.core.sequence import Int32, Int64, Sequence
 
 Blocks = Seq[Seq[int]]  # by cache group
 RowLease = tuple[int, int]  # a row and its epoch: one sequence's stay there
@@ -62,6 +54,11 @@ class InFlightStep:
         forked = [fork.child for fork in self.plan.new_forks]
         rows = self.plan.rows.tolist() + forked + self.plan.idle_rows
         return list(zip(rows, self.row_epochs.tolist(), strict=True))
+
+    @property
+    def sampling(self) -> dict[int, Sequence]:
+        """The sequence of each sampling row."""
+        return dict(zip(self.plan.sample_rows.tolist(), self.sequences, strict=True))
 
     def leave_out(self, leases: Collection[RowLease]) -> None:
         """Make void what the plan gives these, and what is forked from them."""
@@ -157,41 +154,3 @@ class PlanBuilder:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         rows = np.concatenate(self.rows).astype(np.int32)
         return rows, np.concatenate(self.num_tokens).astype(np.int32)
-
-
-class Suspects:
-    """until: by sequence, longest suspected first, how many tokens it has to compute to be none."""
-
-    def __init__(self) -> None:
-        self.until: dict[Sequence, int] = {}
-
-    def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence, which has ended."""
-        self.until.pop(sequence, None)
-
-    def suspect(self, step: InFlightStep) -> None:
-        """Suspect all rows of a step that failed, also those that only begin with it."""
-        lengths = _lengths(step)
-        for lease, sequence in zip(step.leases, step.row_sequences, strict=True):
-            if lease[0] not in step.left_out and sequence.state is not State.ENDED:
-                self.until[sequence] = lengths.get(sequence, 1)
-
-    def are_guilty(self, step: InFlightStep) -> bool:
-        """Tell whether only rows of one request were in a step that failed, which was suspected."""
-        found = list(_lengths(step))
-        is_one = len({sequence.request.request_id for sequence in found}) == 1
-        return is_one and all(sequence in self.until for sequence in found)
-
-    def acquit(self, step: InFlightStep) -> None:
-        """Take note of a step that did not fail."""
-        for sequence, length in _lengths(step).items():
-            if length >= self.until.get(sequence, length + 1):
-                del self.until[sequence]
-
-
-def _lengths(step: InFlightStep) -> dict[Sequence, int]:
-    """Return who computed something in a step, and how many tokens they had computed then."""
-    plan = step.plan.without_drafts
-    ends = (plan.computed_bound + plan.num_tokens).tolist()
-    rows = zip(plan.rows.tolist(), step.row_sequences, ends, strict=False)
-    return {sequence: end for row, sequence, end in rows if row not in step.left_out}

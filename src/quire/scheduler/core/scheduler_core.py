@@ -34,8 +34,6 @@ from quire.base.messages import (
     ResetPrefixCache,
 )
 from quire.base.plan import Plan, StepResult
-from quire.base.step_outputs import CANCELLED
-from quire.base.validation import check_open
 from quire.kv.digest import root_digest
 from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.arrivals import Arrivals
@@ -56,7 +54,6 @@ from quire.scheduler.core.planning import Planner
 from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import Fifo, MakePolicy, SchedulerProgress
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.core.step_results import StepResults
 from quire.scheduler.decisions import Decisions, OutputsBuilder
 
@@ -102,7 +99,7 @@ class SchedulerCore:
             rows, memory, lifecycle, progress, forking, preemption, self.admission, drafts
         )
         failures = Failures(rows, memory, lifecycle, self.extensions)
-        self._results = StepResults(rows, memory, lifecycle, forking, failures)
+        self._results = StepResults(rows, memory, lifecycle, forking, drafts, failures)
         self._collectors: list[Collector] = []  # of what subscribers hear of
         self.attach()
 
@@ -125,8 +122,8 @@ class SchedulerCore:
             GrammarReady: [self.arrivals.take_ready],
             MeasuredRates: [lambda message, now: self._measure(message)],
             Drafted: [lambda message, now: self.drafts.take(message)],
-            Cancel: [self._cancel],
-            Abort: [self._abort],
+            Cancel: [self.arrivals.cancel],
+            Abort: [self.arrivals.abort],
         }
         for extension in self.extensions:
             for kind, handler in extension.handlers().items():
@@ -170,7 +167,7 @@ class SchedulerCore:
         """Queue a request, or refuse it if this engine can never serve it."""
         self._expire(now)
         try:
-            sequence = self._accept(request, now)
+            sequence = self.arrivals.accept(request, now)
         except RequestError as error:
             return self._decisions(now, refusal=error)
         self.arrivals.enter(sequence, now)
@@ -187,7 +184,8 @@ class SchedulerCore:
         in_flight = self.planner.in_flight
         if len(in_flight) >= self.depth:
             return self._decisions(now)
-        self._drop_late(now)
+        if self.arrivals.time_limits.deadlines:
+            self.arrivals.drop_late(now)
         self._tell_ended()
         self._expire(now)
         plan = self.planner.plan(now)
@@ -260,70 +258,13 @@ class SchedulerCore:
             for watcher in sequence.watchers:
                 watcher.forget(sequence)
 
-    def _accept(self, request: Request, now: float) -> Sequence:
-        """Make a request's sequence. Raises RequestError if it can never be served, and EngineBusy
-        if only not now."""
-        if request.request_id in self.lifecycle.sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
-        num_prompt = len(request.prompt_token_ids)
-        if not 1 <= num_prompt < self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
-                f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
-            )
-        num, most_output = request.params.num_samples, request.params.max_tokens
-        if num > self.rows.table.num_rows:
-            raise RequestError(
-                f"{num} sequences are more than max_num_seqs={self.rows.table.num_rows}; request"
-                " fewer (n, best_of) or raise max_num_seqs."
-            )
-        has_room = [extension.accept(request) for extension in self.extensions]
-        sequence = self.arrivals.new_sequence(request, now)
-        if any(has_room):
-            return sequence
-        if request.is_open:
-            check_open(request.params)
-        elif not self.arrivals.fits_at_all(sequence, sequence.limit, num):
-            raise RequestError(
-                f"{num_prompt} prompt tokens and {num} x {most_output or self.max_model_len}"
-                " output tokens need more KV blocks than the pool has without pinned prefixes."
-                " Lower max_tokens or enlarge kv_cache_memory_bytes."
-            )
-        return sequence
-
-    def _cancel(self, message: Cancel, now: float) -> None:
-        for member in self._open_members(message.request_id):
-            self.lifecycle.drop(member, CANCELLED, now)
-
-    def _abort(self, message: Abort, now: float) -> None:
-        """End a request, or one of its sequences; index -1 is all."""
-        for member in self._open_members(message.request_id):
-            if message.index in (-1, member.index):
-                self.lifecycle.end(member, message.finish_reason, now)
-
     def _measure(self, rates: MeasuredRates) -> None:
         self.memory.rates = rates
-
-    def _drop_late(self, now: float) -> None:
-        """End the requests whose time limit is over."""
-        limits = self.arrivals.time_limits
-        if not limits.deadlines:
-            return
-        for sequence, finish in limits.take_late(self.lifecycle.sequences, now):
-            for member in sequence.members:
-                if member.state is not State.ENDED:
-                    self.lifecycle.drop(member, finish, now)
 
     def _expire(self, now: float) -> None:
         for extension in self.step_extensions:
             if extension.next_s is not None and extension.next_s <= now:
                 extension.expire(now)
-
-    def _open_members(self, request_id: str) -> list[Sequence]:
-        """List the sequences of a request that have not ended; none of one that is not known."""
-        sequence = self.lifecycle.sequences.get(request_id)
-        members = [] if sequence is None else sequence.members
-        return [member for member in members if member.state is not State.ENDED]
 
     def _reset_cache(self, epoch: str, now: float) -> None:
         """Forget all names, and let those to come be others (names.py)."""

@@ -241,9 +241,13 @@ class Sequence:
             self.watchers = (*self.watchers, watcher)
 
     def stops_at(self, token_id: int) -> bool:
-        """Tell whether this token, having just become the last known one, ends the sequence."""
+        """Return whether this token, the last known one, is a stop token that counts."""
         enough = self.num_output_tokens >= self.request.params.min_tokens
         return enough and token_id in self.request.stop_token_ids
+
+    def is_over(self, token_id: int) -> bool:
+        """Return whether this token, the last known one, ends the sequence."""
+        return self.stops_at(token_id) or self.num_known_tokens >= self.limit
 
 
 @dataclass(eq=False, slots=True)
