@@ -24,6 +24,11 @@ from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Blocker, Sequence, SequenceGroup, State
 
 
+def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
+    """Return the length at which a sequence with a prompt of this length ends."""
+    return min(num_prompt + (request.params.max_tokens or max_model_len), max_model_len)
+
+
 class Arrivals:
     """Makes sequences of requests and lets them in. max_model_len: most tokens of a sequence."""
 
@@ -77,7 +82,7 @@ class Arrivals:
         num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
         limit = self._max_model_len
         if not request.is_open:
-            limit = self._limit_of(num_prompt, request.params.max_tokens)
+            limit = limit_of(request, num_prompt, self._max_model_len)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrivals,
@@ -114,7 +119,7 @@ class Arrivals:
         num_prompt = sequence.num_prompt_tokens + len(message.token_ids)
         limit, num_needed = self._max_model_len, num_prompt + 1
         if message.is_last:
-            limit = self._limit_of(num_prompt, sequence.request.params.max_tokens)
+            limit = limit_of(sequence.request, num_prompt, self._max_model_len)
             num_needed = limit
         is_too_long = num_prompt >= self._max_model_len
         if is_too_long or not self.fits_at_all(sequence, num_needed, 1):
@@ -170,10 +175,6 @@ class Arrivals:
         sequence = self._lifecycle.sequences.get(request_id)
         members = [] if sequence is None else sequence.members
         return [member for member in members if member.state is not State.ENDED]
-
-    def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Return the number of tokens at which a sequence ends."""
-        return min(num_prompt + (max_tokens or self._max_model_len), self._max_model_len)
 
     def _too_long(self, num_prompt: int) -> str:
         return (
