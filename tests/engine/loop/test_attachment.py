@@ -1,7 +1,7 @@
 """Attachments: when they are called, in which order, and what happens if they fail. Covers
 `engine/loop/attachment.py` and `engine/loop/front.py`.
 
-Covers `engine/loop/attachments.py`.
+Covers `engine/loop/front.py`.
 """
 
 import inspect

@@ -25,9 +25,8 @@ from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.executors.executor import Executor
 from quire.engine.loop.attachment import Phase
-from quire.engine.loop.attachments import Attachments
 from quire.engine.loop.bell import Bell
-from quire.engine.loop.front import Front
+from quire.engine.loop.front import Attachments, Front
 from quire.engine.loop.in_flight import NO_SAMPLING, InFlight, Sampling, StepInFlight, StepRates
 from quire.engine.loop.recovery import combine, leave_out, reduce_plan, repeat_step
 from quire.engine.loop.step_budget import StepBudget
