@@ -6,14 +6,14 @@ index that the token right after the hit needs (base/cache_group.py).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool, MakeEviction
 from quire.kv.state_table import StateTable
-from quire.kv.state_worth import StateWorth
+from quire.kv.states import States
 from quire.kv.table import NULL, Appended, BlockTable
 
 
@@ -101,11 +101,9 @@ class KVManager:
         self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
         self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
         self.block_bytes = tuple(block_bytes)
-        self._state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
-        self._not_yet: list[set[int]] = [set() for _ in groups]  # states that the plan will write
-        self.worth = StateWorth()
-        # In the plan, with how many tokens: states before these may go after it.
-        self._grown: list[tuple[SequenceBlocks, int]] = []
+        self.states = States(groups, self.pools)
+        # Groups that drop blocks while a sequence grows.
+        self._dropping = tuple(g for g, group in enumerate(groups) if not group.keeps_all)
 
     @property
     def num_blocks(self) -> int:
@@ -190,13 +188,12 @@ class KVManager:
     def needs_with_hit(self, num_tokens: int, hit: KVBlocks, chunk: int) -> list[int]:
         """Count the free blocks, by cache group, that `num_tokens` tokens take which begin with a
         hit and are computed in chunks."""
-        needs = []
-        for g, group in enumerate(self.groups):
-            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._taken(g, hit)
-            if not group.keeps_all:
-                # The hit's blocks are some of those that it holds at most at any time.
-                needed = min(needed, group.most_blocks(num_tokens, self.block_size, chunk))
-            needs.append(needed)
+        blocks = -(-num_tokens // self.block_size)
+        needs = [blocks - len(hit.blocks[g]) + self._taken(g, hit) for g in range(len(self.groups))]
+        for g in self._dropping:
+            # The blocks of the hit are among the most that the sequence ever holds.
+            most = self.groups[g].most_blocks(num_tokens, self.block_size, chunk)
+            needs[g] = min(needs[g], most)
         return needs
 
     def allocate_slots(
@@ -212,16 +209,17 @@ class KVManager:
         of its tokens may be taken back, so that what those before them need is kept.
         """
         start = sequence.num_tokens if computed is None else computed.num_tokens
-        for table, group in zip(sequence.tables, self.groups, strict=True):
-            table.drop_before(group.first_needed(start - num_unsure))
+        for g in self._dropping:
+            needed = self.groups[g].first_needed(start - num_unsure)
+            sequence.tables[g].drop_before(needed)
         if computed is not None:
             if not self.fits(self._needs_to_adopt(sequence, computed, num_new_tokens)):
                 return None
             self._adopt(sequence, computed)
         if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
             return None
-        if self._state_groups:
-            self._grown.append((sequence, start + num_new_tokens))
+        if self.states.groups:
+            self.states.grow(sequence.tables, start + num_new_tokens)
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
     def append_guesses(
@@ -235,14 +233,6 @@ class KVManager:
         if not self.fits(needs, reserve):
             return None
         return tuple(table.append_guesses(num_guesses) for table in sequence.tables)
-
-    def end_guesses(self, sequence: SequenceBlocks) -> None:
-        """Release the states that were passed by guesses which were right: nobody shall give way
-        for what is read no longer."""
-        for g in self._state_groups:
-            table = sequence.tables[g]
-            table.drop_before(self.groups[g].first_needed(table.num_tokens))
-            self._settle_states(g, (sequence,), has_ended=False)
 
     def _taken(self, g: int, hit: KVBlocks) -> int:
         """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
@@ -269,28 +259,21 @@ class KVManager:
             pool.note_hits(blocks)
         for pool, away in zip(self.host_pools, hit.host, strict=False):
             pool.note_hits(away.values())
-        if hit.is_in_use:  # nobody takes one of them meanwhile
+        if hit.is_in_use:  # no load takes one of them
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)
-            sequence.num_indexed = hit.num_tokens // self.block_size
-            self._begin_states(sequence, hit)
-            return
-        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
-            pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
-        for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
-            blocks = list(hit.blocks[g])
-            for i, host_block in hit.host[g].items() if hit.host else ():
-                blocks[i] = self._load(g, host_block)
-            table.adopt(blocks, hit.num_tokens)
-            pool.release_all([b for b in blocks if b != NULL])
+        else:
+            for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+                pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
+            for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
+                blocks = list(hit.blocks[g])
+                for i, host_block in hit.host[g].items() if hit.host else ():
+                    blocks[i] = self._load(g, host_block)
+                table.adopt(blocks, hit.num_tokens)
+                pool.release_all([b for b in blocks if b != NULL])
         sequence.num_indexed = hit.num_tokens // self.block_size
-        self._begin_states(sequence, hit)
-
-    def _begin_states(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
-        """Note which states are begun with."""
-        for g in self._state_groups if hit.num_tokens else ():
-            digest = self.pools[g].digest_of(sequence.tables[g].blocks[-1])
-            self.worth.begin(self._state_table(sequence, g), digest)
+        if self.states.groups and hit.num_tokens:
+            self.states.begin(sequence.tables)
 
     def _load(self, g: int, host_block: int) -> int:
         """Take a block of the device, held once, into which the plan being made loads a host
@@ -309,45 +292,14 @@ class KVManager:
         destination.append(block_id)
         return block_id
 
-    def end_plan(self) -> None:
-        """Note that a plan is made. Only in those to come can sequences begin with a state that it
-        writes: keys and values of all rows are written before any are read, states are not. And
-        what it reads is needed no longer."""
-        grown, self._grown = self._grown, []
-        for g in self._state_groups:
-            self._not_yet[g].clear()
-            for sequence, num_tokens in grown:
-                table = sequence.tables[g]
-                known = min(num_tokens, table.num_tokens)  # of guesses any may be wrong
-                table.drop_before(self.groups[g].first_needed(known))
-            self._settle_states(g, (sequence for sequence, _ in grown), has_ended=False)
-
     @property
     def has_states(self) -> bool:
         """Whether there are `state` groups."""
-        return len(self._state_groups) > 0
+        return len(self.states.groups) > 0
 
     def is_state_or_cached(self, g: int, digest: bytes) -> bool:
-        """Tell whether a block is cached, or only a state that nobody has left behind."""
-        return g in self._state_groups or self.is_cached(g, digest)
-
-    def keep_states(
-        self, sequence: SequenceBlocks, kept: Collection[int], prompt_end: int = -1
-    ) -> None:
-        """Say behind which logical blocks the sequence shall leave its states for others.
-        prompt_end: which of them is the prompt's last."""
-        for g in self._state_groups:
-            table = self._state_table(sequence, g)
-            table.kept, table.prompt_end = kept, prompt_end
-
-    def _state_table(self, sequence: SequenceBlocks, g: int) -> StateTable:
-        table = sequence.tables[g]
-        assert isinstance(table, StateTable)
-        return table
-
-    def _settle_states(self, g: int, sequences: Iterable[SequenceBlocks], has_ended: bool) -> None:
-        for sequence in sequences:
-            self.worth.settle(self._state_table(sequence, g), self.pools[g], has_ended)
+        """Return whether a block is cached, or is a state."""
+        return g in self.states.groups or self.is_cached(g, digest)
 
     def take_loads(self) -> list[Copies]:
         """Take the copies that load the last hit's blocks, by cache group."""
@@ -363,7 +315,7 @@ class KVManager:
         are several cache groups, a window or too few blocks.
         """
         pool = self.pools[0]
-        if len(self.pools) > 1 or not self.groups[0].keeps_all or not self.fits((len(sequences),)):
+        if len(self.pools) > 1 or self._dropping or not self.fits((len(sequences),)):
             return None
         tables, size = [sequence.tables[0] for sequence in sequences], self.block_size
         if any(len(t.blocks) * size != n - 1 for t, n in zip(tables, num_tokens, strict=True)):
@@ -387,16 +339,15 @@ class KVManager:
     ) -> list[list[int]]:
         """Name the full blocks up to `num`; returns the blocks newly looked at, by group."""
         first, sequence.num_indexed = sequence.num_indexed, num
-        if num == first + 1 and len(self.pools) == 1 and not self._state_groups:
+        if num == first + 1 and len(self.pools) == 1 and not self.states.groups:
             block_id = sequence.tables[0].blocks[first]
             if block_id == NULL:
                 return [[]]
             self.pools[0].index(block_id, digests[first])
             return [[block_id]]
         named = [table.name(first, digests[first:num]) for table in sequence.tables]
-        for g in self._state_groups:
-            self._not_yet[g].update(named[g])
-            self.worth.leave(self._state_table(sequence, g), first, digests[first:num])
+        if self.states.groups:
+            self.states.name(sequence.tables, named, first, digests[first:num])
         return named
 
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
@@ -448,8 +399,8 @@ class KVManager:
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0
-        for g in self._state_groups:
-            self._settle_states(g, (sequence,), has_ended=True)
+        if self.states.groups:
+            self.states.free(sequence.tables)
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:
@@ -465,7 +416,7 @@ class KVManager:
 
     def _is_on_device(self, g: int, digest: bytes) -> bool:
         block_id = self.pools[g].lookup(digest)
-        return block_id is not None and block_id not in self._not_yet[g]
+        return block_id is not None and block_id not in self.states.unwritten[g]
 
     def device_block(self, g: int, digest: bytes) -> int | None:
         """Return the block of the device that the index calls so, or None. Takes no reference."""
@@ -479,7 +430,7 @@ class KVManager:
 
     def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
         """Return the longest hit, of at most `most` blocks, that cache group g can serve."""
-        if self.groups[g].keeps_all:
+        if g not in self._dropping:
             for i in range(most):
                 if not has(g, digests[i]):
                     return i
@@ -501,6 +452,8 @@ class KVManager:
 
     def first_seen(self, g: int, num_tokens: int) -> int:
         """Return the first logical block that the token after so many tokens needs."""
+        if g not in self._dropping:
+            return 0
         return self.groups[g].first_needed(num_tokens) // self.block_size
 
     def _hit_blocks(

@@ -1,34 +1,43 @@
-"""Which of the states that sequences leave behind others will go on from: what is evicted first.
+"""The states that sequences leave behind: where they are left, and which are evicted first.
 
-Of a conversation, each turn begins with a state that the one before left, and leaves two: behind
-its prompt and behind its answer. Next turns go on from one of these, always the same kind: behind
-the answer, or, where a template leaves a part of it out afterwards, behind the prompt. Which it is
-shows in what was begun with so far. So these wait in front of all others to be evicted: the state
-that a sequence began with, once it has left a later one, unless a second one has begun with it; and
-that of the kind which is hardly ever of use. Where prefixes part states stay as long as others do.
+Each turn of a conversation begins with a state that the turn before left. It leaves two states: one
+behind its prompt and one behind its answer. The next turn begins with the state behind the answer,
+or behind the prompt if the template later leaves a part of the answer out. Which of the two it is
+shows in the past, so two kinds of states are evicted before all others:
+
+- the state that a sequence began with, once the sequence has left a later one, unless a second
+  sequence began with it;
+- a state of the kind that is hardly ever begun with.
+
+States where prefixes part stay as long as other blocks do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.pool import BlockPool
 from quire.kv.state_table import StateTable
-from quire.kv.table import NULL
+from quire.kv.table import NULL, BlockTable
 
 AT_PROMPT, AT_ANSWER, WHERE_PARTED = range(3)
-MOST_LEFT = 1 << 14  # that are remembered
-ENOUGH, FAR_MORE = 4, 4  # to tell which kind is of use: begun with so often, times the other
+MOST_LEFT = 1 << 14  # names that are remembered
+# A kind is of use once sequences began with it ENOUGH times, and FAR_MORE times the other kind.
+ENOUGH, FAR_MORE = 4, 4
 
 
 class StateWorth:
-    """left: by name, where a state was left and how many have begun with it, also of those that
-    were evicted since. num_begun: by where it was left."""
+    """Counts how often sequences begin with states.
+
+    left: by name, where a state was left and how many sequences began with it, evicted ones
+    included. num_begun: sequences that began with a state, by where it was left.
+    """
 
     def __init__(self) -> None:
         self.left: dict[bytes, tuple[int, int]] = {}
         self.num_begun = [0, 0, 0]
 
     def begin(self, table: StateTable, digest: bytes | None) -> None:
-        """Note with which state a sequence begins, if it has a name."""
+        """Note the state that a sequence begins with, if it has a name."""
         table.began = digest
         if digest is not None and digest in self.left:
             place, num = self.left[digest]
@@ -36,7 +45,7 @@ class StateWorth:
             self.num_begun[place] += 1
 
     def leave(self, table: StateTable, first: int, digests: Sequence[bytes]) -> None:
-        """Note which of a sequence's states, of the blocks from `first` on, got names."""
+        """Note which states of a sequence got names, of the blocks from `first` on."""
         for i in table.kept:
             if first <= i < first + len(digests) and table.blocks[i] != NULL:
                 digest = digests[i - first]
@@ -45,13 +54,13 @@ class StateWorth:
                 self._remember(digest, AT_PROMPT if i == table.prompt_end else WHERE_PARTED)
 
     def was_left(self, digests: Sequence[bytes]) -> bool:
-        """Tell whether one of these was a sequence's last state, or one behind its prompt."""
+        """Return whether a sequence ended, or its prompt ended, at one of these."""
         return any(
             self.left.get(digest, (WHERE_PARTED, 0))[0] != WHERE_PARTED for digest in digests
         )
 
     def settle(self, table: StateTable, pool: BlockPool, has_ended: bool) -> None:
-        """Let those states of a sequence go first that are of little use."""
+        """Let the states of a sequence that are of little use be evicted first."""
         passing = None if table.passing is None else table.passing[1]
         if has_ended and passing is not None:
             self._remember(passing, AT_ANSWER)
@@ -75,3 +84,84 @@ class StateWorth:
             self.left[digest] = place, 0
             if len(self.left) > MOST_LEFT:
                 del self.left[next(iter(self.left))]
+
+
+class States:
+    """The tables of all `state` groups together.
+
+    groups: numbers of these groups. unwritten: states that the plan being made will write, by cache
+    group. No sequence may begin with them before the next plan.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], pools: Sequence[BlockPool]) -> None:
+        self.groups = [g for g, group in enumerate(groups) if group.kind == STATE]
+        self.worth = StateWorth()
+        self.unwritten: list[set[int]] = [set() for _ in groups]
+        self._all_groups, self._pools = tuple(groups), pools
+        # Tables of the plan being made, with their lengths: earlier states may go after it.
+        self._grown: list[tuple[Sequence[BlockTable], int]] = []
+
+    def keep(
+        self, tables: Sequence[BlockTable], kept: Collection[int], prompt_end: int = -1
+    ) -> None:
+        """Set the logical blocks behind which a sequence leaves its state for others. prompt_end:
+        the last block of its prompt, if it is among them."""
+        for g in self.groups:
+            table = _state_table(tables[g])
+            table.kept, table.prompt_end = kept, prompt_end
+
+    def begin(self, tables: Sequence[BlockTable]) -> None:
+        """Note that a sequence begins with its last states."""
+        for g in self.groups:
+            digest = self._pools[g].digest_of(tables[g].blocks[-1])
+            self.worth.begin(_state_table(tables[g]), digest)
+
+    def grow(self, tables: Sequence[BlockTable], num_tokens: int) -> None:
+        """Note the length of a sequence after the plan being made."""
+        self._grown.append((tables, num_tokens))
+
+    def name(
+        self,
+        tables: Sequence[BlockTable],
+        named: Sequence[Sequence[int]],
+        first: int,
+        digests: Sequence[bytes],
+    ) -> None:
+        """Note that the plan being made writes these blocks, which have just got their names."""
+        for g in self.groups:
+            self.unwritten[g].update(named[g])
+            self.worth.leave(_state_table(tables[g]), first, digests)
+
+    def end_plan(self) -> None:
+        """Note that the plan is made. It writes all keys and values before it reads any, but not
+        its states: only the next plans may begin with them."""
+        grown, self._grown = self._grown, []
+        for g in self.groups:
+            self.unwritten[g].clear()
+            for tables, num_tokens in grown:
+                known = min(num_tokens, tables[g].num_tokens)  # any draft may be rejected
+                self._drop_before(g, tables[g], known)
+            for tables, _ in grown:
+                self._settle(g, tables[g], has_ended=False)
+
+    def end_guesses(self, tables: Sequence[BlockTable]) -> None:
+        """Release the states that accepted drafts have passed."""
+        for g in self.groups:
+            self._drop_before(g, tables[g], tables[g].num_tokens)
+            self._settle(g, tables[g], has_ended=False)
+
+    def free(self, tables: Sequence[BlockTable]) -> None:
+        """Note that a sequence has freed its tables."""
+        for g in self.groups:
+            self._settle(g, tables[g], has_ended=True)
+
+    def _drop_before(self, g: int, table: BlockTable, num_tokens: int) -> None:
+        table.drop_before(self._all_groups[g].first_needed(num_tokens))
+
+    def _settle(self, g: int, table: BlockTable, has_ended: bool) -> None:
+        self.worth.settle(_state_table(table), self._pools[g], has_ended)
+
+
+def _state_table(table: BlockTable) -> StateTable:
+    assert isinstance(table, StateTable)
+    return table

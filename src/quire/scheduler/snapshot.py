@@ -41,7 +41,7 @@ from quire.base import (
     step_outputs,
 )
 from quire.base.errors import EngineError
-from quire.kv import host_tier, manager, pool, state_table, state_worth, table
+from quire.kv import host_tier, manager, pool, state_table, states, table
 from quire.scheduler import beams, scheduler, suspects
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
@@ -76,7 +76,7 @@ VOCABULARY = (
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
+    host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals, beams,
     branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
     planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
     suspects, two_level,

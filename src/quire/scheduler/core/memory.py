@@ -272,7 +272,7 @@ class Memory:
         """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
         by cache group, or None if they are not there."""
         if self.kv.has_states:
-            self.kv.keep_states(sequence.blocks, *self._states_to_keep(sequence, hit))
+            self.kv.states.keep(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
         if hit.num_loads:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
@@ -295,7 +295,7 @@ class Memory:
         kept = {prompt_end} if prompt_end > last_found else set()
         near = 1 + -(-PROMPT_TAIL // self.block_size)
         ends = digests[max(0, parted + 1 - near) : parted + 1]
-        if parted - last_found >= near and not self.kv.worth.was_left(ends):
+        if parted - last_found >= near and not self.kv.states.worth.was_left(ends):
             kept.add(parted)
         return kept, prompt_end
 
@@ -333,7 +333,7 @@ class Memory:
             self.kv.truncate(blocks, num_tokens)
         if self.kv.has_states:
             blocks.advance(num_tokens)
-            self.kv.end_guesses(blocks)
+            self.kv.states.end_guesses(blocks.tables)
         return had_more
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -412,7 +412,8 @@ class Memory:
 
     def end_plan(self, step_id: int, now: float) -> None:
         """Note that a plan is made: what it copies belongs to it."""
-        self.kv.end_plan()
+        if self.kv.has_states:
+            self.kv.states.end_plan()
         self.end_turn(now)
         if self.kv.tier is not None:
             self.kv.tier.end_plan(step_id)
