@@ -136,18 +136,6 @@ class Doors(Protocol):
     def update(self, result: StepResult, now: float) -> Decisions: ...
 
 
-class DoorWatcher(Attachment):
-    """An attachment that stands at the doors: each call goes through it, after all other
-    attachments had their say, and it passes the call on to the scheduler. At most one per core."""
-
-    def add(self, request: Request, now: float) -> Decisions:
-        raise NotImplementedError
-
-    def control(self, message: Control, now: float) -> Decisions:
-        raise NotImplementedError
-
-    def schedule(self, now: float) -> Decisions:
-        raise NotImplementedError
-
-    def update(self, result: StepResult, now: float) -> Decisions:
-        raise NotImplementedError
+class DoorWatcher(Attachment, Doors):
+    """An attachment in front of the doors: each call goes through it, after all other attachments,
+    and it passes the call on to the scheduler. At most one per core."""

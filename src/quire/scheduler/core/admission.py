@@ -164,17 +164,8 @@ class Admission:
         members = [m for m in sequence.members if m.host_blocks is not None]
         if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
             return None
-        needs = self._memory.needs_to_return(members, self.reserve(sequence))
-        if not self._memory.make_room(needs):
+        if not self._preemption.resume(members, self.reserve(sequence), builder, now):
             return None
-        builder.add_moves(MoveKind.LOAD, self._memory.swap_in(members))
-        for member in members:
-            started = self._lifecycle.start(member, member.num_swapped_tokens, now)
-            builder.started.append(started)
-            builder.add_table(member)
-            held = [table.live_blocks for table in member.blocks.tables]
-            builder.shared.append(SharedBlocks(member.row, held, [[] for _ in held]))
-            self._rows.share(member.row)
         used, size = 0, self._memory.block_size
         for member in members:
             computed = member.num_swapped_tokens

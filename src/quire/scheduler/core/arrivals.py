@@ -16,12 +16,12 @@ from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
 from quire.base.step_outputs import CANCELLED, Failure, Finish
 from quire.base.validation import check_open
-from quire.scheduler.core.extension import Extension
+from quire.scheduler.core.extension import Extension, Forking
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import PATIENCE
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Blocker, Sequence, SequenceGroup, State
+from quire.scheduler.core.sequence import Blocker, Sequence, State
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
@@ -37,12 +37,13 @@ class Arrivals:
         rows: Rows,
         memory: Memory,
         lifecycle: Lifecycle,
+        forking: Forking,
         extensions: Seq[Extension],
         max_model_len: int,
     ) -> None:
         self.time_limits = TimeLimits()
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
-        self._extensions = extensions
+        self._forking, self._extensions = forking, extensions
         self._max_model_len = max_model_len
         self._num_arrivals = 0
 
@@ -99,7 +100,7 @@ class Arrivals:
             keep_s=request.keep_s,
         )
         if num > 1 or request.params.use_beam_search:
-            sequence.group = SequenceGroup.of(sequence, num)
+            sequence.group = self._forking.group_of(sequence, num)
         return sequence
 
     def enter(self, sequence: Sequence, now: float) -> None:

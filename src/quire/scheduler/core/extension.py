@@ -24,7 +24,7 @@ from quire.base.plan import Plan, StepResult
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks
 from quire.scheduler.core.plans import InFlightStep, PlanBuilder
-from quire.scheduler.core.sequence import Int32, Sequence
+from quire.scheduler.core.sequence import Int32, Sequence, SequenceGroup
 from quire.scheduler.decisions import OutputsBuilder
 
 Handler = Callable[[Any, float], None]  # of a control message, at a time
@@ -118,6 +118,10 @@ class Extension:
 
 class Forking(Protocol):
     """Forks rows of one request, for several answers and for beams."""
+
+    def group_of(self, leader: Sequence, num_members: int) -> SequenceGroup:
+        """Return the group of a new request that has one sequence so far."""
+        ...
 
     def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
         """Fork the leaders among rows that sample. Return the new rows, and the rows whose logits

@@ -12,9 +12,10 @@ Both rates are measured and come through `control`. Where one is not known, it i
 """
 
 from quire.base.plan import MoveKind
+from quire.kv.swapping import swap_in, swap_out, undo_copies
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.plans import PlanBuilder, SharedBlocks
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence
 
@@ -93,10 +94,34 @@ class Preemption:
     def _swap_out(self, members: list[Sequence], builder: PlanBuilder) -> bool:
         """Copy what the members have computed to host memory; False if that has no room. They still
         hold their rows."""
+        kv = self._memory.kv
         for member in members:
-            self._memory.undo(member, reversed(builder.copies))
-        copies = self._memory.swap_out(members)
-        if copies is None:
+            copies = [(g, s, d) for g, row, s, d in reversed(builder.copies) if row == member.row]
+            undo_copies(kv, member.blocks, copies, member.num_kept_tokens)
+        done = swap_out(kv, [member.blocks for member in members])
+        if done is None:
             return False
-        builder.add_moves(MoveKind.SWAP_OUT, copies)
+        for member, blocks in zip(members, done[0], strict=True):
+            member.host_blocks = blocks
+        builder.add_moves(MoveKind.SWAP_OUT, done[1])
+        return True
+
+    def resume(
+        self, members: list[Sequence], reserve: int, builder: PlanBuilder, now: float
+    ) -> bool:
+        """Bring swapped members back to the device, with a row for each. Return False if the device
+        has too few blocks."""
+        if not self._memory.make_room(self._memory.needs_to_return(members, reserve)):
+            return False
+        found, copies = swap_in(self._memory.kv, [member.swapped for member in members])
+        builder.add_moves(MoveKind.LOAD, copies)
+        for member, blocks in zip(members, found, strict=True):
+            member.blocks, member.host_blocks = blocks, None
+        for member in members:
+            started = self._lifecycle.start(member, member.num_swapped_tokens, now)
+            builder.started.append(started)
+            builder.add_table(member)
+            held = [table.live_blocks for table in member.blocks.tables]
+            builder.shared.append(SharedBlocks(member.row, held, [[] for _ in held]))
+            self._rows.share(member.row)
         return True

@@ -89,8 +89,8 @@ class SchedulerCore:
         self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill, num_stages)
         self.progress = progress = SchedulerProgress(rows, memory)
         self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
-        self.arrivals = Arrivals(rows, memory, lifecycle, self.extensions, max_model_len)
         forking = make_forking(rows, memory, lifecycle)
+        self.arrivals = Arrivals(rows, memory, lifecycle, forking, self.extensions, max_model_len)
         mode, budget = config.preemption_mode, self.token_budget
         self.preemption = preemption = Preemption(rows, memory, lifecycle, mode)
         self.admission = Admission(rows, memory, lifecycle, preemption, budget, most_prefill)

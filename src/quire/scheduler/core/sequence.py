@@ -268,26 +268,6 @@ class SequenceGroup:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     row_params: SamplingParams | None = None
 
-    @classmethod
-    def of(cls, leader: Sequence, num_members: int) -> "SequenceGroup":
-        """Make the group of a request, as long as it has one sequence."""
-        params = leader.request.params
-        group = cls(num_members, [leader], order=[leader])
-        if params.use_beam_search:
-            group.search = BeamSearch(
-                width=num_members,
-                max_output=leader.limit - leader.num_prompt_tokens,
-                stop_token_ids=frozenset(leader.request.stop_token_ids),
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-            )
-            group.row_params = SamplingParams(
-                temperature=0.0, max_tokens=None, logprobs=group.search.num_kept
-            )
-            # A mask keeps out of its candidates what it forbids, but not of a user's logprobs.
-            group.row_params.use_beam_search = bool(leader.request.grammar)
-        return group
-
     @property
     def is_forked(self) -> bool:
         return len(self.members) == self.num_members
