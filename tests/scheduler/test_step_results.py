@@ -12,12 +12,12 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
 from quire.base.plan import Candidates, RowDraft, StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.scheduler.core.failures import Tainted
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import NUM_STOP_IDS, Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.extra_outputs import take_prompt_extras
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.tainted import Tainted
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request
 

@@ -71,9 +71,9 @@ class SequenceBlocks:
 class KVManager:
     """Book-keeping of all KV blocks of a model.
 
-    groups, num_blocks: parallel, one pool per cache group. free_orders: orders in which fresh blocks
-    are allocated, for tests. host_limits: most evicted blocks of each group in host memory; None
-    for no host tier. make_eviction: makes the eviction policy of each pool.
+    groups, num_blocks: parallel, one pool per cache group. free_orders: in which fresh blocks are
+    allocated, for tests. host_limits: most evicted blocks of each group in host memory; None for no
+    host tier. make_eviction: makes the eviction policy of each pool.
     """
 
     def __init__(
@@ -213,7 +213,12 @@ class KVManager:
             needed = self.groups[g].first_needed(start - num_unsure)
             sequence.tables[g].drop_before(needed)
         if computed is not None:
-            if not self.fits(self._needs_to_adopt(sequence, computed, num_new_tokens)):
+            needs = [
+                table.num_blocks_from(len(computed.blocks[g]), start + num_new_tokens)
+                + self._taken(g, computed)
+                for g, table in enumerate(sequence.tables)
+            ]
+            if not self.fits(needs):
                 return None
             self._adopt(sequence, computed)
         if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
@@ -241,15 +246,6 @@ class KVManager:
             return int(copied)
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
-
-    def _needs_to_adopt(
-        self, sequence: SequenceBlocks, hit: KVBlocks, num_new_tokens: int
-    ) -> list[int]:
-        num_tokens = hit.num_tokens + num_new_tokens
-        return [
-            table.num_blocks_from(len(hit.blocks[g]), num_tokens) + self._taken(g, hit)
-            for g, table in enumerate(sequence.tables)
-        ]
 
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Blocks to load get device blocks, which enter the index
@@ -294,10 +290,6 @@ class KVManager:
     def has_states(self) -> bool:
         """Whether there are `state` groups."""
         return len(self.states.groups) > 0
-
-    def is_state_or_cached(self, g: int, digest: bytes) -> bool:
-        """Return whether a block is cached, or is a state."""
-        return g in self.states.groups or self.is_cached(g, digest)
 
     def take_loads(self) -> list[Copies]:
         """Return the loads of the last hit, by cache group, and forget them."""

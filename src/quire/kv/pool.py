@@ -56,8 +56,8 @@ class BlockPool:
 
     evicted: evicted blocks with their digests, for the host tier; None without one. lost: the last
     digests that were evicted, for miss reports. changes: names in the order of being given, and
-    removed names, each after TAKEN; None without a subscriber. (One flat list: the garbage collector
-    would look through a tuple for each name.)
+    removed names, each after TAKEN; None without a subscriber. (One flat list: the garbage
+    collector would look through a tuple for each name.)
     """
 
     changes: list[bytes] | None = None
@@ -142,12 +142,7 @@ class BlockPool:
 
     def acquire(self, block_id: int) -> None:
         """Add a reference to a block that is in use or cached."""
-        num_refs = self._num_refs[block_id]
-        if num_refs == 0:
-            del self._unused[block_id]
-        elif num_refs == self._evictable_refs[block_id]:
-            self.num_evictable -= 1
-        self._num_refs[block_id] = num_refs + 1
+        self.acquire_all((block_id,))
 
     def acquire_all(self, blocks: Iterable[int]) -> None:
         """Acquire each of these blocks. A long prompt has thousands."""

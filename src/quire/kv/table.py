@@ -58,7 +58,7 @@ class BlockTable:
         self.blocks = list(blocks)
         self.num_tokens = num_tokens
         self.num_dropped = blocks.count(NULL)
-        self._pool.acquire_all(blocks if not self.num_dropped else filter(_is_there, blocks))
+        self._pool.acquire_all(blocks if not self.num_dropped else blocks[self.num_dropped :])
 
     def num_new_blocks(self, num_tokens: int) -> int:
         """Return the number of free blocks that `append(num_tokens)` takes."""
@@ -181,7 +181,3 @@ class BlockTable:
             done.copies.append((block_id, fresh))
         else:
             self._pool.unindex(block_id)
-
-
-def _is_there(block_id: int) -> bool:
-    return block_id != NULL

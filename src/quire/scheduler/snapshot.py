@@ -42,7 +42,7 @@ from quire.base import (
 )
 from quire.base.errors import EngineError
 from quire.kv import host_tier, manager, pool, state_table, states, table
-from quire.scheduler import beams, scheduler, suspects
+from quire.scheduler import beams, scheduler, suspects, time_limits
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
     admission,
@@ -79,7 +79,7 @@ OWNERS = (
     host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals, beams,
     branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
     planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
-    suspects, two_level,
+    suspects, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """The front of a core: the scheduler's four doors, the attachments that hear what the doors decide,
-the events of a core, and the questions that callers ask."""
+subscribers of events, and the questions that callers ask."""
 
 import logging
 from collections.abc import Callable
+from itertools import chain
+from typing import TypeVar
 
 from quire.base.clock import Clock
 from quire.base.errors import EngineError, RequestError
@@ -27,6 +29,7 @@ from quire.scheduler.views import RequestView, SchedulerView
 logger = logging.getLogger("quire")
 
 Subscriber = Callable[[Event], None]
+Result = TypeVar("Result")
 
 
 class Attachments:
@@ -58,36 +61,17 @@ class Attachments:
         return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        for each in self._hear:
-            try:
-                each.hear(given, decisions)
-            except Exception as error:
-                self._fail(each, error)
+        self._call(self._hear, lambda each: each.hear(given, decisions))
 
     def answers(self, now: float) -> list[Control]:
-        found: list[Control] = []
-        for each in self._answers:
-            try:
-                found += each.answers(now)
-            except Exception as error:
-                self._fail(each, error)
-        return found
+        return list(chain.from_iterable(self._call(self._answers, lambda each: each.answers(now))))
 
     def before_plan(self, num_in_flight: int) -> list[Control]:
-        found: list[Control] = []
-        for each in self._before_plan:
-            try:
-                found += each.before_plan(num_in_flight)
-            except Exception as error:
-                self._fail(each, error)
-        return found
+        found = self._call(self._before_plan, lambda each: each.before_plan(num_in_flight))
+        return list(chain.from_iterable(found))
 
     def on_step(self, step: StepInFlight, phase: Phase) -> None:
-        for each in self._on_step:
-            try:
-                each.on_step(step, phase)
-            except Exception as error:
-                self._fail(each, error)
+        self._call(self._on_step, lambda each: each.on_step(step, phase))
 
     def close(self, loop: Loop) -> None:
         """Close all, in order. What one raises keeps none of the others from it."""
@@ -106,6 +90,18 @@ class Attachments:
     def holds_plans(self) -> bool:
         """Whether the next plan waits until none is in flight."""
         return any(each.pending.holds_plans for each in self._pending)
+
+    def _call(
+        self, attachments: list[Attachment], call: Callable[[Attachment], Result]
+    ) -> list[Result]:
+        """Return what each attachment returns, without those that fail."""
+        results: list[Result] = []
+        for each in attachments:
+            try:
+                results.append(call(each))
+            except Exception as error:
+                self._fail(each, error)
+        return results
 
     def _fail(self, attachment: Attachment, error: Exception) -> None:
         """Raise what a vital attachment raised; detach another one."""
@@ -127,35 +123,6 @@ class Attachments:
         self._on_step, self._pending = overriding("on_step"), overriding("pending")
 
 
-class EventFeed(Attachment):
-    """Collects events, and delivers them when `publish` is called: between two steps, so that no
-    subscriber delays a plan. What a subscriber raises reaches the caller of `publish`."""
-
-    def __init__(self) -> None:
-        self._subscribers: list[Subscriber] = []
-        self._events: list[Event] = []  # not delivered yet
-
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver every event from now on."""
-        self._subscribers.append(subscriber)
-
-    def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Deliver nothing any more."""
-        self._subscribers = [each for each in self._subscribers if each is not subscriber]
-
-    def hear(self, given: Given, decisions: Decisions) -> None:
-        self._events += decisions.events
-
-    def publish(self) -> None:
-        """Deliver what has happened since the last time."""
-        if not self._events:
-            return
-        events, self._events = self._events, []
-        for subscriber in self._subscribers:
-            for event in events:
-                subscriber(event)
-
-
 class Front:
     """A scheduler and its attachments. Nothing but these four doors changes the scheduler."""
 
@@ -165,11 +132,11 @@ class Front:
         self.limits = limits
         self.attachments = Attachments()
         self._clock = clock
-        self._events = EventFeed()
+        self._subscribers: list[Subscriber] = []
+        self._events: list[Event] = []  # not delivered yet
         self._has_nothing_to_plan = False  # before something comes in
         self._due_s: float | None = None  # when something becomes due by itself
         self._death: str | None = None  # why this core cannot go on
-        self.attachments.add(self._events)
 
     # ---- the scheduler's doors ---------------------------------------------------------------
 
@@ -201,6 +168,7 @@ class Front:
         requests depend on."""
         self._has_nothing_to_plan = False
         self._due_s = decisions.next_s
+        self._events += decisions.events
         try:
             self.attachments.hear(given, decisions)
         except Exception as error:
@@ -228,16 +196,22 @@ class Front:
         self.attachments.remove(attachment)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver every event from now on, between two steps."""
-        self._events.subscribe(subscriber)
+        """Deliver every event from now on."""
+        self._subscribers.append(subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Deliver no event any more."""
-        self._events.unsubscribe(subscriber)
+        self._subscribers = [each for each in self._subscribers if each is not subscriber]
 
     def publish(self) -> None:
-        """Deliver the events since the last step, such as an abort."""
-        self._events.publish()
+        """Deliver the events since the last call: between two steps, so that no subscriber delays a
+        plan. What a subscriber raises reaches the caller."""
+        if not self._events:
+            return
+        events, self._events = self._events, []
+        for subscriber in self._subscribers:
+            for event in events:
+                subscriber(event)
 
     # ---- questions ---------------------------------------------------------------------------
 

@@ -5,13 +5,11 @@ The last piece closes the prompt. A request is parked while it has nothing to co
 something that it needs is not ready, such as its grammar.
 """
 
-import heapq
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from quire.base.errors import REQUEST_FAILED, TIMED_OUT, RequestError
+from quire.base.errors import REQUEST_FAILED, RequestError
 from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
 from quire.base.step_outputs import CANCELLED, Failure, Finish
@@ -22,6 +20,7 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import PATIENCE
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Blocker, Sequence, State
+from quire.scheduler.time_limits import TimeLimits
 
 
 def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
@@ -104,7 +103,7 @@ class Arrivals:
         return sequence
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """Queue a new sequence, or park it until it has what it needs first."""
+        """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
         for extension in self._extensions:
             extension.enter(sequence, now)
@@ -113,7 +112,7 @@ class Arrivals:
         self.time_limits.add(sequence)
 
     def append(self, message: Append, now: float) -> None:
-        """Take a piece of a prompt. One that makes it too long ends the request with an error."""
+        """Append a piece to an open prompt. If the prompt gets too long, the request fails."""
         sequence = self._lifecycle.sequences.get(message.request_id)
         if sequence is None or not sequence.is_open:
             return  # it has ended
@@ -136,8 +135,8 @@ class Arrivals:
             self._lifecycle.unpark(sequence)
 
     def take_ready(self, message: GrammarReady, now: float) -> None:
-        """Let a request in that is ready now, unless it lacks something else. One that could not be
-        made ready ends with an error."""
+        """Queue a request that is ready now, unless something else blocks it. If it could not be
+        made ready, it fails."""
         sequence = self._lifecycle.sequences.get(message.request_id)
         if sequence is None or Blocker.READY not in sequence.blockers:
             return  # it has ended
@@ -168,7 +167,7 @@ class Arrivals:
                 self._lifecycle.drop(member, finish, now)
 
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
-        """Tell whether so many sequences of this request fit into what is not reserved."""
+        """Return whether `num` sequences of this request and length fit at all."""
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
 
     def _unfinished(self, request_id: str) -> list[Sequence]:
@@ -183,52 +182,3 @@ class Arrivals:
             f" the pinned prefixes (max_model_len {self._max_model_len}); send less, lower"
             " max_tokens, or enlarge kv_cache_memory_bytes."
         )
-
-
-class TimeLimits:
-    """The times at which requests with a limit are late. deadlines: a heap."""
-
-    def __init__(self) -> None:
-        self.deadlines: list[tuple[float, int, str]] = []  # when, arrival, request id
-
-    def add(self, sequence: Sequence) -> None:
-        """Watch a new request, if it has a limit."""
-        request = sequence.request
-        if request.timeout_s > 0:
-            began = request.received_s or sequence.arrival_s
-            entry = began + request.timeout_s, sequence.arrival, request.request_id
-            heapq.heappush(self.deadlines, entry)
-
-    def next_s(self, sequences: Mapping[str, Sequence]) -> float | None:
-        """Return when the next of these may be late; None if none has a limit."""
-        while self.deadlines and self._alive(sequences, *self.deadlines[0][1:]) is None:
-            heapq.heappop(self.deadlines)
-        return self.deadlines[0][0] if self.deadlines else None
-
-    def take_late(
-        self, sequences: Mapping[str, Sequence], now: float
-    ) -> list[tuple[Sequence, Finish]]:
-        """Find the requests whose time is over, with an error that tells where the time went."""
-        late = []
-        while self.deadlines and self.deadlines[0][0] <= now:
-            sequence = self._alive(sequences, *heapq.heappop(self.deadlines)[1:])
-            if sequence is not None:
-                late.append((sequence, Finish("timeout", error=_failure(sequence, now))))
-        return late
-
-    @staticmethod
-    def _alive(sequences: Mapping[str, Sequence], arrival: int, request_id: str) -> Sequence | None:
-        """Return the sequence of an entry, unless it has ended; its id may be another's now."""
-        sequence = sequences.get(request_id)
-        return sequence if sequence is not None and sequence.arrival == arrival else None
-
-
-def _failure(sequence: Sequence, now: float) -> Failure:
-    num_tokens = sum(member.num_output_tokens for member in sequence.members)
-    began = sequence.request.received_s or sequence.arrival_s
-    return Failure(
-        TIMED_OUT,
-        f"the request took longer than its timeout_s={sequence.request.timeout_s:g}"
-        f" ({now - began:.3f} s, {num_tokens} output tokens); raise timeout_s, lower"
-        " max_tokens, or try again when the server is less busy.",
-    )

@@ -283,12 +283,17 @@ class Memory:
         prompts, unless a sequence ended there whose state was evicted."""
         digests, num_tokens = self.names.readable(sequence)
         prompt_end = (sequence.num_prompt_tokens - 1 - PROMPT_TAIL) // self.block_size - 1
-        parted = self.kv.num_computed_blocks(digests, num_tokens, self.kv.is_state_or_cached) - 1
+        kv, states = self.kv, self.kv.states
+
+        def is_found(g: int, digest: bytes) -> bool:
+            return g in states.groups or kv.is_cached(g, digest)
+
+        parted = kv.num_computed_blocks(digests, num_tokens, is_found) - 1
         last_found = hit.num_tokens // self.block_size - 1
         kept = {prompt_end} if prompt_end > last_found else set()
         near = 1 + -(-PROMPT_TAIL // self.block_size)
         ends = digests[max(0, parted + 1 - near) : parted + 1]
-        if parted - last_found >= near and not self.kv.states.worth.was_left(ends):
+        if parted - last_found >= near and not states.worth.was_left(ends):
             kept.add(parted)
         return kept, prompt_end
 

@@ -1,19 +1,18 @@
 """The unified scheduler: continuous batching on two counters with a token budget (T 4.4, 4.5.1).
 
-Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no
-clock and makes no I/O, so the list of calls is the run. A door returns all that it has decided.
+Only the four doors `add`, `control`, `schedule` and `update` change its state, and each returns all
+that it decides. The scheduler reads no clock and does no I/O, so the list of calls is the run.
 
-The state has owners, each the only writer of what it owns; they see those above them, never below:
+Each owner is the only writer of its state, and uses only the owners above it:
 
-    rows        every number of the rows, and their order              rows.py
-    memory      who gets which blocks; the question "does it fit"      memory.py
-    lifecycle   what state a sequence is in, the queue, the events     lifecycle.py
-    arrivals    sequences of new requests, and when they are late      arrivals.py
-    drafts      which draft tokens rows may verify                     drafts.py
-    planner     the plans in flight, and how the next one is made      planning.py
+    rows        all numbers of the rows, and the running order     rows.py
+    memory      blocks, and whether a need fits                    memory.py
+    lifecycle   states of sequences, the queue, the events         lifecycle.py
+    arrivals    new requests, and their deadlines                  arrivals.py
+    drafts      draft tokens                                       branching/drafts.py
+    planner     the plans in flight                                planning.py
 
-Features attach to it (extension.py); it names none of them. `depth` plans may be in flight; no
-other code knows how many.
+Features attach to it (extension.py); it names none of them.
 """
 
 from collections.abc import Callable
@@ -59,11 +58,10 @@ from quire.scheduler.decisions import Decisions, OutputsBuilder
 
 
 class SchedulerCore:
-    """Decides who computes how many tokens in each step, and which blocks they use.
+    """Decides which sequences compute how many tokens in each step, and which blocks they use.
 
-    max_num_seqs rows, max_num_batched_tokens per plan, sequences up to max_model_len tokens.
-    memory: may be another manager's (memory.py). num_stages: of the model, each of which carries
-    out all plans.
+    memory: may be of a subclass with other rules. num_stages: of the model; each carries out all
+    plans. depth: most plans in flight.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class SchedulerCore:
         self.attach()
 
     def attach(self, *features: object) -> None:
-        """Connect features, which are called in this order (extension.py)."""
+        """Connect features (extension.py). The order of attaching is the order of calls."""
         for feature in features:
             self.features.append(feature)
             self.memory.attach(feature)
@@ -115,7 +113,7 @@ class SchedulerCore:
         self._handlers = self._own_handlers()
 
     def _own_handlers(self) -> dict[type, list[Handler]]:
-        """Return who carries out which control messages: the core first."""
+        """Return the handlers of control messages by type: the core's first."""
         found: dict[type, list[Handler]] = {
             ResetPrefixCache: [lambda message, now: self._reset_cache(message.epoch, now)],
             Append: [self.arrivals.append],
@@ -144,15 +142,14 @@ class SchedulerCore:
 
     @property
     def may_repeat_steps(self) -> bool:
-        """Whether a step that failed can be run again: keys and values are written where they were,
-        states over those that were read, and stages before the one that failed have gone on. If
-        not, `update` takes its result as it is."""
+        """Whether a failed step can be run again. States are overwritten in place, and earlier
+        stages have gone on; then `update` takes the result as it is."""
         return not self.memory.kv.has_states and not self.has_stages
 
     @property
     def has_stages(self) -> bool:
-        """Whether some of what carries out plans may have gone on when a step fails: then nothing
-        counts of the plans behind it."""
+        """Whether other stages may have gone on when a step fails: then all later plans in flight
+        are void."""
         return self.rows.num_stages > 1
 
     @property
@@ -174,13 +171,13 @@ class SchedulerCore:
         return self._decisions(now)
 
     def control(self, message: Control, now: float) -> Decisions:
-        """Carry out a control message. Unknown request ids have ended by themselves."""
+        """Carry out a control message. A request that has ended is ignored."""
         for handler in self._handlers.get(type(message), ()):
             handler(message, now)
         return self._decisions(now)
 
     def schedule(self, now: float) -> Decisions:
-        """Make the next plan, if there is something to plan before a result comes in."""
+        """Make the next plan, if something can be planned before a result comes."""
         in_flight = self.planner.in_flight
         if len(in_flight) >= self.depth:
             return self._decisions(now)
@@ -221,7 +218,7 @@ class SchedulerCore:
     def _decisions(
         self, now: float, outputs: OutputsBuilder | None = None, **decided: Any
     ) -> Decisions:
-        """Gather what this call has decided. outputs: if clients are told of what was dropped."""
+        """Gather what this call has decided. outputs: reports dropped requests, too."""
         self._tell_ended()
         lifecycle = self.lifecycle
         if outputs is not None:
@@ -253,7 +250,7 @@ class SchedulerCore:
         return [note for collect in self._collectors if (note := collect(now)) is not None]
 
     def _tell_ended(self) -> None:
-        """Let watchers forget who has ended."""
+        """Let watchers forget the sequences that have ended."""
         for sequence in self.lifecycle.take_ended():
             for watcher in sequence.watchers:
                 watcher.forget(sequence)
@@ -267,7 +264,7 @@ class SchedulerCore:
                 extension.expire(now)
 
     def _reset_cache(self, epoch: str, now: float) -> None:
-        """Forget all names, and let those to come be others (names.py)."""
+        """Remove all names; new names have another root (names.py)."""
         self.memory.reset(root_digest(self.memory.names.fingerprint, epoch), now)
         for sequence in self.lifecycle.sequences.values():
             rename(sequence, self.memory.names, epoch)

@@ -1,14 +1,12 @@
 """Taking the result of a step: pending tokens become known, and some sequences end.
 
-The common case, every sampling row still belongs to the sequence that it was planned for, is array
-arithmetic (`StepResults.take`). A sequence preempted or ended meanwhile is told apart by its row's
-epoch.
+Usually each sampling row still belongs to the sequence that it was planned for; then this is array
+arithmetic. The row's epoch shows that its sequence was preempted or ended meanwhile.
 """
 
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from quire.base.events import Stepped
 from quire.base.plan import StepResult
@@ -19,7 +17,7 @@ from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import InFlightStep
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Int32, Sequence, State
+from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.decisions import OutputsBuilder
 from quire.scheduler.extra_outputs import take_candidates, take_prompt_extras
 
@@ -42,7 +40,7 @@ class StepResults:
     def take(
         self, step: InFlightStep, later: Iterable[InFlightStep], result: StepResult, now: float
     ) -> OutputsBuilder:
-        """Apply the result of the oldest step; returns what to tell the clients. later: the other
+        """Apply the result of the oldest step; return the outputs for clients. later: the other
         steps in flight."""
         assert result.step_id == step.plan.step_id, "results must come in the order of plans"
         table, rows = self._rows.table, step.plan.sample_rows
@@ -64,7 +62,7 @@ class StepResults:
             beams, rows, token_ids = rows[~others], rows[others], token_ids[others]
             epochs, sequences = epochs[others], sequences[others]
         live = table.epoch[rows] == epochs
-        got_token, given = rows, list[int]()  # tokens behind the first, by row
+        got_token, given = rows, list[int]()  # tokens after the first, by row
         if not live.all():
             num_taken = np.ones(len(rows), np.int64)
             num_taken[~live] = [
@@ -81,8 +79,10 @@ class StepResults:
         ends = (is_stop & (known >= table.min_known[rows])) | (known >= table.limit[rows])
         for i in np.flatnonzero(ends):
             self._end(sequences[i], int(token_ids[i]), outputs, now)
-        if self._lifecycle.long_stop_lists:
-            self._check_long_stop_lists(sequences, token_ids, outputs, now)
+        if long_lists := self._lifecycle.long_stop_lists:  # the row holds a part of each list
+            for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
+                if sequence in long_lists and sequence.stops_at(token_id):
+                    self._end(sequence, token_id, outputs, now)
         if step.plan.drafts:
             given += self._drafts.settle(step, sequences, extra, outputs, self._end, now)
         plan = step.plan
@@ -116,9 +116,8 @@ class StepResults:
         outputs: OutputsBuilder,
         now: float,
     ) -> int:
-        """Take tokens for a sequence that lost its row: kept if it was preempted, dropped if it
-        ended or if they are void; returns how many it got. Until they came, it was not to get a row
-        again."""
+        """Append tokens to a sequence that lost its row, unless it ended or they are void. Return
+        how many it got. The sequence waits for them before it gets a row again."""
         if sequence.state is State.ENDED or sequence.num_pending_lost == 0:
             return 0
         sequence.num_pending_lost -= 1
@@ -133,21 +132,9 @@ class StepResults:
                 return num
         return len(token_ids)
 
-    def _check_long_stop_lists(
-        self,
-        sequences: npt.NDArray[np.object_],
-        token_ids: Int32,
-        outputs: OutputsBuilder,
-        now: float,
-    ) -> None:
-        """End sequences whose stop id is not among those that the row holds."""
-        for sequence, token_id in zip(sequences, token_ids, strict=True):
-            if sequence in self._lifecycle.long_stop_lists and sequence.stops_at(int(token_id)):
-                self._end(sequence, int(token_id), outputs, now)
-
 
 def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
-    """Tell who is in the rows that were taken with this plan, before the first token there."""
+    """Report the sequences of rows that were taken with this plan."""
     plan = step.plan
     if not plan.started and not plan.forked:
         return
