@@ -1,4 +1,7 @@
-"""Whom a failed row takes along, over host memory and over forks: on plans made by hand."""
+"""What a failed row taints, over host memory and over forks: on plans made by hand.
+
+Covers `scheduler/core/failures.py`.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

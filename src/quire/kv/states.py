@@ -101,7 +101,7 @@ class States:
         # Tables of the plan being made, with their lengths: earlier states may go after it.
         self._grown: list[tuple[Sequence[BlockTable], int]] = []
 
-    def keep(
+    def keep_states(
         self, tables: Sequence[BlockTable], kept: Collection[int], prompt_end: int = -1
     ) -> None:
         """Set the logical blocks behind which a sequence leaves its state for others. prompt_end:

@@ -1,4 +1,7 @@
-"""Tokens of a step follow how long steps take: on a virtual clock, with CPUs of several speeds."""
+"""Tokens of a step follow how long steps take: on a virtual clock, with CPUs of several speeds.
+
+Covers `runner/step_size.py`.
+"""
 
 import itertools
 from collections import deque

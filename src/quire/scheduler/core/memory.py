@@ -265,7 +265,7 @@ class Memory:
         """Allocate the blocks of a waiting sequence's hit and next tokens. Return the changes by
         cache group, or None if blocks are lacking."""
         if self.kv.has_states:
-            self.kv.states.keep(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
+            self.kv.states.keep_states(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
         if hit.num_loads:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
