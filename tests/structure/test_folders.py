@@ -44,7 +44,7 @@ BUDGETS = {
     "engine/drafting": 1400,
     "engine/executors": 650,
     "engine/grammars": 750,
-    "engine/loop": 1400,
+    "engine/loop": 1200,
     "engine/observability": 1800,
     "engine/ranks": 3500,
     "engine/ranks/ray": 500,
@@ -69,9 +69,9 @@ BUDGETS = {
     "runner/gpu": 1000,
     "runner/media": 550,
     "runner/warm": 900,
-    "scheduler": 1270,
-    "scheduler/branching": 350,
-    "scheduler/core": 4050,
+    "scheduler": 1620,
+    "scheduler/branching": 400,
+    "scheduler/core": 3700,
     "scheduler/media": 400,
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
@@ -91,7 +91,7 @@ BUDGETS = {
 }
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 7220
+MAX_CORE_LINES = 6630
 # Folders that import each other, though neither is in the other.
 CIRCLES: set[tuple[str, str]] = {
     ("ops/attention", "ops/kernels"),
@@ -168,7 +168,7 @@ ALLOWED_NAMES = {
     "GrammarReady", "GrammarTaken", "grammar",  # of a request, which waits until it is ready
     "is_held_back", "keep_s", "pin_s",  # of requests
     "live", "live_blocks",  # of block tables
-    "_holds_any", "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
+    "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
     "loading_is_cheaper",
 }  # fmt: skip
 

@@ -17,7 +17,6 @@ from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import NGRAM, parse_speculation
-from quire.kv.sizing import MemoryPlan
 from quire.models.cache_files import weight_cache
 from quire.models.determinism import make_deterministic
 from quire.models.draft_model import join, with_drafter
@@ -44,6 +43,7 @@ from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blo
 from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
+    MemoryPlan,
     available_cpu_bytes,
     block_bytes_of,
     host_tier_limits,

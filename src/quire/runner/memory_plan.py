@@ -5,6 +5,7 @@ No torch: `quire fit` computes the same plan before anything is loaded.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.cache_config import SERVE
@@ -16,7 +17,6 @@ from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.base.speculation import most_guesses, parse_speculation, speculation_of
 from quire.kv.sizing import (
     MIB,
-    MemoryPlan,
     host_tier_blocks,
     longest_sequence,
     num_states,
@@ -30,6 +30,43 @@ GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass 
 MOST_SERVED = 4  # pools of blocks that peers find in host memory
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory goes, in bytes, and what the pool holds."""
+
+    total_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    pool_bytes: int
+    num_blocks: tuple[int, ...]
+    block_size: int
+    max_model_len: int
+    graph_bytes: int = 0  # of recorded steps, on a GPU
+    num_states: int = 0  # of layers that remember one
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the largest group can hold."""
+        return max(self.num_blocks) * self.block_size
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        fits = self.num_slots / self.max_model_len
+        graphs = f"graphs {self.graph_bytes / MIB:,.0f} MiB, " if self.graph_bytes else ""
+        rest = (
+            f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
+            f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}"
+        )
+        if self.pool_bytes == 0:
+            return f"{rest}no KV pool: a prompt is computed in one step"
+        return (
+            f"{rest}KV pool {self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
+            f" {max(self.num_blocks):,} blocks of {self.block_size}"
+            f"{f' and {self.num_states:,} states' if self.num_states else ''}"
+            f" ({fits:.1f} sequences of {self.max_model_len:,})"
+        )
 
 
 def available_cpu_bytes() -> int:

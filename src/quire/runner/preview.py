@@ -9,7 +9,6 @@ from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import parse_speculation
-from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import has_weights, weight_files
 from quire.models.draft_model import with_drafter
 from quire.models.formats import weight_formats
@@ -26,7 +25,7 @@ from quire.ops.collective import FirstOf
 from quire.ops.threads import num_threads
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
-from quire.runner.memory_plan import available_cpu_bytes, plan_cpu_memory
+from quire.runner.memory_plan import MemoryPlan, available_cpu_bytes, plan_cpu_memory
 from quire.runner.step_size import first_budget
 
 

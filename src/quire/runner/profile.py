@@ -14,11 +14,11 @@ from quire.base.errors import OutOfMemory
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.kv.sizing import MemoryPlan
 from quire.runner.derive import with_length
 from quire.runner.drafting import DraftPasses
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
+    MemoryPlan,
     encoding_bytes,
     gpu_pool_budget,
     kept_inputs_bytes,

@@ -43,8 +43,8 @@ from quire.base import (
 from quire.base.errors import EngineError
 from quire.base.media import item as media_item
 from quire.base.media.item import MediaItem
-from quire.kv import host_tier, manager, pool, state_table, state_worth, table
-from quire.scheduler import beams, scheduler
+from quire.kv import host_tier, manager, pool, state_table, states, table
+from quire.scheduler import beams, scheduler, suspects, time_limits
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
     admission,
@@ -65,7 +65,7 @@ from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
-STATE_VERSION = 14  # of what is kept of the state
+STATE_VERSION = 16  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -79,10 +79,10 @@ VOCABULARY = (
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
+    host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals, beams,
     branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory, miss_report,
     names, offers, pinned, pins, planning, plans, preemption, queue, rows, scheduler, sequence,
-    srtf, step_results, stores, two_level,
+    srtf, step_results, stores, suspects, time_limits, two_level,
 )  # fmt: skip
 
 

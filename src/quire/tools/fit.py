@@ -17,7 +17,7 @@ from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import parse_speculation
-from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
+from quire.kv.sizing import MIB, least_pool_bytes, sequences_that_fit
 from quire.models.checkpoint import has_weights, listed, safetensors_shapes, weight_files
 from quire.models.draft_model import with_drafter
 from quire.models.formats import AS_THEY_ARE, weight_formats
@@ -41,6 +41,7 @@ from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.graph_sizes import estimated_graph_bytes
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
+    MemoryPlan,
     block_bytes_of,
     cpu_pool_budget,
     encoder_cache_bytes,

@@ -39,7 +39,6 @@ from quire.engine.executors.loaded import LoadedModel
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.step_budget import StepBudget
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.launch import Ranks
 from quire.engine.start.connect_stores import connect_stores
@@ -48,14 +47,13 @@ from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import build_text_side, check_same_tokens, read_vocabulary
 from quire.kv.manager import KVManager
-from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import checkpoint_files
 from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
 from quire.ops.threads import num_threads
 from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
-from quire.runner.memory_plan import block_bytes_of
-from quire.runner.step_size import first_budget
+from quire.runner.memory_plan import MemoryPlan, block_bytes_of
+from quire.runner.step_size import StepBudget, first_budget
 from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
 from quire.scheduler.core.memory import Memory

@@ -25,11 +25,12 @@ from quire.base.plan import Plan, StepResult
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks
 from quire.scheduler.core.plans import InFlightStep, PlanBuilder
-from quire.scheduler.core.sequence import Int32, Sequence
+from quire.scheduler.core.sequence import Int32, Sequence, SequenceGroup
 from quire.scheduler.decisions import OutputsBuilder
 
 Handler = Callable[[Any, float], None]  # of a control message, at a time
 Collector = Callable[[float], Any | None]  # at a time: what has changed, if anything
+EndAtToken = Callable[[Sequence, int, OutputsBuilder, float], None]
 Kind = TypeVar("Kind")
 
 
@@ -148,6 +149,10 @@ class ChunkLimit:
 class Forking(Protocol):
     """Forks rows of one request, for several answers and for beams."""
 
+    def group_of(self, leader: Sequence, num_members: int) -> SequenceGroup:
+        """Return the group of a new request that has one sequence so far."""
+        ...
+
     def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
         """Fork the leaders among rows that sample. Return the new rows, and the rows whose logits
         all of them use."""
@@ -172,6 +177,26 @@ class DraftTokens(Protocol):
 
     def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
         """Let rows of a plan verify drafts, within a budget; these are added to num_tokens."""
+        ...
+
+    def accepted(
+        self, step: InFlightStep, result: StepResult, outputs: OutputsBuilder
+    ) -> dict[int, list[int]]:
+        """Report the drafts of a step. Return the accepted tokens by row, without those of rows
+        that accepted none."""
+        ...
+
+    def settle(
+        self,
+        step: InFlightStep,
+        sequences: npt.NDArray[np.object_],
+        accepted: dict[int, list[int]],
+        outputs: OutputsBuilder,
+        end: EndAtToken,
+        now: float,
+    ) -> list[int]:
+        """Append accepted tokens to these sequences, and take back rejected ones. Return the number
+        of tokens for each draft. end: ends a sequence by its last token."""
         ...
 
 
