@@ -231,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if curse is not None:
             self.device.curses[number] = curse
         self.requests[name] = request
-        for index in range(n):
+        for index in range(request.params.n):
             self.output[name, index] = []
 
     def configured(self, config: SchedulerConfig) -> SchedulerConfig:
