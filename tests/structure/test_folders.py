@@ -33,8 +33,8 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8310,
-    "base/media": 210,
+    "base": 8320,
+    "base/media": 225,
     "cli": 2950,
     "cli/options": 1000,
     "engine": 50,
