@@ -29,8 +29,8 @@ def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
 
 
 class Arrivals:
-    """Makes sequences of requests and lets them in. features: those that are attached. max_model_len:
-    most tokens of a sequence."""
+    """Makes sequences of requests and lets them in. features: those that are attached.
+    max_model_len: most tokens of a sequence."""
 
     def __init__(
         self,
