@@ -288,7 +288,7 @@ def load_spec(directory: Path) -> ModelSpec:
     """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
     check all that a model of ours reads of it. Raises ModelError if it is absent or not
     understood."""
-    spec = parse_spec(text_part(read_config(directory)))
+    spec = parse_spec(text_part(read_config(directory), has_class=True))
     if spec.model_type in DEFAULTS:
         spec.check()
     return spec

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.config_fields import Fields
-from quire.base.media.families import FAMILIES, TEXT_PART, family_part
+from quire.base.media.families import FAMILIES, TEXT_PART, family_part, knows_part
 
 # The types whose text part we run without the rest, and its type.
 NESTED = {
@@ -18,15 +18,21 @@ DTYPES = ("dtype", "torch_dtype")
 SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")
 
 
-def text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config's text part where that is inside of it, else the config itself. Raises
-    ModelError for another type of text part than the model's."""
+def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]:
+    """Return a config's text part where that is inside of it, else the config itself.
+
+    Models that read images may have text parts that quire has no class for; their configs stay as
+    they are. has_class: raise ModelError for them. Raises ModelError for another type of text part
+    than the model's.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in (*NESTED, *FAMILIES):
         return raw
     inner = Fields(raw).inner(TEXT_PART) or Fields({})
     if model_type in FAMILIES:
         family = FAMILIES[model_type]
+        if not (has_class or knows_part(raw, family)):
+            return raw
         found = family_part(raw, family)
         ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
         ties = ties or (family.ties_by_part and inner.flag(TIES))

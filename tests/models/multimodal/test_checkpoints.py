@@ -259,6 +259,14 @@ def test_what_is_not_implemented_is_refused_by_name(
         load_model(tmp_path, load_spec(tmp_path), torch.float32, CPU)
 
 
+def test_text_parts_without_a_class_are_left_to_transformers() -> None:
+    """They run without images, as those of all other models."""
+    raw = {"model_type": "llava", "text_config": {"model_type": "starcoder2"}}
+    assert text_part(raw) == raw
+    with pytest.raises(ModelError, match="one of llama, mistral, qwen2"):
+        text_part(raw, has_class=True)
+
+
 def test_every_family_has_a_class_and_a_text_part_with_one() -> None:
     assert MULTIMODAL.keys() == FAMILIES.keys()
     for family in FAMILIES.values():

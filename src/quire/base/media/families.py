@@ -86,6 +86,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
+def knows_part(raw: Mapping[str, Any], family: Family) -> bool:
+    """Tell whether quire has a class for the text part of a config of this family."""
+    own = (Fields(raw).inner(TEXT_PART) or Fields({})).text("model_type", "")
+    return not own or own in family.text_types
+
+
 def family_part(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the config of the text part, with a `model_type` that quire has a class for.
 
