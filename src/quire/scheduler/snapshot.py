@@ -41,7 +41,6 @@ from quire.base import (
     step_outputs,
 )
 from quire.base.errors import EngineError
-from quire.base.media import item
 from quire.kv import host_tier, manager, pool, state_table, state_worth, table
 from quire.scheduler import beams, scheduler
 from quire.scheduler.branching import branching, drafts
@@ -73,7 +72,7 @@ OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot bri
     }
 )  # fmt: skip
 VOCABULARY = (
-    cache_group, events, item, kv_orders, kv_transfer, messages, plan, prefix, repetition,
+    cache_group, events, kv_orders, kv_transfer, messages, plan, prefix, repetition,
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (

@@ -2,10 +2,9 @@
 
     token ids            zeros, as many; a sampled one is NEUTRAL unless it ends its sequence
     digests, salts, ...  keyed BLAKE2b; the key is random and is not written. Equal ones stay equal
+    images               their spans and digests, without pixels
     texts, logit bias    nothing: the scheduler does not look at them
     request ids, stop ids, numbers, times: as they are
-
-Pixels of images are never written, also where tokens are: their digests are (`without_pixels`).
 
 A field that nobody knew when this was written is treated by its type: text is keyed, lists of token
 ids become zeros.
@@ -24,7 +23,7 @@ import numpy as np
 
 from quire.base.cache_config import CacheConfig
 from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
-from quire.base.media.item import EncoderInput
+from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
@@ -157,6 +156,8 @@ class Redaction:
             return {self.value(key): self.value(item, name) for key, item in value.items()}
         if isinstance(value, Candidates):
             return self.candidates(value, self._context.stops.get(id(value), ()))
+        if isinstance(value, MediaItem):
+            return msgspec.structs.replace(value.without_pixels, digest=self.data(value.digest))
         if isinstance(value, SamplingParams):
             if any(getattr(value, n) for n in DROPPED_PARAMS):
                 return msgspec.structs.replace(value, **dict.fromkeys(DROPPED_PARAMS))
@@ -168,17 +169,6 @@ class Redaction:
             names = [item.name for item in dataclasses.fields(value)]
             return type(value)(**{n: self.value(getattr(value, n), n) for n in names})
         return value
-
-
-def without_pixels(value: Any) -> Any:
-    """Return a request, or the encoder inputs of a plan, without what the vision tower reads. Other
-    values are returned as they are."""
-    if isinstance(value, Request) and value.media:
-        bare = tuple(item.without_pixels for item in value.media)
-        return msgspec.structs.replace(value, media=bare)
-    if isinstance(value, tuple) and value and isinstance(value[0], EncoderInput):
-        return tuple(EncoderInput(each.item.without_pixels, each.slots) for each in value)
-    return value
 
 
 DROPPED_PARAMS = [
