@@ -51,7 +51,7 @@ from quire.engine.recording.calls import (
 )
 from quire.engine.recording.files import RecordingFiles
 from quire.engine.recording.frames import FORMAT
-from quire.engine.recording.redact import BLANK, Context, Redaction, without_pixels
+from quire.engine.recording.redact import BLANK, Context, Redaction
 from quire.scheduler.core.names import NewNames
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.policy.policies import EVICTION_POLICIES, POLICIES
@@ -348,10 +348,9 @@ class _Writer:
     def _finish(self, value: Any) -> Any:
         """Encode what a snapshot left for later."""
         assert isinstance(value, Deferred), f"{type(value).__name__} in a recording"
-        bare = without_pixels(value.value)
         if self._redaction is None:
-            return encode(bare)
-        return encode(self._redaction.value(bare, value.name))
+            return encode(value.value)
+        return encode(self._redaction.value(value.value, value.name))
 
     def _fail(self, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

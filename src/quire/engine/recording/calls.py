@@ -22,7 +22,7 @@ from quire.base.errors import RecordingDamaged
 from quire.base.events import PrefixFound
 from quire.base.kv_orders import LookUp, Order, Remove
 from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
-from quire.engine.recording.redact import NEUTRAL, Redaction, without_pixels
+from quire.engine.recording.redact import NEUTRAL, Redaction
 from quire.scheduler.core.sequence import Sequence as Line
 from quire.scheduler.snapshot import decode, encode
 
@@ -82,7 +82,7 @@ class CallEncoder:
         if kind == ORDERS:
             return [ORDERS, *(order_fields(order, self._redaction) for order in item[1])]
         if kind in (ADD, CONTROL):
-            value = without_pixels(item[2])
+            value = item[2]
             if self._redaction is not None:
                 if kind == ADD:
                     self._redaction.take_stops(value)
@@ -169,7 +169,6 @@ def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
                     for part in ("group", "row", "index", "block_id")
                 }
         elif value or name == "step_id":
-            value = without_pixels(value)
             fields[name] = encode(value if redaction is None else redaction.value(value, name))
     return fields
 

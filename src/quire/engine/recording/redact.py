@@ -6,8 +6,6 @@
     texts, logit bias    nothing: the scheduler does not look at them
     request ids, stop ids, numbers, times: as they are
 
-Pixels of images are never written, also where tokens are: their digests are (`without_pixels`).
-
 A field that nobody knew when this was written is treated by its type: text is keyed, lists of token
 ids become zeros.
 """
@@ -171,17 +169,6 @@ class Redaction:
             names = [item.name for item in dataclasses.fields(value)]
             return type(value)(**{n: self.value(getattr(value, n), n) for n in names})
         return value
-
-
-def without_pixels(value: Any) -> Any:
-    """Return a request, or the encoder inputs of a plan, without what the vision tower reads. Other
-    values are returned as they are."""
-    if isinstance(value, Request) and value.media:
-        bare = tuple(item.without_pixels for item in value.media)
-        return msgspec.structs.replace(value, media=bare)
-    if isinstance(value, tuple) and value and isinstance(value[0], EncoderInput):
-        return tuple(EncoderInput(each.item.without_pixels, each.slots) for each in value)
-    return value
 
 
 DROPPED_PARAMS = [
