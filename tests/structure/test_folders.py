@@ -33,7 +33,7 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8300,
+    "base": 8310,
     "base/media": 100,
     "cli": 2950,
     "cli/options": 1000,
