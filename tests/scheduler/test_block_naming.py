@@ -1,10 +1,8 @@
 """Where the names of a request's blocks begin."""
 
-import msgspec
 import numpy as np
 import pytest
 
-from quire.base.media.item import MediaItem
 from quire.kv.digest import extend_digests
 from quire.scheduler.core.names import Digester, Prefix
 from quire.scheduler.policy.policies import make_block_hash
@@ -36,24 +34,6 @@ def test_a_prefix_among_rows_is_named_by_its_own_tokens() -> None:
     own, sequence.digests[1:] = list(sequence.digests), []
     Digester()([sequence, prefix], 4, [2, 1])
     assert prefix.digests == wanted and sequence.digests == own
-
-
-@pytest.mark.parametrize("start", [1, 4, 6])
-def test_marks_are_in_the_names_of_rows_that_are_named_together(start: int) -> None:
-    scheduler = scheduler_of()
-    item = MediaItem(start, 1, b"p" * 32)
-    for name, media in (("plain", ()), ("marked", (item,))):
-        request = make_request(name, list(range(7)), max_tokens=4)
-        scheduler.add(msgspec.structs.replace(request, media=media), 0.0)
-    step(scheduler, 5)
-    step(scheduler, 5)  # fills the second block of each
-    found = scheduler.lifecycle.sequences
-    for sequence, marks in ((found["plain"], []), (found["marked"], [(start, b"p" * 32)])):
-        wanted: list[bytes] = []
-        extend_digests(wanted, sequence.root, sequence.known_tokens, 4, 2, marks=marks)
-        assert sequence.digests == wanted
-    names = scheduler.memory.names
-    assert names.of_prefix(found["plain"], 5) != names.of_prefix(found["marked"], 5) or start > 4
 
 
 @pytest.mark.parametrize("num", [1, 2])

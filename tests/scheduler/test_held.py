@@ -7,8 +7,6 @@ import msgspec
 import pytest
 
 from quire.base.cache_group import STATE, CacheGroup
-from quire.base.errors import RequestError
-from quire.base.media.item import MediaItem
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
 from quire.scheduler.reuse.held import Held
@@ -77,45 +75,6 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(  # P fig. 8
     bench.assert_right(request)
     assert bench.refs(held) == [1, 1, 1, 1]
     bench.let_go()
-
-
-def picture(start: int, num_tokens: int) -> MediaItem:
-    return MediaItem(start, num_tokens, bytes([start]) * 32)
-
-
-def test_a_fork_inherits_the_items_of_the_tokens_that_it_shares() -> None:
-    bench = HeldBench()
-    held = bench.keep()
-    items = picture(1, 3), picture(6, 2)
-    held.request = msgspec.structs.replace(held.request, media=items)
-    find = bench.scheduler.retained.complete
-    new = picture(9, 1)
-
-    def fork(at: int, *media: MediaItem) -> Request:
-        request = make_request("b", held.tokens[:10].tolist())
-        return msgspec.structs.replace(request, fork=Fork("a", 0, at), media=media)
-
-    assert find(fork(8, new)).media == (*items, new)
-    assert find(fork(5)).media == items[:1]
-    assert find(fork(6)).media == items[:1] and find(fork(1)).media == ()
-    for at in (2, 3, 7):
-        with pytest.raises(RequestError, match=f"token {at} is inside the image at tokens"):
-            find(fork(at))
-    unknown = msgspec.structs.replace(fork(8, new), fork=Fork("nobody", 0, 8))
-    assert find(unknown).media == (new,)
-
-
-def test_a_rewind_drops_the_items_after_it_and_cuts_none() -> None:
-    bench = HeldBench()
-    held = bench.keep()
-    items = picture(1, 3), picture(6, 2)
-    held.request = msgspec.structs.replace(held.request, media=items)
-    bench.core.control(Rewind("a", 0, 7))
-    assert len(held.tokens) == 16 and held.request.media == items, "token 7 is inside an item"
-    bench.core.control(Rewind("a", 0, 6))
-    assert len(held.tokens) == 6 and held.request.media == items[:1]
-    [told] = bench.scheduler.held(0.0)
-    assert told.media == items[:1]
 
 
 def test_n_branches_take_a_block_each() -> None:

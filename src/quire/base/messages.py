@@ -97,6 +97,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         return tuple(item.without_pixels for item in self.media) if self.media else ()
 
 
+def with_media(request: Request, media: tuple[MediaItem, ...]) -> Request:
+    """Return a request with these items."""
+    return msgspec.structs.replace(request, media=media)
+
+
 def without_prompt(request: Request) -> Request:
     """Return a request as it is, without the tokens of its prompt."""
     return msgspec.structs.replace(request, prompt_token_ids=[])

@@ -292,7 +292,7 @@ class ModelRunner:
         self, inputs: StepInputs, shape: StepShape, backend: AttentionBackend, media: StepMedia
     ) -> torch.Tensor:
         """Compute the hidden states of a step, [T, D], behind the last norm."""
-        backend.prepare(self.attention_step(inputs, shape))
+        backend.prepare(media.attention_step(self.attention_step(inputs, shape)))
         return self.model(*media.model_inputs(inputs), backend)
 
     def logits(self, hidden_RD: torch.Tensor, needs: Needs) -> torch.Tensor:

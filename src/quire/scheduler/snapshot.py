@@ -399,10 +399,10 @@ def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
     if isinstance(value, MediaItem):
         value = value.without_pixels
     if dataclasses.is_dataclass(kind):
-        items = [(item, getattr(value, item.name)) for item in dataclasses.fields(kind)]
+        found = [(item, getattr(value, item.name)) for item in dataclasses.fields(kind)]
         return [
             (item.name, content)
-            for item, content in items
+            for item, content in found
             if not (item.metadata.get("is_omitted") and content == item.default)
         ]
     names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())

@@ -6,7 +6,9 @@ import pytest
 from quire.base.media.item import MediaItem
 from quire.base.plan import Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
+from quire.runner.media.media import Media
 from quire.runner.media.spans import RowSpans, key_ends
+from tests.support.models.paged_forward import RowPart, make_step
 
 ITEMS = (
     MediaItem(2, 3, b"a" * 32, is_whole=True),
@@ -68,3 +70,11 @@ def test_a_fork_has_the_items_of_its_parent_until_it_is_released() -> None:
     assert rows.of_step(plan([(2, 0, 16)])) is not None
     rows.follow(plan([], released=np.array([2], np.int32)))
     assert rows.of_step(plan([(2, 0, 16)])) is None
+
+
+def test_a_step_tells_attention_where_keys_end() -> None:
+    media = Media()
+    step = media.prepare(plan([(1, 0, 16)], started=(start(1),)))
+    made = step.attention_step(make_step([RowPart(0, 16, ([0, 1, 2, 3],))], 4))
+    assert made.ends_T is not None and made.ends_T.tolist()[:8] == [NONE, NONE, A, A, A, B, B, NONE]
+    assert not step.can_be_recorded and media.prepare(plan([(1, 16, 1)])).can_be_recorded

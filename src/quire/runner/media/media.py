@@ -8,6 +8,7 @@ from quire.base.plan import Plan
 from quire.models.model import Model
 from quire.runner.media.encoder import Encoder
 from quire.runner.media.positions import NUM_AXES, PositionRule, RowOffsets
+from quire.runner.media.spans import RowSpans
 from quire.runner.media.step_media import StepMedia, reads_of
 
 
@@ -21,24 +22,28 @@ class Media:
     def __init__(self, encoder: Encoder | None = None, rule: PositionRule | None = None) -> None:
         self._encoder = encoder
         self._offsets = None if rule is None else RowOffsets(rule)
+        self._spans = RowSpans()
         self.nothing = StepMedia(num_axes=1 if rule is None else NUM_AXES)
 
     def prepare(self, plan: Plan) -> StepMedia:
         """Note which rows a plan starts, forks and releases; return what its step does."""
         offsets = None
+        self._spans.follow(plan)
+        ends = self._spans.of_step(plan)
         if self._offsets is not None:
             self._offsets.follow(plan)
             offsets = self._offsets.of_step(plan)
-        if offsets is None and not (plan.encoder_inputs or plan.encoder_reads):
+        if offsets is None and ends is None and not (plan.encoder_inputs or plan.encoder_reads):
             return self.nothing
         if self._encoder is None:
-            return StepMedia(num_axes=self.nothing.num_axes, offsets=offsets)
+            return StepMedia(num_axes=self.nothing.num_axes, offsets=offsets, ends=ends)
         return StepMedia(
             self._encoder,
             self.nothing.num_axes,
             plan.encoder_inputs,
             *reads_of(plan),
             offsets=offsets,
+            ends=ends,
         )
 
 

@@ -3,7 +3,7 @@
 Shape legend: T tokens of the step, M tokens that read slots.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import torch
 
 from quire.base.media.item import EncoderInput
 from quire.base.plan import Plan
+from quire.ops.attention.base import AttentionStep, Int32
 from quire.ops.host_memory import to_device
 from quire.ops.step_inputs import StepInputs
 from quire.runner.media.encoder import Encoder
@@ -28,7 +29,7 @@ class StepMedia:
 
     encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3. inputs: the
     items to encode. places, slots: which of the step's tokens read which slots, [M]. offsets:
-    positions minus indices, [3, T]; None if they are 0.
+    positions minus indices, [3, T]; None if they are 0. ends: see AttentionStep.
     """
 
     encoder: Encoder | None = None
@@ -37,11 +38,16 @@ class StepMedia:
     places: Int64 = field(default_factory=_no_ints)
     slots: Int64 = field(default_factory=_no_ints)
     offsets: Int64 | None = None
+    ends: Int32 | None = None
 
     @property
     def can_be_recorded(self) -> bool:
         """Return whether the model's inputs follow from the step's inputs alone."""
-        return len(self.places) == 0 and self.offsets is None
+        return len(self.places) == 0 and self.offsets is None and self.ends is None
+
+    def attention_step(self, step: AttentionStep) -> AttentionStep:
+        """Return the step with the ends of what its tokens see."""
+        return step if self.ends is None else replace(step, ends_T=self.ends)
 
     def encode(self) -> None:
         """Encode the step's items, before its forward pass."""

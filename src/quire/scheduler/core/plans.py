@@ -86,7 +86,7 @@ class PlanBuilder:
     is_guessing: bool = False
     has_preempted: bool = False
     deferred: list[Sequence] = field(default_factory=list)
-    extras: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
     claims: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:

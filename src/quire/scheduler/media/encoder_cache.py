@@ -76,7 +76,7 @@ class EncoderCache:
 
     def release(self, entry: Entry) -> None:
         """Take a reference back."""
-        assert entry.num_refs > 0, "nobody holds it"
+        assert entry.num_refs > 0, "it has no references"
         entry.num_refs -= 1
         if entry.num_refs:
             return

@@ -49,7 +49,7 @@ class MediaRefusal(Extension):
         if request.media:
             kinds = " and ".join(sorted({item.kind for item in request.media}))
             raise RequestError(
-                f"this model takes no {kinds} input; remove it from the request or use a"
+                f"the model does not accept {kinds} input; remove it from the request or use a"
                 " multimodal model.",
                 FIELD,
             )
