@@ -33,15 +33,9 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-<<<<<<< HEAD
     "base": 8320,
     "base/media": 290,
     "cli": 3050,
-=======
-    "base": 8310,
-    "base/media": 100,
-    "cli": 2950,
->>>>>>> wt-sched
     "cli/options": 1000,
     "engine": 50,
     "engine/attachments": 1550,

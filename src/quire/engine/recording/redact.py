@@ -23,7 +23,7 @@ import numpy as np
 
 from quire.base.cache_config import CacheConfig
 from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
-from quire.base.media.item import EncoderInput, MediaItem
+from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
