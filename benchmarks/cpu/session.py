@@ -25,7 +25,7 @@ class Comparison:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Of quire, beside those of each engine."""
+        """Return the settings of quire, in addition to those of each engine."""
         return dict(given.split("=", 1) for given in self.options.settings)
 
     def fail(self, name: str, error: Unavailable) -> None:
@@ -35,11 +35,9 @@ class Comparison:
         print(f"{name}: {self.failures[name]}", flush=True)
 
     def measure_ceilings(self) -> None:
-        """Measure what the machine can do. The best so far counts: neighbours only make a machine
-        slower.
+        """Measure what the machine can do. The best so far counts: neighbours only make it slower.
 
-        Raises SystemExit if there are none yet, as when the C++ core is missing, without which
-        quire is slow.
+        Raises SystemExit if the first measurement fails, for example without the C++ core.
         """
         for threads in sorted({1, self.options.threads}):
             known = self.ceilings.get(str(threads), {})

@@ -1,17 +1,20 @@
-"""quire beside other engines with images on this CPU, with the machine's limits of the same run.
+"""Compare quire with other engines by images on this CPU, with the limits that the run measures.
 
     python -m benchmarks.cpu.images [--engines quire openvino] [--workloads first] [--scratch DIR]
 
-first: Qwen3-VL-2B's shape with random weights; the time from a picture of 1,024 x 1,024 pixels in
-memory and 64 text tokens to the first token. stream: the same vision tower before a text model of
-three small layers; images per second of different pictures, each with a first token. Reading image
-files is left out, resizing and normalising are not. Decoding is greedy.
+first: the time to the first token for a picture of 1,024 x 1,024 pixels and 64 text tokens. The
+model has Qwen3-VL-2B's shape and random weights. stream: images per second of different pictures,
+until each has its first token. Its model has the same vision tower and three small text layers.
+
+Pictures are in memory. Times include preprocessing, but not the decoding of image files. Answers
+are greedy.
 
 Each engine has an environment of its own. Environments and models are made on demand in the scratch
 directory. Each round runs each workload by each engine in turn, one process each. The first tokens
-are compared with those of transformers. Runs during which others took more than 0.15 cores do not
-count if there are others. An engine that cannot be installed, fails or takes longer than
---timeout-s is listed with the reason, and not tried again.
+are compared with those of transformers. The best and the median come from the runs during which
+other processes took at most 0.15 cores, or from all runs if there are no such runs. An engine that
+cannot be installed, fails or takes longer than --timeout-s is listed with the reason, and is not
+tried again.
 """
 
 import argparse
@@ -119,11 +122,11 @@ def finish(comparison: ImageComparison, engines: list[Engine]) -> tuple[list[Row
     lines += agreement_lines(comparison.texts, engines)
     lines += [f"failed: {name}: {reason}" for name, reason in comparison.failures.items()]
     print("\n".join(lines), flush=True)
-    equal = {engine.name: agreement(comparison.texts, engine.name) for engine in engines}
-    settings = comparison.written_settings(engines)
-    settings["equal_first_tokens"] = {name: f"{n} of {total}" for name, (n, total) in equal.items()}
     runs = [asdict(run) for run in comparison.runs]
-    return rows_of(summaries, ratios(summaries, engines, metrics=METRICS), runs), settings
+    rows = rows_of(summaries, ratios(summaries, engines, metrics=METRICS), runs)
+    equal = {engine.name: agreement(comparison.texts, engine.name) for engine in engines}
+    rows = [row | {"equal_first_tokens": equal[row["engine"]]} for row in rows]
+    return rows, comparison.written_settings(engines)
 
 
 def arguments() -> argparse.Namespace:

@@ -59,8 +59,11 @@ def tower_lines(summaries: Summaries, ceilings: Ceilings, is_small: bool) -> lis
     return lines
 
 
-def agreement(texts: Texts, engine: str) -> tuple[int, int]:
-    """Return how many first tokens equal those of the reference, and how many were compared."""
+def agreement(texts: Texts, engine: str) -> str:
+    """Return how many first tokens equal those of the reference, such as "3 of 4".
+
+    Returns an empty text if nothing was compared.
+    """
     pairs = [
         (own, reference)
         for (name, workload, round_), listed in texts.items()
@@ -69,15 +72,16 @@ def agreement(texts: Texts, engine: str) -> tuple[int, int]:
             listed, texts.get((REFERENCE, workload, round_), []), strict=False
         )
     ]
-    return sum(own == reference for own, reference in pairs), len(pairs)
+    if engine == REFERENCE or not pairs:
+        return ""
+    return f"{sum(own == reference for own, reference in pairs)} of {len(pairs)}"
 
 
 def agreement_lines(texts: Texts, engines: list[Engine]) -> list[str]:
     """Return how often each engine's first token is that of the reference."""
-    lines = []
-    for engine in engines:
-        num_equal, num_pairs = agreement(texts, engine.name)
-        if engine.name != REFERENCE and num_pairs:
-            equal = f"{num_equal} of {num_pairs} first tokens are those of {REFERENCE}"
-            lines.append(f"{engine.name:{NAME_WIDTH}s}{equal}")
-    return lines
+    found = {engine.name: agreement(texts, engine.name) for engine in engines}
+    return [
+        f"{name:{NAME_WIDTH}s}{equal} first tokens are those of {REFERENCE}"
+        for name, equal in found.items()
+        if equal
+    ]
