@@ -23,7 +23,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses paper migrating settings gpu-check gpu-site clean
+.PHONY: help install wheel serve chat doctor run test test-changed test-long test-levels test-clients mutate check page format bench bench-all bench-cpu bench-guesses bench-images paper migrating settings gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environ
 
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
 	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/cpu_guesses.json $(ARGS)
+
+bench-images: $(VENV)/.installed-test ## images, compared with transformers and OpenVINO on this CPU; an hour or two
+	$(BIN)/python -m benchmarks.cpu.images --rounds 3 --output-json $(RESULTS)/cpu_images.json $(ARGS)
 
 paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/results/evaluation*.md; a quarter of an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)

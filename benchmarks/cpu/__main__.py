@@ -12,26 +12,15 @@ is run again, twice at most. An engine that cannot be installed, fails or takes 
 """
 
 import argparse
-import os
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.engines import ENGINES, Engine
 from benchmarks.cpu.limits import Ceilings, quick_read_bytes_per_s
 from benchmarks.cpu.noise import Noise
-from benchmarks.cpu.preparation import Scratch, Unavailable, prepare
-from benchmarks.cpu.processes import (
-    ROOT,
-    Run,
-    import_torch_s,
-    measured_ceilings,
-    run_driver,
-    runs_of,
-)
+from benchmarks.cpu.preparation import Unavailable, prepare
+from benchmarks.cpu.processes import Run, import_torch_s, run_driver, runs_of
 from benchmarks.cpu.report import (
     ceiling_lines,
     legend,
@@ -41,49 +30,19 @@ from benchmarks.cpu.report import (
     summary,
     table,
 )
+from benchmarks.cpu.session import Comparison, add_options, chosen_engines, scratch_of, turns
 from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
-from benchmarks.result_files import Row, options_of, write
+from benchmarks.result_files import Row, write
 from quire.tools.report import benchmark_parser, plain_facts
 
 TRIES = 3  # of a process whose runs others disturb
 
 
 @dataclass
-class Session:
-    """What has been measured so far. failures: by "engine" or "engine: workload"."""
+class Session(Comparison):
+    """A comparison by all workloads of text."""
 
-    options: argparse.Namespace
-    scratch: Scratch
-    runs: list[Run] = field(default_factory=list)
-    failures: dict[str, str] = field(default_factory=dict)
-    ceilings: dict[str, dict[str, float]] = field(default_factory=dict)
     torch_s: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Of quire, beside those of each engine."""
-        return dict(given.split("=", 1) for given in self.options.settings)
-
-    def fail(self, name: str, error: Unavailable) -> None:
-        """Directories of this machine are left out."""
-        reason = str(error).replace(str(self.scratch.directory), "SCRATCH")
-        self.failures[name] = reason.replace(str(ROOT), ".")
-        print(f"{name}: {self.failures[name]}", flush=True)
-
-    def measure_ceilings(self) -> None:
-        """The best so far counts: neighbours only make a machine slower. Raises SystemExit if
-        there are none yet, as when the C++ core is missing, without which quire is slow."""
-        for threads in sorted({1, self.options.threads}):
-            known = self.ceilings.get(str(threads), {})
-            try:
-                found = measured_ceilings(threads)
-            except Unavailable as error:
-                if not known:
-                    raise SystemExit(f"ceilings: {error}") from error
-                self.fail("ceilings", error)
-                return
-            best = {name: max(value, known.get(name, 0.0)) for name, value in found.items()}
-            self.ceilings[str(threads)] = best
 
     def run(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
         """One process. Raises Unavailable."""
@@ -127,15 +86,6 @@ class Session:
         return [replace(run, stolen=stolen, read_bytes_per_s=read_bytes_per_s) for run in runs]
 
 
-def chosen_engines(prefixes: list[str]) -> list[Engine]:
-    """Engines whose names begin with one of these; all if there are none."""
-    found = [e for e in ENGINES if not prefixes or any(e.name.startswith(p) for p in prefixes)]
-    if not found:
-        names = ", ".join(engine.name for engine in ENGINES)
-        raise SystemExit(f"no engine begins with {' or '.join(prefixes)}; there are: {names}")
-    return found
-
-
 def prepared(session: Session, engines: list[Engine], workloads: list[Workload]) -> list[Engine]:
     """Those that can run."""
     ready = []
@@ -146,12 +96,6 @@ def prepared(session: Session, engines: list[Engine], workloads: list[Workload])
         except Unavailable as error:
             session.fail(engine.name, error)
     return ready
-
-
-def turns(engines: list[Engine], round_: int) -> Iterator[Engine]:
-    """Every round begins with another engine."""
-    first = round_ * 5 % max(1, len(engines))
-    yield from engines[first:] + engines[:first]
 
 
 def measure_rounds(session: Session, engines: list[Engine], workloads: list[Workload]) -> None:
@@ -188,13 +132,7 @@ def finish(session: Session, engines: list[Engine]) -> tuple[list[Row], dict[str
     lines += [*legend(), "", *start_lines(session.runs, engines, session.torch_s), ""]
     lines += [f"failed: {name}: {reason}" for name, reason in session.failures.items()]
     print("\n".join(lines), flush=True)
-    environments = {engine.environment for engine in engines if engine.environment}
-    settings = options_of(session.options) | {
-        "ceilings": session.ceilings,
-        "import_torch_s": session.torch_s,
-        "failures": session.failures,
-        "versions": {e.name: session.scratch.versions(e) for e in environments},
-    }
+    settings = session.written_settings(engines) | {"import_torch_s": session.torch_s}
     runs = [asdict(run) for run in session.runs]
     return rows_of(summaries, ratios(summaries, engines), runs), settings
 
@@ -202,17 +140,8 @@ def finish(session: Session, engines: list[Engine]) -> tuple[list[Row], dict[str
 def arguments() -> argparse.Namespace:
     parser = benchmark_parser(__doc__)
     names = [workload.name for workload in WORKLOADS]
-    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="how they begin")
+    add_options(parser)
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--scratch", type=Path, help="environments and models, kept for next time")
-    parser.add_argument(
-        "--python", nargs="+", default=[], metavar="NAME=FILE", help="environments made by hand"
-    )
-    parser.add_argument(
-        "--settings", nargs="+", default=[], metavar="NAME=WORD", help="of quire, all its engines"
-    )
     parser.add_argument(
         "--timeout-s", type=float, default=300.0, help="of one process; slower ones are left out"
     )
@@ -222,13 +151,11 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    default = Path(tempfile.gettempdir()) / "quire-bench-cpu"
-    pythons = {name: Path(file) for name, _, file in (p.partition("=") for p in options.python)}
-    session = Session(options, Scratch((options.scratch or default).resolve(), pythons))
+    session = Session(options, scratch_of(options))
     facts, began = plain_facts(), time.monotonic()
     print(f"# {facts['cpu']}, {options.threads} threads; {facts['date']}, commit {facts['commit']}")
     workloads = [chosen_workload(name, options.small) for name in options.workloads]
-    engines = prepared(session, chosen_engines(options.engines), workloads)
+    engines = prepared(session, chosen_engines(ENGINES, options.engines), workloads)
     measure_rounds(session, engines, workloads)
     measure_torch(session, engines)
     results = finish(session, engines)

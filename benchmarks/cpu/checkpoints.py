@@ -5,6 +5,7 @@ are token ids, but most engines refuse a model without a tokenizer.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,11 @@ def weight_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def tokenizer_of(shape: Shape) -> dict[str, Any]:
-    """tokenizer.json: trained on the documentation, then names that no text contains."""
+def tokenizer_of(shape: Shape, special: Sequence[str] = SPECIAL) -> dict[str, Any]:
+    """Return tokenizer.json: trained on the documentation, then names that no text contains.
+
+    special: the last tokens of the vocabulary.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -91,10 +95,10 @@ def tokenizer_of(shape: Shape) -> dict[str, Any]:
     made.train_from_iterator([path.read_text("utf-8") for path in DOCUMENTS], trainer)
     state: dict[str, Any] = json.loads(made.to_str())
     vocab = state["model"]["vocab"]
-    for i in range(len(vocab), shape.vocab_size - len(SPECIAL)):
+    for i in range(len(vocab), shape.vocab_size - len(special)):
         vocab[f"<|unused{i}|>"] = i
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    for text in SPECIAL:
+    for text in special:
         token = {"id": len(vocab), "content": text, "special": True, **flags}
         state["added_tokens"].append(token)
         vocab[text] = token["id"]

@@ -91,7 +91,7 @@ class Scratch:
             if not target.exists():
                 unfinished = target.with_suffix(".unfinished")
                 command = [str(self.python(LLAMA)), *quantise_command(kind, plain, unfinished)]
-                self._run(f"quantise-{target.name}", command)
+                self.run_tool(f"quantise-{target.name}", command)
                 unfinished.rename(target)
             return target
         if peer == "gguf":
@@ -104,21 +104,21 @@ class Scratch:
             exporter = OPENVINO_EXPORT if peer == "openvino" else CTRANSLATE2_EXPORT
             binaries = self.python(exporter).parent
             command = export_command(source, hidden, checkpoint, target, binaries)
-            self._run(f"export-{target.name}", command)
+            self.run_tool(f"export-{target.name}", command)
             (target / "complete").touch()
         return target
 
     def _install(self, environment: Environment, directory: Path, python: Path) -> None:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         name = f"install-{environment.name}"
-        self._run(name, [sys.executable, "-m", "venv", str(directory)])
+        self.run_tool(name, [sys.executable, "-m", "venv", str(directory)])
         packages = list(environment.packages)
         if environment.alone:
-            self._run(name, [*pip, "install", "--no-deps", environment.alone])
+            self.run_tool(name, [*pip, "install", "--no-deps", environment.alone])
             packages += requirements_of(environment, directory)
-        self._run(name, [*pip, "install", *packages])
+        self.run_tool(name, [*pip, "install", *packages])
         if environment.unwanted:
-            self._run(name, [*pip, "uninstall", "-y", *environment.unwanted])
+            self.run_tool(name, [*pip, "uninstall", "-y", *environment.unwanted])
 
     def _versions(self, python: Path) -> dict[str, str]:
         command = [str(python), "-m", "pip", "list", "--format", "json"]
@@ -126,8 +126,8 @@ class Scratch:
         listed = json.loads(done.stdout) if done.returncode == 0 else []
         return {package["name"]: package["version"] for package in listed}
 
-    def _run(self, name: str, command: list[str]) -> None:
-        """With low priority, output appended to a log."""
+    def run_tool(self, name: str, command: list[str]) -> None:
+        """Run a command with low priority, and append its output to a log. Raises Unavailable."""
         log = self.directory / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         print(f"{name} (log: {log})", file=sys.stderr, flush=True)

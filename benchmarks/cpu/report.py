@@ -1,7 +1,7 @@
 """The tables: each engine's best and median, its share of the limit, quire beside the best peer."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.cpu.engines import Engine
@@ -31,12 +31,12 @@ def summary(
             if own:
                 workload = chosen_workload(metric.workload, is_small)
                 limit = least(workload, engine.format, ceilings).get(metric.name)
-                metrics[metric.name] = _summarised(metric, own, limit)
+                metrics[metric.name] = summarised(metric, own, limit)
         found[engine.name] = metrics
     return found
 
 
-def _summarised(metric: Metric, runs: list[Run], limit: float | None) -> dict[str, float]:
+def summarised(metric: Metric, runs: list[Run], limit: float | None) -> dict[str, float]:
     quiet = [run for run in runs if run.is_quiet]
     values = [run.metrics[metric.name] for run in quiet or runs]
     found = {
@@ -51,7 +51,10 @@ def _summarised(metric: Metric, runs: list[Run], limit: float | None) -> dict[st
 
 
 def ratios(
-    summaries: dict[str, dict[str, dict[str, float]]], engines: list[Engine], key: str = "best"
+    summaries: dict[str, dict[str, dict[str, float]]],
+    engines: list[Engine],
+    key: str = "best",
+    metrics: Sequence[Metric] = METRICS,
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Of each of our engines and each metric: how many times as good as the best peer of its
     category, and which that is."""
@@ -59,7 +62,7 @@ def ratios(
     for ours in [engine for engine in engines if engine.is_ours]:
         peers = [e.name for e in engines if e.category == ours.category and not e.is_ours]
         found[ours.name] = {}
-        for metric in METRICS:
+        for metric in metrics:
             values = {
                 name: summaries[name][metric.name][key]
                 for name in peers
@@ -74,22 +77,25 @@ def ratios(
 
 
 def table(
-    summaries: dict[str, dict[str, dict[str, float]]], engines: list[Engine], key: str
+    summaries: dict[str, dict[str, dict[str, float]]],
+    engines: list[Engine],
+    key: str,
+    metrics: Sequence[Metric] = METRICS,
 ) -> list[str]:
     """Lines, one block for each category. key: best or median."""
-    compared, lines = ratios(summaries, engines, key), []
+    compared, lines = ratios(summaries, engines, key, metrics), []
     for category in CATEGORIES:
         rows = [e for e in engines if e.category == category and summaries[e.name]]
         if not rows:
             continue
-        lines.append(f"{category + ', ' + key:{NAME_WIDTH}s}" + _cells(m.head for m in METRICS))
+        lines.append(f"{category + ', ' + key:{NAME_WIDTH}s}" + _cells(m.head for m in metrics))
         for engine in rows:
-            cells = (_shown(m, summaries[engine.name].get(m.name), key) for m in METRICS)
+            cells = (_shown(m, summaries[engine.name].get(m.name), key) for m in metrics)
             lines.append(f"{engine.name:{NAME_WIDTH}s}" + _cells(cells))
         for engine in rows:
             if engine.is_ours and compared[engine.name]:
                 found = compared[engine.name]
-                cells = (_ratio(found.get(metric.name)) for metric in METRICS)
+                cells = (_ratio(found.get(metric.name)) for metric in metrics)
                 name = f"  {engine.name.removeprefix('quire ')} / best peer"
                 lines.append(f"{name:{NAME_WIDTH}s}" + _cells(cells))
         lines.append("")
@@ -128,8 +134,8 @@ def ceiling_lines(measured: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
-def legend() -> list[str]:
-    lines = [f"{metric.head:10s}{metric.title}" for metric in METRICS]
+def legend(metrics: Sequence[Metric] = METRICS) -> list[str]:
+    lines = [f"{metric.head:10s}{metric.title}" for metric in metrics]
     lines.append(
         "%         share of the limit that arithmetic and memory set for the engine's format"
     )
