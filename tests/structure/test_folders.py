@@ -33,8 +33,8 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8320,
-    "base/media": 290,
+    "base": 8340,
+    "base/media": 300,
     "cli": 3050,
     "cli/options": 1000,
     "engine": 50,
@@ -65,7 +65,7 @@ BUDGETS = {
     "render": 4900,
     "render/answers": 2150,
     "render/media": 1700,
-    "runner": 5300,
+    "runner": 5370,
     "runner/gpu": 1000,
     "runner/media": 550,
     "runner/warm": 900,
