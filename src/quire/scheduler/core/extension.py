@@ -1,4 +1,4 @@
-"""How a feature attaches to the scheduler: five small interfaces, and the core names no feature.
+"""How a feature attaches to the scheduler: small interfaces, and the core names no feature.
 
     HitSource        where the beginning of a prompt may come from      asked by Memory
     CacheListener    hears which blocks get names, copies some out      called by Memory
