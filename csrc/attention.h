@@ -61,7 +61,8 @@ struct HeadRows {
 // One step as one cache group sees it. tables[S, L]: block ids (row stride table_stride), read
 // until the step's last layer; entries that no query sees may be anything. query_starts[S + 1],
 // context_lens[S]: read by `prepare` alone. window: 0 is none. ahead: so many positions behind a query
-// are seen too, where the row has them.
+// are seen too, where the row has them. ends[T]: a token sees the keys before that position as well, and
+// along a row no token sees less far than the one before it; read until the step's last layer, or null.
 struct AttentionStep {
     const int32_t* tables;
     int64_t table_stride;
@@ -74,6 +75,7 @@ struct AttentionStep {
     int64_t kv_heads;
     int64_t group;
     int64_t head_dim;
+    const int32_t* ends;
 };
 
 // `count` new tokens of a row, which has `context`: step tokens [token, token + count) at
@@ -148,10 +150,7 @@ class AttentionPlan {
         if (step_.window == 0 || position < step_.window) return 0;
         return position - step_.window + 1;
     }
-    // The end of what the queries before `end` see, of a row with so many tokens.
-    int64_t end_seen(int64_t end, int64_t context) const {
-        return end + step_.ahead < context ? end + step_.ahead : context;
-    }
+    int64_t end_seen(const QueryPiece& piece) const;
     void read_rows();
     void find_groups();
     int64_t shared_spans(int32_t a, int32_t b) const;

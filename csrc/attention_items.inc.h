@@ -130,7 +130,9 @@ class ItemRun {
             for (int64_t i = 0; i < piece.count; ++i) {
                 const int64_t position = piece.position + i;
                 const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
-                const int64_t last = minimum(position + step_.ahead, piece.context - 1);
+                int64_t last = position + step_.ahead;
+                if (step_.ends != nullptr) last = maximum(last, step_.ends[piece.token + i] - 1);
+                last = minimum(last, piece.context - 1);
                 const int64_t ahead = minimum(i + kTokensAhead, piece.count - 1);
                 fetch_heads(call_.q, piece.token + ahead, head_ * step_.group, step_.group, dim_);
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {

@@ -39,6 +39,15 @@ void AttentionPlan::prepare(const AttentionStep& step, int num_threads, PlanOpti
     sort_items();
 }
 
+// The end of what the tokens of a piece see.
+int64_t AttentionPlan::end_seen(const QueryPiece& piece) const {
+    int64_t end = piece.position + piece.count + step_.ahead;
+    if (step_.ends != nullptr && piece.count > 0) {
+        end = std::max<int64_t>(end, step_.ends[piece.token + piece.count - 1]);
+    }
+    return std::min(end, piece.context);
+}
+
 // Also sets what an item should cost at most, in spans times queries.
 void AttentionPlan::read_rows() {
     rows_.resize(static_cast<size_t>(step_.num_rows));
@@ -134,7 +143,7 @@ void AttentionPlan::add_block(int32_t r, int64_t first, int64_t count) {
     item.num_pieces = 1;
     item.tokens = count;
     item.first_span = std::max(first_seen(position) / kSpan, row.shared_spans);
-    item.end_span = up(end_seen(position + count, row.context), kSpan);
+    item.end_span = up(end_seen(piece), kSpan);
     item.partial = -1;
     pieces_.push_back(piece);
     const int64_t parts = parts_of(item);

@@ -32,7 +32,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 24;
+constexpr int kInterfaceVersion = 25;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -113,10 +113,10 @@ void apply_masks(Address logits, Address places, Address words, int64_t count, i
 void plan_prepare(quire::AttentionPlan& plan, Address tables, int64_t table_stride,
                   Address query_starts, Address context_lens, int64_t num_rows, int64_t block_size,
                   int64_t window, int64_t ahead, int64_t kv_heads, int64_t group, int64_t head_dim,
-                  int num_threads, bool split, bool cascade) {
+                  Address ends, int num_threads, bool split, bool cascade) {
     plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
                   as<const int32_t*>(context_lens), num_rows, block_size, window, ahead, kv_heads,
-                  group, head_dim},
+                  group, head_dim, as<const int32_t*>(ends)},
                  num_threads, {split, cascade});
 }
 
@@ -388,7 +388,8 @@ NB_MODULE(_core, m) {
         .def(nb::init<>())
         .def("prepare", &plan_prepare, nb::kw_only(), "tables"_a, "table_stride"_a,
              "query_starts"_a, "context_lens"_a, "num_rows"_a, "block_size"_a, "window"_a,
-             "ahead"_a, "kv_heads"_a, "group"_a, "head_dim"_a, "num_threads"_a, "split"_a, "cascade"_a)
+             "ahead"_a, "kv_heads"_a, "group"_a, "head_dim"_a, "ends"_a, "num_threads"_a, "split"_a,
+             "cascade"_a)
         .def_prop_ro("num_items", [](const Plan& plan) { return plan.items().size(); })
         .def_prop_ro("num_merges", [](const Plan& plan) { return plan.merges().size(); });
     m.def("attention_variants", &attention_variants);

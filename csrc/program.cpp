@@ -211,6 +211,12 @@ int64_t Program::input(Input input, int64_t row) const {
     return input == Input::kSegments ? segment : id - (segment << kSegmentBit);
 }
 
+// The columns of the table that a token takes; null if its id is a token's.
+const float* Program::encoded(const Instruction& i, int64_t row) const {
+    const int64_t id = step_.ids[row];
+    return id < 0 ? static_cast<const float*>(i.table) + (-1 - id) * i.count + i.first : nullptr;
+}
+
 void Program::run_row(const Instruction& i, int64_t r) {
     float* out = row(i.views[0], r);
     const float* x = row(i.views[1], r);
@@ -226,7 +232,8 @@ void Program::run_row(const Instruction& i, int64_t r) {
             return unpack_rows({Element::kFloat32, 1, size, size, out}, i.packed, &id);
         }
         case Kind::kRotaryFactors:
-            return rotary_factors(out, step_.positions[r], i.frequencies, i.size, i.scale);
+            return rotary_factors(out, step_.positions + r, step_.rows, i.frequencies, i.count,
+                                  i.size, i.scale);
         case Kind::kRmsNorm: return rms_norm_row(out, x, i.weight, i.heads, i.size, i.eps);
         case Kind::kSquareSum: *out = square_sum_row(x, i.size); return;
         case Kind::kRmsNormBySum:
@@ -251,6 +258,15 @@ void Program::run_row(const Instruction& i, int64_t r) {
         case Kind::kGatedNorm:
             return gated_norm_row(out, x, row(i.views[2], r), i.weight, i.heads, i.size, i.eps);
         case Kind::kSigmoidMul: return sigmoid_mul_row(out, x, row(i.views[2], r), i.size);
+        case Kind::kPlace: {
+            const float* from = encoded(i, r);
+            return copy_row(out, from == nullptr ? x : from, i.size);
+        }
+        case Kind::kAddFeatures: {
+            const float* features = encoded(i, r);
+            if (features == nullptr) return copy_row(out, x, i.size);
+            return add_row(out, x, features, i.size);
+        }
         default: return;
     }
 }

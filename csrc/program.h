@@ -26,7 +26,7 @@ namespace quire {
 enum class Kind : int {
     kEmbedding,     // out; table, element, size, input, first, count: zeros outside of these
     kPackedRows,    // out; packed, first, count: rows of a packed table, by the ids
-    kRotaryFactors, // out; frequencies, size, scale: of the positions
+    kRotaryFactors, // out; frequencies: [axes, E], size, scale, count: axes of the positions
     kRmsNorm,       // out, x; weight, heads, size, eps
     kAddRmsNorm,    // out, total, x, y; weight, size, eps
     kLayerNorm,     // out, x; weight, bias (the bias or both may be null), size, eps
@@ -52,6 +52,9 @@ enum class Kind : int {
     kAllReduce,     // out, the same; group: whole rows
     kSquareSum,     // out: one number, x; size
     kRmsNormBySum,  // out, x, sum of squares; weight, size, eps, scale: 1 / how many were summed
+    // Of a token whose id is below 0, row -1 - id of a float32 table; other tokens keep x.
+    kPlace,         // out, x; table, size, first: the first column, count: columns of the table
+    kAddFeatures,   // the same, where the row is added to x
 };
 
 // kSegments: which of two texts a token is of, as its id says it (ops/segments.py): the id itself
@@ -112,7 +115,8 @@ struct KeptInputs {
     int64_t count;
 };
 
-// A step: T rows. ids, positions: [T]; outside: what the first buffers are, of which 0 is the result.
+// A step: T rows. ids: [T]; positions: [axes, T]; outside: what the first buffers are, of which 0 is the
+// result.
 struct ProgramStep {
     int64_t rows;
     const int64_t* ids;
@@ -154,6 +158,7 @@ class Program {
 
     float* row(const View& view, int64_t row) const;
     int64_t input(Input input, int64_t row) const;
+    const float* encoded(const Instruction& instruction, int64_t row) const;
     MutableOperand operand(const Instruction& instruction) const;
     MutableMatrix matrix(const View& view, int64_t columns) const;
     HeadRows heads(const View& view) const;

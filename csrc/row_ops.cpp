@@ -192,12 +192,17 @@ void layer_norm_row(float* out, const float* x, const float* weight, const float
     }
 }
 
-void rotary_factors(float* factors, int64_t position, const double* frequencies, int64_t size,
-                    double scale) {
+void rotary_factors(float* factors, const int64_t* positions, int64_t stride,
+                    const double* frequencies, int64_t axes, int64_t size, double scale) {
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; ++i) {
-        const double angle = static_cast<double>(position) * frequencies[i];
-        const double own = frequencies[i] == 0 ? 1 : scale;  // what is not turned is not scaled
+        double angle = 0, frequency = 0;
+        for (int64_t axis = 0; axis < axes; ++axis) {
+            const double own = frequencies[axis * half + i];
+            angle += static_cast<double>(positions[axis * stride]) * own;
+            frequency += own;
+        }
+        const double own = frequency == 0 ? 1 : scale;  // what is not turned is not scaled
         const double cosine = std::cos(angle) * own, sine = std::sin(angle) * own;
         factors[i] = factors[half + i] = static_cast<float>(cosine);
         factors[2 * half + i] = static_cast<float>(-sine);
@@ -303,6 +308,10 @@ void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size
 QUIRE_VECTOR
 void add_scaled_row(float* out, const float* x, float factor, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] += factor * x[i];
+}
+
+void copy_row(float* out, const float* x, int64_t size) {
+    std::memcpy(out, x, static_cast<size_t>(size) * sizeof(float));
 }
 
 QUIRE_VECTOR

@@ -35,9 +35,10 @@ float dot_row(const float* x, const float* y, int64_t size);
 void layer_norm_row(float* out, const float* x, const float* weight, const float* bias,
                     int64_t size, float eps);
 
-// factors[2 H] = (cos, cos, -sin, sin) * scale of the angles position * frequencies[H / 2].
-void rotary_factors(float* factors, int64_t position, const double* frequencies, int64_t size,
-                    double scale);
+// factors[2 H] = (cos, cos, -sin, sin) * scale of the angles: the sum over axes of positions[a * stride] *
+// frequencies[a, H / 2], of which one at most is not 0.
+void rotary_factors(float* factors, const int64_t* positions, int64_t stride,
+                    const double* frequencies, int64_t axes, int64_t size, double scale);
 
 // The two halves of each of the heads, turned by the factors.
 void rotary_row(float* out, const float* x, const float* factors, int64_t heads, int64_t size);
@@ -69,6 +70,7 @@ void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size
 void gated_add_row(float* out, const float* x, const float* y, float gate, int64_t size);
 void add_scaled_row(float* out, const float* x, float factor, int64_t size);
 
+void copy_row(float* out, const float* x, int64_t size);
 void scale_row(float* out, const float* x, float factor, int64_t size);
 void gelu_row(float* out, const float* x, int64_t size);
 void gelu_tanh_row(float* out, const float* x, int64_t size);

@@ -43,11 +43,11 @@ def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str
         groups = (group_of(FULL, 0), group_of(kind, span))
         kv = KVManager(groups, (12, 12), SIZE)
         sequence, digests = kv.new_sequence(), digests_of(40)
-        kv.keep_states(sequence, range(10))
+        kv.states.keep_states(sequence.tables, range(10))
         assert kv.allocate_slots(sequence, 40) is not None
         kv.index_blocks(sequence, digests, 10)
         written = [list(table.blocks) for table in sequence.tables]
-        kv.end_plan()
+        kv.states.end_plan()
         lost = [{i for i in range(10) if draws.random() < share} for share in (0.1, 0.4)]
         for pool, blocks, places in zip(kv.pools, written, lost, strict=True):
             for i in places:

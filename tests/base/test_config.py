@@ -8,6 +8,7 @@ from quire.base.config import (
     AUTO_LENGTH,
     SECTIONS,
     EngineConfig,
+    ServerConfig,
 )
 from quire.base.config import config_from_flat as make
 from quire.base.errors import ConfigError
@@ -65,3 +66,24 @@ def test_every_setting_explains_itself_and_names_are_unique() -> None:
             assert item.metadata["help"], item.name
             names.append(item.name)
     assert len(names) == len(set(names))
+
+
+def test_numbers_of_images() -> None:
+    for given, number in (
+        (None, 16), ("{}", 16), ('{"image": 3, "video": 1}', 3), ('{"image": {"count": 2}}', 2),
+        ({"image": 0}, 0),
+    ):  # fmt: skip
+        assert ServerConfig(limit_mm_per_prompt=given).max_images == number
+    for wrong in ('{"image": -1}', '{"image": "2"}', '{"sound": 1}', "[1]", "2"):
+        with pytest.raises(ConfigError, match="limit_mm_per_prompt"):
+            ServerConfig(limit_mm_per_prompt=wrong)
+
+
+def test_sources_of_images() -> None:
+    config = ServerConfig(allowed_media_domains=("Example.org", " .a.net"), max_media_bytes=3000)
+    assert config.allowed_media_domains == ("example.org", ".a.net")
+    assert config.max_bytes_with_images == config.max_body_bytes + 4000
+    assert ServerConfig(allowed_local_media_path="").allowed_local_media_path is None
+    for wrong in ("https://example.org", "example.org:443", "*", "", "."):
+        with pytest.raises(ConfigError, match="allowed_media_domains"):
+            ServerConfig(allowed_media_domains=(wrong,))

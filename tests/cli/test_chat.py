@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,8 @@ class Parrot:
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
         self.heard.append(messages)
         question = messages[-1]["content"]
+        if isinstance(question, list):
+            question = question[-1]["text"]
         for number, letter in enumerate(question):
             if self.error is not None and number == 2:
                 raise self.error
@@ -50,6 +53,11 @@ class Parrot:
 def chat(monkeypatch: pytest.MonkeyPatch, target: Parrot, text: str, **kwargs: object) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     return Chat(target, Conversation(**kwargs), None).run()  # type: ignore[arg-type]
+
+
+def picture(path: Path) -> Path:
+    path.write_bytes(b"picture")
+    return path
 
 
 def contents(messages: Messages) -> list[str]:
@@ -87,7 +95,37 @@ def test_turns_are_remembered_and_forgotten(
     ]
     roles = [message["role"] for message in target.heard[1]]
     assert roles == ["system", "user", "assistant", "user"]
-    assert "/reset  start" in captured.err and "unknown command /nothing" in captured.err
+    assert "/reset       start" in captured.err and "unknown command /nothing" in captured.err
+
+
+def test_images_are_sent_with_the_next_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    target, path = Parrot(), picture(tmp_path / "a b.png")
+    text = f"/image {path}\n/image\n/image {tmp_path}/none.png\nsee\nnext\n/reset\nnew\n"
+    assert chat(monkeypatch, target, text) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "see\nnext\nnew\n"
+    assert "[image a b.png, 7 bytes: sent with the next message]" in captured.err
+    assert "give the path of an image" in captured.err
+    assert "none.png' cannot be read: No such file or directory." in captured.err
+    url = "data:image/png;base64,cGljdHVyZQ=="
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "see"}]
+    assert [contents(heard) for heard in target.heard] == [[parts], [parts, "see", "next"], ["new"]]
+
+
+def test_an_image_of_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The demo model takes none; a file that is missing ends the command."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is it?\n"))
+    path = picture(tmp_path / "a.png")
+    status, _, err = run(capsys, "chat", "demo", "--image", str(path))
+    assert status == 1
+    assert "[image a.png, 7 bytes" in err and "does not accept images" in err
+    status, _, err = run(capsys, "chat", "demo", "--image", str(tmp_path / "b.png"))
+    assert status == 1
+    assert "b.png' cannot be read" in err
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(

@@ -18,10 +18,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.clients.environments import CLIENTS, HERE, ROOT, python_of, variables, version_of
-from tests.clients.random_model import write_random_model
+from tests.clients.random_model import write_random_model, write_seeing_model
 from tests.support.processes.servers import Server
 
 MODELS = ("demo", "random")
+SEEING = "seeing"  # for cases with images
 LIMIT_S = 600.0  # of one client's cases
 NOTE_CHARS = 110
 
@@ -58,13 +59,14 @@ def running_servers() -> Iterator[dict[str, str]]:
     """Yield the URL of each model's server, with /v1."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        write_random_model(folder)
-        given = {
-            "demo": ["demo"],
-            "random": [str(folder), "--load-format", "dummy", "--served-model-name", "random"],
-        }
+        given = {"demo": ["demo"]}
+        for name, write in (("random", write_random_model), (SEEING, write_seeing_model)):
+            (folder / name).mkdir()
+            write(folder / name)
+            dummy = ["--load-format", "dummy", "--served-model-name", name]
+            given[name] = [str(folder / name), *dummy]
         urls = {}
-        for model in MODELS:
+        for model in (*MODELS, SEEING):
             server = Server(*given[model], is_fork=False)
             stack.callback(server.stop)
             urls[model] = f"{server.url}/v1"

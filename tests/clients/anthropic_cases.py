@@ -225,3 +225,29 @@ def test_errors(client: Client) -> None:
     assert refused.value.request_id and refused.value.body["type"] == "error"
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.create(messages=[{"role": "user", "content": "fox " * 20_000}])
+
+
+def test_images(seeing: Served) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": given.IMAGE}
+    image = {"type": "image", "source": source}
+    use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [image]}
+
+    def messages(*parts: Any) -> list[Any]:
+        first = [*parts, {"type": "text", "text": "Look."}]
+        last = [{"type": "tool_result", "tool_use_id": "t", "content": "None."}]
+        return [
+            {"role": "user", "content": first}, {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result] if parts else last},
+        ]  # fmt: skip
+
+    client = Client(seeing)
+    answer = client.create(messages=messages(image), max_tokens=4)
+    text = client.create(messages=messages(), max_tokens=4)
+    assert answer.usage.input_tokens > text.usage.input_tokens + given.IMAGE_TOKENS
+    counted = client.anthropic.messages.count_tokens(model=seeing.model, messages=messages(image))
+    used = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert counted.input_tokens == used
+    with pytest.raises(anthropic.BadRequestError, match="source.data: the image"):
+        broken = image | {"source": source | {"data": "bm90aGluZw=="}}
+        client.create(messages=messages(broken), max_tokens=4)

@@ -20,6 +20,12 @@ def thinker() -> Served:
     return served("random")
 
 
+@pytest.fixture
+def seeing() -> Served:
+    """The model of random numbers that reads images."""
+    return served("seeing")
+
+
 @pytest.fixture(scope="session")
 def run() -> Iterator[Any]:
     """Runs coroutines in one loop, because clients keep their connections."""

@@ -20,6 +20,14 @@ MESSAGES: list[Any] = [{"role": "user", "content": ASK}]
 KEY = "none"  # clients insist on one
 
 
+# A PNG file of 56 x 56 grey pixels, which are 4 tokens.
+IMAGE = (
+    "iVBORw0KGgoAAAANSUhEUgAAADgAAAA4CAAAAACN7WTCAAAAJElEQVR42u3LMQ0AAAwDoEqv9FpYdsNP+hRRFEVR"
+    "FEVRFMWbAclXIFtsqkldAAAAAElFTkSuQmCC"
+)
+IMAGE_TOKENS = 4
+
+
 @dataclass(frozen=True)
 class Served:
     """A model of a running server. url: with /v1."""

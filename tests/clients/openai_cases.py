@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.clients import given
-from tests.clients.given import FORMS, KEY, MESSAGES, SEED, TOOLS, Fox, Served, named
+from tests.clients.given import ASK, FORMS, KEY, MESSAGES, SEED, TOOLS, Fox, Served, named
 
 FOX = {"type": "json_schema", "json_schema": {"name": "fox", "schema": Fox.model_json_schema()}}
 STRICT_TOOLS = [
@@ -459,3 +459,36 @@ def test_reasoning_off_then_call(thinker: Served) -> None:
         more = {"tools": TOOLS, "tool_choice": named("add"), "seed": seed}
         message = Client(thinker).chat(extra_body=extra, **more).choices[0].message
         assert len(message.tool_calls) == 1 and not getattr(message, "reasoning", None)
+
+
+def test_an_image_in_a_chat(seeing: Served) -> None:
+    url = {"url": f"data:image/png;base64,{given.IMAGE}", "detail": "low"}
+    parts: list[Any] = [{"type": "image_url", "image_url": url}, {"type": "text", "text": ASK}]
+    client = Client(seeing)
+    text = client.chat(max_tokens=4)
+    answer = client.chat(messages=[{"role": "user", "content": parts}], max_tokens=4)
+    # The image's tokens, and one before and one behind them.
+    num_more = answer.usage.prompt_tokens - text.usage.prompt_tokens
+    assert num_more == given.IMAGE_TOKENS + 2
+    stream = client.chat(messages=[{"role": "user", "content": parts}], max_tokens=4, stream=True)
+    assert joined(stream)[1] == answer.choices[0].finish_reason
+
+
+def test_an_image_in_a_response(seeing: Served) -> None:
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{given.IMAGE}"}
+    content = [image | {"detail": "auto"}, {"type": "input_text", "text": ASK}]
+    responses = Client(seeing).openai.responses
+    fields: Any = {"model": seeing.model, "max_output_tokens": 4}
+    text = responses.create(input=ASK, **fields)
+    first = responses.create(input=[{"role": "user", "content": content}], **fields)
+    assert first.usage.input_tokens - text.usage.input_tokens == given.IMAGE_TOKENS + 2
+    second = responses.create(input="And?", previous_response_id=first.id, **fields)
+    assert second.usage.input_tokens > first.usage.input_tokens
+
+
+def test_images_that_are_refused(seeing: Served) -> None:
+    for url, words in (("https://example.org/a.png", "allowed: none"), ("data:,x", "data: URL")):
+        parts = [{"type": "image_url", "image_url": {"url": url}}]
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            Client(seeing).chat(messages=[{"role": "user", "content": parts}])
+        assert caught.value.param == "messages[0].content[0].image_url"

@@ -1,4 +1,5 @@
-"""A model of random numbers: a small vocabulary, tools and reasoning as Qwen 3 writes them.
+"""Models of random numbers: a small vocabulary, tools and reasoning as Qwen 3 writes them; and one
+that reads images, as Qwen 2.5 VL does.
 
 It says nothing that makes sense, so an answer that has a form has it by the server's doing. It
 reasons only if `enable_thinking` asks for it: then the template opens the reasoning.
@@ -26,6 +27,23 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SEEING = CONFIG | {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "vision_config": {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64,
+        "num_heads": 2, "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [1],
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+    },
+}  # fmt: skip
+SEEING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|>"
+    "<|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 OPENING = """{%- if enable_thinking is defined and enable_thinking is false -%}
         {{- '<think>\\n\\n</think>\\n\\n' -}}"""
 ON_REQUEST = """{%- if enable_thinking is defined and enable_thinking -%}
@@ -47,3 +65,20 @@ def write_random_model(folder: Path) -> None:
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
     }
     (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
+
+
+def write_seeing_model(folder: Path) -> None:
+    """Write all but the weights of a model that reads images. 28 x 28 pixels are one token."""
+    shutil.copy(GOLDEN / "tokenizer_config.json", folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(GOLDEN / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(VISION_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(SEEING_TEMPLATE, "utf-8")
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    ids = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+    } | {name: tokenizer.token_to_id(t) for name, t in zip(names, VISION_TOKENS, strict=True)}
+    (folder / "config.json").write_text(json.dumps(SEEING | ids))
+    preprocessor = {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 64}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))

@@ -27,10 +27,13 @@ FINE = Cut(max_splits=8, short_chunk=16, long_chunk=32, align=16)
 COARSE = Cut(max_splits=4, short_chunk=128, long_chunk=128)
 MIXED = ((0, 9), (30, 1), (5, 7), (0, 1), (3, 70))
 
+SPANS = ((0, 1, 6), (2, 5, 12), (4, 3, 33), (4, 35, 73))  # of MIXED
+
 
 @dataclass(frozen=True)
 class Case:
-    """Rows as (tokens before the step, tokens of the step)."""
+    """Rows as (tokens before the step, tokens of the step). spans: (row, first, end) of positions
+    whose tokens see each other."""
 
     rows: tuple[tuple[int, int], ...] = MIXED
     group_size: int = 2
@@ -42,6 +45,16 @@ class Case:
     kv_format: str = "auto"
     soft_cap: float | None = None
     sinks: bool = False
+    spans: tuple[tuple[int, int, int], ...] = ()
+
+    def ends_T(self, rows: list[int]) -> np.ndarray | None:
+        """What a step of these rows has of the spans."""
+        if not self.spans:
+            return None
+        ends = [np.zeros(sum(row), np.int32) for row in self.rows]
+        for row, first, end in self.spans:
+            ends[row][first:end] = end
+        return np.concatenate([ends[row][self.rows[row][0] :] for row in rows])
 
     @property
     def scale(self) -> float:
@@ -132,7 +145,8 @@ def run_step(
     layout = backend._layout
     rows = list(range(len(case.rows))) if rows is None else rows
     parts = [RowPart(case.rows[r][0], sum(case.rows[r]), (tables[r],)) for r in rows]
-    backend.prepare(on(layout.device, make_step(parts, case.block_size)))
+    step = replace(make_step(parts, case.block_size), ends_T=case.ends_T(rows))
+    backend.prepare(on(layout.device, step))
     q, k, v = (
         torch.cat([values[r][case.rows[r][0] :] for r in rows]).to(layout.device, layout.dtype)
         for values in (contents.q, contents.k, contents.v)
@@ -145,7 +159,8 @@ def run_step(
 def softmax_rows(case: Case, contents: Contents) -> torch.Tensor:
     """The step's attention by one softmax per row, in float64: [T, N, H]."""
     outs = []
-    for (before, _), *qkv in zip(case.rows, contents.q, contents.k, contents.v, strict=True):
+    sequences = zip(case.rows, contents.q, contents.k, contents.v, strict=True)
+    for row, ((before, _), *qkv) in enumerate(sequences):
         q, k, v = (x.double() for x in qkv)
         k, v = (x.repeat_interleave(case.group_size, dim=1) for x in (k, v))
         scores = torch.einsum("qnh,cnh->nqc", q, k) * case.scale
@@ -153,6 +168,9 @@ def softmax_rows(case: Case, contents: Contents) -> torch.Tensor:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         query, key = torch.arange(len(q))[:, None], torch.arange(len(q))
         hidden = key > query
+        for of_row, first, end in case.spans:
+            if of_row == row:
+                hidden &= ~((query >= first) & (query < end) & (key < end))
         if case.window is not None:
             hidden |= key <= query - case.window
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -209,6 +227,10 @@ CASES = {
     "soft_cap": Case(soft_cap=3.0),
     "sinks": Case(sinks=True),
     "sinks_window": Case(((100, 20), (90, 1)), sinks=True, window=64, soft_cap=5.0),
+    "spans": Case(spans=SPANS),
+    "spans_uncut": Case(spans=SPANS, cut=Cut()),
+    "spans_window": Case(spans=SPANS, window=12, sinks=True, soft_cap=3.0),
+    "spans_long_tiles": Case(((40, 70), (20, 1)), 4, window=30, cut=COARSE, spans=((0, 45, 95),)),
 }
 # The interpreter is slow: there each other dtype is tried once.
 CLOSE = [torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]

@@ -166,6 +166,29 @@ def test_attention_of_every_dtype(dtype: torch.dtype, device: torch.device) -> N
         assert torch.equal(got, wanted), name
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_spans_do_not_change_the_bits_of_others(window: int | None, device: torch.device) -> None:
+    """Nor does a span that began in an earlier step, or who else is in the step."""
+    case = Case(((0, 75), (20, 40)), 4, cut=SMALL, window=window, spans=((0, 10, 60),))
+    contents, tables = make_contents(case), case.tables()
+
+    def run(case: Case, rows: list[int]) -> torch.Tensor:
+        layout = case.layout(torch.float32, device, num_blocks=20)
+        backend = TritonBackend(layout, deterministic=True, cut=SMALL)
+        poison(backend, case)
+        write_before(backend, case, contents, tables)
+        return run_step(backend, case, contents, tables, rows)
+
+    both, first, causal = run(case, [0, 1]), run(case, [0]), run(replace(case, spans=()), [0, 1])
+    assert torch.equal(both[:75], first)
+    assert torch.equal(both[:10], causal[:10]) and torch.equal(both[59:], causal[59:])
+    assert not torch.equal(both[10:59], causal[10:59])
+    rest = replace(case, rows=((33, 42), (20, 40)))
+    assert torch.equal(run(rest, [0]), both[33:75])
+    wanted = softmax_rows(case, contents)
+    torch.testing.assert_close(both.cpu().double(), wanted, rtol=0, atol=2e-5)
+
+
 def test_without_it_bits_differ(device: torch.device) -> None:
     """That the tests above can fail."""
     chunkings = all_chunkings(CASES["plain"], torch.float32, device, deterministic=False)

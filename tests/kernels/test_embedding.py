@@ -1,4 +1,4 @@
-"""Look-up of rows against torch's."""
+"""Look-up of rows and of encoder outputs, against torch's."""
 
 import pytest
 import torch
@@ -42,3 +42,30 @@ def test_a_wrong_id_reads_no_foreign_memory(device: torch.device) -> None:
     table = torch.full((4, 8), 7.0, device=device)
     ids = torch.tensor([-1, 2, 1], device=device)
     assert kernels.embedding(ids, table[1:3]).tolist() == [[0.0] * 8, [0.0] * 8, [7.0] * 8]
+
+
+@pytest.mark.parametrize("columns", [1, 64, 1030])
+@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
+def test_encoder_outputs_are_placed_and_added(
+    columns: int, id_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of a view of wider rows; tokens of text keep their bits."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(5, columns + 3, generator=generator).to(device, dtype)[:, :columns]
+    memory = torch.randn(4, 2 * columns, generator=generator).to(device)
+    ids = torch.tensor([-4, 7, -1, 0, -3], dtype=id_dtype, device=device)
+    placed = kernels.place(x, ids, memory)
+    assert torch.equal(placed, reference.place(x, ids, memory))
+    assert torch.equal(placed[0], memory[3, :columns].to(dtype))
+    added = kernels.add_features(x, ids, memory, columns)
+    assert torch.equal(added, reference.add_features(x, ids, memory, columns))
+    assert torch.equal(added[4], x[4] + memory[2, columns:].to(dtype))
+    for found in (placed, added):
+        assert torch.equal(found[[1, 3]], x[[1, 3]])
+
+
+def test_a_wrong_slot_reads_no_foreign_memory(device: torch.device) -> None:
+    memory = torch.full((4, 8), 7.0, device=device)
+    ids = torch.tensor([-3, -2], device=device)
+    placed = kernels.place(torch.ones(2, 8, device=device), ids, memory[:2])
+    assert placed.tolist() == [[0.0] * 8, [7.0] * 8]

@@ -103,3 +103,20 @@ def test_the_operation_takes_the_kernel_unless_it_computes_in_float64(
     by_torch = reference.rotary_rows(positions, frequencies, 1.25, dtype)
     assert len(calls) == is_served and by_torch.dtype == wanted
     torch.testing.assert_close(found, by_torch, atol=2e-7, rtol=0.0)
+
+
+def test_each_frequency_turns_by_the_position_on_its_axis(device: torch.device) -> None:
+    """And by the same position on all axes as without axes, to the bit."""
+    axes = torch.arange(40, device=device) % 3
+    frequencies = frequencies_of(40, 5).to(device)
+    by_axis = torch.where(torch.arange(3, device=device)[:, None] == axes, frequencies, 0.0)
+    positions = torch.stack([POSITIONS, POSITIONS.flip(0), POSITIONS + 7]).to(device)
+    found = kernels.rotary_rows(positions, by_axis, 1.5)
+    check(found, exact(positions, by_axis, 1.5))
+    for axis, alone in enumerate(positions):
+        wanted = kernels.rotary_rows(alone, frequencies, 1.5).view(-1, 4, 40)
+        assert torch.equal(found.view(-1, 4, 40)[..., axes == axis], wanted[..., axes == axis])
+    plain = kernels.rotary_rows(positions[0], frequencies, 1.5)
+    assert torch.equal(kernels.rotary_rows(positions[0], by_axis, 1.5), plain)
+    same = positions[0].expand(3, -1)
+    assert torch.equal(kernels.rotary_rows(same, by_axis, 1.5), plain)

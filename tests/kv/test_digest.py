@@ -10,6 +10,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.kv.digest import (
     BlockHash,
+    Mark,
     cache_fingerprint,
     extend_by_one,
     extend_digests,
@@ -54,13 +55,39 @@ def test_roots_do_not_confuse_their_parts() -> None:
         root_digest(b"m"),
         root_digest(b"m", "a"),
         root_digest(b"m", "", "a"),
-        root_digest(b"m", "", "", ["a"]),
         root_digest(b"m", "ab"),
         root_digest(b"m", "a", "b"),
         root_digest(b"n"),
     }
-    assert len(roots) == 7
+    assert len(roots) == 6
     assert cache_fingerprint("ab", "c") != cache_fingerprint("a", "bc")
+
+
+def test_a_mark_changes_its_block_and_those_after_it() -> None:
+    root, tokens, one, other = (
+        root_digest(b"m"),
+        np.arange(12, dtype=np.int32),
+        b"1" * 32,
+        b"2" * 32,
+    )
+
+    def marked(*marks: Mark) -> list[bytes]:
+        digests: list[bytes] = []
+        extend_digests(digests, root, tokens, 4, 3, marks=marks)
+        return digests
+
+    plain = marked()
+    found = [marked((5, one)), marked((5, other)), marked((6, one)), marked((5, one), (6, one))]
+    assert all(each[0] == plain[0] for each in found)
+    for block in (1, 2):
+        assert len({plain[block], *(each[block] for each in found)}) == 5
+    assert marked((12, one)) == plain, "it starts after the last block"
+    data = plain[0] + tokens[4:8].tobytes() + (1).to_bytes(4, "little") + one
+    assert found[0][1] == hashlib.sha256(data).digest()
+    in_steps = plain[:1]
+    for num in (2, 3):
+        extend_digests(in_steps, root, tokens, 4, num, marks=[(5, one)])
+    assert in_steps == found[0]
 
 
 @pytest.mark.parametrize("name", BLOCK_HASHES)

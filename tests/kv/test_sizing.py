@@ -11,7 +11,6 @@ from quire.kv.sizing import (
     LEAST_STATES,
     MIB,
     SNAPSHOT_TOKENS,
-    MemoryPlan,
     host_tier_blocks,
     least_pool_bytes,
     longest_sequence,
@@ -196,15 +195,6 @@ def test_not_even_one_sequence() -> None:
     message = str(caught.value)
     assert "KV pool of 2 MiB" in message and "max_model_len=100,000" in message
     assert "Lower max_model_len" in message and "kv_cache_memory_bytes" in message
-
-
-def test_description() -> None:
-    plan = MemoryPlan(100 * MIB, 5 * MIB, 2 * MIB, 30 * MIB, (1000, 50), 16, 4000)
-    assert plan.num_slots == 16_000
-    assert plan.describe() == (
-        "memory: weights 5 MiB, workspace 2 MiB, KV pool 30 MiB = 16,000 tokens in 1,000 blocks of"
-        " 16 (4.0 sequences of 4,000)"
-    )
 
 
 @settings(max_examples=200, deadline=None)

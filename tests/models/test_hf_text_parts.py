@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WHOLES
 
 from quire.base.errors import ModelError
+from quire.base.model_spec import TRANSFORMERS
 from quire.models.loading import LoadOptions, load_model
 from quire.models.registry import model_spec
 from tests.support.cases import slow_but
@@ -78,7 +79,7 @@ def edit(folder: Path, **changes: Any) -> None:
 
 def check(folder: Path, tolerance: float = 1e-10) -> None:
     """The text part's logits are those of the whole model, in float64."""
-    spec = model_spec(folder)
+    spec = model_spec(folder, TRANSFORMERS)
     model = load_model(folder, spec, torch.float64, CPU)
     run: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
     got = run_paged(model, spec, SEQUENCES, CHUNKS, **run)
@@ -120,7 +121,7 @@ def test_the_whole_config_says_whether_the_head_is_tied(
     model_type: str, ties: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, model_type, ties)
-    assert model_spec(tmp_path).tie_embeddings == ties
+    assert model_spec(tmp_path, TRANSFORMERS).tie_embeddings == ties
     check(tmp_path)
 
 
@@ -131,7 +132,7 @@ def test_a_stored_head_counts_where_no_config_says_it(ties: bool, tmp_path: Path
     text = json.loads((tmp_path / "config.json").read_text())["text_config"]
     text.pop("tie_word_embeddings", None)
     edit(tmp_path, tie_word_embeddings=None, text_config=text)
-    assert model_spec(tmp_path).tie_embeddings == ties
+    assert model_spec(tmp_path, TRANSFORMERS).tie_embeddings == ties
     check(tmp_path)
 
 
@@ -161,14 +162,14 @@ def test_text_parts_without_a_class_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="text-generation class for 'mllama_text_model'; .*qwen2_vl_text"
     ):
-        model_spec(tmp_path)
+        model_spec(tmp_path, TRANSFORMERS)
 
 
 def test_random_weights_need_no_files(tmp_path: Path) -> None:
     write(tmp_path, "mistral3", ties=False)
     edit(tmp_path, tie_word_embeddings=None)
     (tmp_path / "model.safetensors").unlink()
-    spec = model_spec(tmp_path)
+    spec = model_spec(tmp_path, TRANSFORMERS)
     load_model(tmp_path, spec, torch.float32, CPU, LoadOptions("dummy"))
     assert not spec.tie_embeddings
 
@@ -179,7 +180,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
 def test_without_experts_it_runs_as_quires_operations(model_type: str, tmp_path: Path) -> None:
     """Also where the rotary embedding writes over angles, as Qwen3-VL's does."""
     write(tmp_path, model_type, ties=False)
-    spec = model_spec(tmp_path)
+    spec = model_spec(tmp_path, TRANSFORMERS)
     model, exact = (load_model(tmp_path, spec, t, CPU) for t in (torch.float32, torch.float64))
     assert model.only_operations, model.runs_by
     reference: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}

@@ -46,6 +46,9 @@ CASES = {
     "sinks_of_4": (4, Case(MIXED, block_size=16, kv_heads=1, has_sinks=True, soft_cap=2.0)),
     "long": (2, Case([(530, 1), (255, 3)], block_size=32)),
     "window": (2, Case(MIXED, block_size=8, window=5)),
+    "spans": (2, Case(MIXED, block_size=8, spans=((0, 1, 8), (2, 6, 12), (5, 3, 40)))),
+    "spans_of_3": (3, Case(MIXED, 12, heads=6, kv_heads=1, has_sinks=True, spans=((5, 7, 90),))),
+    "spans_window": (2, Case(MIXED, block_size=8, window=5, spans=((0, 1, 8), (5, 3, 40)))),
     "window_sinks": (4, Case(MIXED, 16, kv_heads=1, window=20, has_sinks=True, soft_cap=2.0)),
 }
 NAMES = {"reference": torch.float64, "torch": torch.float64, "cpu": torch.float32}
@@ -101,7 +104,8 @@ def in_steps(
     own_sinks = None if sinks is None else own_heads(sinks, case.kv_heads, group, 0)
     for step in steps:
         parts = [RowPart(begin, end, (tables[row],)) for row, begin, end in step]
-        backend.prepare(make_step(parts, case.block_size))
+        made = make_step(parts, case.block_size)
+        backend.prepare(replace(made, ends_T=case.ends_of(step)))
         q, k, v = (
             torch.cat([values[row][begin:end] for row, begin, end in step]).to(dtype)
             for values in (contents.q, contents.k, contents.v)

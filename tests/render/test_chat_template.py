@@ -223,7 +223,7 @@ for _ in range(80):
         ([{"role": "user"}], "needs a content"),
         ([{"role": "user", "content": 3}], "type int"),
         ([{"role": "user", "content": [3]}], "part of type int"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "text parts only"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "send text parts"),
         ([{"role": "user", "content": [{"type": "text"}]}], "without a text"),
         ([USER, {"role": "assistant", "tool_calls": 3}], r"messages\[1\] has tool_calls"),
         ([{"role": "assistant", "tool_calls": [{}]}], "without a function name"),

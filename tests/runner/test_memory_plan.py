@@ -11,7 +11,7 @@ from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import Plan
-from quire.kv.sizing import MIB, MemoryPlan
+from quire.kv.sizing import MIB
 from quire.models.loading import load_model, model_bytes
 from quire.models.source import resolve_model
 from quire.ops.attention.base import KVLayout
@@ -20,7 +20,7 @@ from quire.runner import derive, memory_plan
 from quire.runner.assemble import assemble
 from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
-from quire.runner.memory_plan import block_bytes_of, plan_cpu_memory, workspace_bytes
+from quire.runner.memory_plan import MemoryPlan, block_bytes_of, plan_cpu_memory, workspace_bytes
 from quire.runner.profile import plan_gpu_memory, worst_case_plan
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -359,3 +359,12 @@ def test_who_cannot_deal_out_tokens(settings: dict[str, Any], words: str) -> Non
     spec = dataclasses.replace(shape("qwen3-0.6b"), num_kv_heads=4)
     with pytest.raises(ConfigError, match=words):
         config_for(spec, **settings)
+
+
+def test_description() -> None:
+    plan = MemoryPlan(100 * MIB, 5 * MIB, 2 * MIB, 30 * MIB, (1000, 50), 16, 4000)
+    assert plan.num_slots == 16_000
+    assert plan.describe() == (
+        "memory: weights 5 MiB, workspace 2 MiB, KV pool 30 MiB = 16,000 tokens in 1,000 blocks of"
+        " 16 (4.0 sequences of 4,000)"
+    )

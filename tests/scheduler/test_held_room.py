@@ -12,6 +12,7 @@ from quire.scheduler.scheduler import Topic
 from quire.scheduler.views import HeldView
 from tests.scheduler.test_held import PROMPT, HeldBench
 from tests.support.scheduler.fake_device import make_request
+from tests.support.scheduler.pinning_core import MAX_LEN
 
 
 @pytest.mark.parametrize("most", [0, 1])
@@ -68,6 +69,21 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
     with pytest.raises(EngineBusy, match="1 sequences of your key .* 1 more .* 1 of 3"):
         check(1, share=0.5)
     bench.let_go()
+
+
+def test_room_to_hold_counts_an_unlimited_answer_up_to_the_models_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holds = HeldBench().scheduler.retained
+    request = make_request("a", PROMPT, max_tokens=None)
+    for most in (MAX_LEN, MAX_LEN - 1):
+        monkeypatch.setattr(held_file, "MOST_HELD_TOKENS", most)
+        for asked in (request, msgspec.structs.replace(request, is_open=True)):
+            if most == MAX_LEN:
+                holds.check(asked)
+                continue
+            with pytest.raises(EngineBusy, match=f"0 tokens are retained .* {MAX_LEN} more"):
+                holds.check(asked)
 
 
 def test_room_to_hold_counts_what_runs_and_is_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:

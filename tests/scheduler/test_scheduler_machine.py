@@ -70,7 +70,7 @@ def names_of(sequence: Sequence, root: bytes) -> list[bytes]:
     """The names of the full blocks of a sequence's known tokens, counted from this root."""
     digests: list[bytes] = []
     known = sequence.known_tokens
-    extend_digests(digests, root, known, BLOCK, len(known) // BLOCK)
+    extend_digests(digests, root, known, BLOCK, len(known) // BLOCK, marks=sequence.marks)
     return digests
 
 
@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     groups: tuple[CacheGroup, ...] = (FULL,)
     num_guesses = 0  # in each plan, of all that run
     num_stages = 1
+    takes_media = False
 
     @initialize(
         depth=st.integers(1, 3),
@@ -122,7 +123,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         stores = 0 if tier is None else stores
         memory = Memory(self.kv, budget, watermark=0.1)
-        self.scheduler = Scheduler(memory, config, MAX_LEN, policy, stores, self.num_stages, kept)
+        config = self.configured(config)
+        self.scheduler = Scheduler(
+            memory, config, MAX_LEN, policy, stores, self.num_stages, kept, self.takes_media
+        )
         self.stores = FakeStores(stores, self.scheduler)
         self.clock = FakeClock()
         host_blocks = tuple(pool.num_blocks for pool in self.kv.host_pools)
@@ -227,8 +231,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if curse is not None:
             self.device.curses[number] = curse
         self.requests[name] = request
-        for index in range(n):
+        for index in range(request.params.n):
             self.output[name, index] = []
+
+    def configured(self, config: SchedulerConfig) -> SchedulerConfig:
+        """The settings; for machines with more of them."""
+        return config
 
     def prepared(self, request: Request) -> Request:
         """A request as it is sent; for machines with more to ask for."""

@@ -1,6 +1,6 @@
 """Which states wait for others: turns of conversations, and where prompts part, in small pools.
 
-Covers `kv/state_worth.py`.
+Covers `kv/states.py`.
 """
 
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def test_the_end_of_a_conversation_is_no_place_where_prompts_part() -> None:
     _, pool = service.scheduler.memory.kv.pools
     first = words(0, 30)
     _, got = service.ask(first)
-    ends = list(service.scheduler.memory.kv.worth.left)
+    ends = list(service.scheduler.memory.kv.states.worth.left)
     assert len(ends) == 2 and all(pool.lookup(end) is not None for end in ends)
     for _ in range(4):
         service.talk_of_other_things()

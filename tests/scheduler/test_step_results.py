@@ -12,12 +12,12 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
 from quire.base.plan import Candidates, RowDraft, StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.scheduler.core.failures import Tainted
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import NUM_STOP_IDS, Sequence, State
-from quire.scheduler.core.step_results import _hand_out_pooled, _tell_tries
 from quire.scheduler.decisions import OutputsBuilder
+from quire.scheduler.extra_outputs import take_prompt_extras
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.tainted import Tainted
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request
 
@@ -178,10 +178,17 @@ def test_drafts_and_pooled_numbers_are_told_of_rows_that_were_not_left_out() -> 
         sample_rows=np.array([*states]),
         drafts=[RowDraft(row, np.array([1, 2], np.int32)) for row in states],
     )
-    step: Any = SimpleNamespace(plan=plan, sequences=sequences, left_out={4})
+    step: Any = SimpleNamespace(
+        plan=plan, sampling=dict(zip(states, sequences, strict=True)), left_out={4}
+    )
     outputs: Any = SimpleNamespace(update_of=lambda sequence: sequence.update)
-    result: Any = SimpleNamespace(pooled=dict.fromkeys(states, "numbers"))
-    _tell_tries(step, outputs)
-    _hand_out_pooled(step, result, outputs)
+    result: Any = SimpleNamespace(
+        pooled=dict.fromkeys(states, "numbers"),
+        prompt_candidates={},
+        num_accepted=np.ones(3, np.int32),
+        token_ids=np.zeros((3, 1), np.int32),
+    )
+    assert scheduler_of().drafts.accepted(step, result, outputs) == {}
+    take_prompt_extras(step, result, outputs)
     told = [vars(sequence.update) for sequence in sequences]
     assert told == [{"num_guessed": 2, "pooled": "numbers"}, {}, {}]

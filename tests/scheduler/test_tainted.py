@@ -1,4 +1,7 @@
-"""Whom a failed row takes along, over host memory and over forks: on plans made by hand."""
+"""What a failed row taints, over host memory and over forks: on plans made by hand.
+
+Covers `scheduler/core/failures.py`.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,10 +13,10 @@ from quire.base.errors import STEP_FAILED
 from quire.base.plan import Move, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
-from quire.scheduler.core.failures import find_tainted
 from quire.scheduler.core.plans import InFlightStep, SharedBlocks
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.policy.two_level import TwoLevel
+from quire.scheduler.tainted import find_tainted
 from tests.scheduler.test_policies import scheduler_of
 from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
 from tests.support.scheduler.fake_device import make_request

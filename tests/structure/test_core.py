@@ -10,7 +10,7 @@ from tests.structure.test_house import PACKAGE, imports, sources, tree_of
 
 LOOP = PACKAGE / "engine" / "loop"
 CORE = LOOP / "core.py"
-MAX_CORE_LINES, MAX_LOOP_LINES = 350, 1400
+MAX_CORE_LINES, MAX_LOOP_LINES = 310, 1200
 
 # Words of names that only a feature has. Drafts are in plans and results, and so they may be here.
 FEATURES = {

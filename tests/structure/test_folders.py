@@ -33,9 +33,9 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8300,
-    "base/media": 100,
-    "cli": 2950,
+    "base": 8340,
+    "base/media": 300,
+    "cli": 3050,
     "cli/options": 1000,
     "engine": 50,
     "engine/attachments": 1550,
@@ -44,41 +44,44 @@ BUDGETS = {
     "engine/drafting": 1400,
     "engine/executors": 650,
     "engine/grammars": 750,
-    "engine/loop": 1400,
+    "engine/loop": 1200,
     "engine/observability": 1800,
     "engine/ranks": 3500,
     "engine/ranks/ray": 500,
     "engine/recording": 900,
     "engine/start": 800,
     "engine/wire": 950,
-    "kv": 1800,
+    "kv": 1830,
     "models": 6600,
     "models/gguf": 750,
     "models/hf": 2800,
+    "models/multimodal": 200,
     "models/quantised": 1000,
-    "models/vision": 1500,
+    "models/vision": 1560,
     "ops": 6150,
     "ops/attention": 3600,
     "ops/collectives": 500,
     "ops/kernels": 8300,
     "render": 4900,
     "render/answers": 2150,
-    "render/media": 800,
-    "runner": 5300,
+    "render/media": 1700,
+    "runner": 5370,
     "runner/gpu": 1000,
+    "runner/media": 550,
     "runner/warm": 900,
-    "scheduler": 1250,
-    "scheduler/branching": 350,
-    "scheduler/core": 4050,
+    "scheduler": 1620,
+    "scheduler/branching": 400,
+    "scheduler/core": 3700,
+    "scheduler/media": 400,
     "scheduler/policy": 300,
     "scheduler/reuse": 1950,
     "serve": 5150,
     "serve/api": 8550,
     "serve/api/batches": 2400,
     "serve/api/messages": 900,
-    "serve/api/responses": 1800,
+    "serve/api/responses": 1850,
     "serve/api/several": 650,
-    "serve/media": 300,
+    "serve/media": 900,
     "serve/several": 1100,
     "tools": 2450,
     "tools/bench": 1850,
@@ -88,7 +91,7 @@ BUDGETS = {
 }
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
-MAX_CORE_LINES = 7100
+MAX_CORE_LINES = 6630
 # Folders that import each other, though neither is in the other.
 CIRCLES: set[tuple[str, str]] = {
     ("ops/attention", "ops/kernels"),
@@ -165,7 +168,7 @@ ALLOWED_NAMES = {
     "GrammarReady", "GrammarTaken", "grammar",  # of a request, which waits until it is ready
     "is_held_back", "keep_s", "pin_s",  # of requests
     "live", "live_blocks",  # of block tables
-    "_holds_any", "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
+    "_states_to_keep", "has_held", "held", "holds", "is_held", "keep_states",
     "loading_is_cheaper",
 }  # fmt: skip
 

@@ -85,7 +85,12 @@ function inWords(usage: Usage, since: number, first: number): string {
 
 /** Return a conversation's messages as the server takes them. */
 export function asSent(path: Message[], system: string): object[] {
-  const messages = path.map(({ role, content, calls, call }) => {
+  const messages = path.map(({ role, content, images, calls, call }) => {
+    const kept = images?.filter(Boolean) ?? [];
+    if (kept.length) {
+      const parts: object[] = kept.map((url) => ({ type: "image_url", image_url: { url } }));
+      return { role, content: content ? [...parts, { type: "text", text: content }] : parts };
+    }
     if (role === "tool") return { role, content, tool_call_id: call };
     if (!calls?.length) return { role, content };
     const tool_calls = calls.map((each) => ({ id: each.id, type: "function", function: { name: each.name, arguments: each.arguments } }));

@@ -4,6 +4,7 @@ import { asSent, follow } from "./answer";
 import { ChatSettings } from "./chat_settings";
 import { MOST_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, titleOf, versionsOf, type Conversation, type Message } from "./conversations";
 import { button, byId, make, say } from "./dom";
+import { ImageTray } from "./images";
 import { MessageView, type Actions } from "./message_view";
 
 const NARROW = 1100; // pixels, below which the settings begin closed
@@ -17,6 +18,8 @@ export class ChatView {
   private readonly input = make("textarea", { rows: 2, placeholder: "Type a message", "aria-label": "Your message", dir: "auto" });
   private readonly toAll = make("input", { type: "checkbox", onchange: () => this.tell() });
   private readonly toAllLabel = make("label", { class: "check", hidden: true }, this.toAll, " to all branches");
+  private readonly talk = make("div", { class: "talk" });
+  private readonly images = new ImageTray(this.talk, this.input, () => this.tell());
   private readonly send = make("button", { class: "main" }, "Send");
   private readonly wait = make("p", { class: "quiet wait", role: "status" }); // why nothing is sent
   private readonly stop = button("Stop", () => this.halt(), { hidden: true });
@@ -31,10 +34,11 @@ export class ChatView {
 
   constructor(private readonly model: () => string | undefined) {
     this.now = this.all[0] ?? begin();
-    const row = make("div", { class: "row" }, this.open_, this.toAllLabel, this.stop, this.send);
-    const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, make("div", {}, this.input, this.wait), row);
+    const row = make("div", { class: "row" }, this.open_, this.images.button, this.images.input, this.toAllLabel, this.stop, this.send);
+    const composer = make("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } }, this.images.element, make("div", {}, this.input, this.wait), row);
     const side = make("details", { class: "side", open: innerWidth > 720 }, make("summary", {}, "Conversations"), button("New conversation", () => this.open(begin(this.now)), { class: "new" }), this.list);
-    byId("chat").append(side, make("div", { class: "talk" }, this.thread, this.heard, composer), this.settings.element);
+    this.talk.append(this.thread, this.heard, composer);
+    byId("chat").append(side, this.talk, this.settings.element);
     this.toggle(innerWidth >= NARROW);
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -62,6 +66,11 @@ export class ChatView {
     this.settings.parameters.showDefaults(defaults);
   }
 
+  /** Offer to send images, or not. */
+  allowImages(isOn: boolean): void {
+    this.images.allow(isOn);
+  }
+
   // ---- conversations ------------------------------------------------------------------------------
 
   private open(conversation: Conversation): void {
@@ -75,7 +84,8 @@ export class ChatView {
 
   private keep(): void {
     if (this.now.messages.length) this.all = [this.now, ...this.all.filter((one) => one.id !== this.now.id)];
-    if (!save(this.all)) say("The storage of this browser is full: the oldest conversations are not saved.");
+    const lost = save(this.all);
+    if (lost) say(`The storage of this browser is full: the oldest ${lost} are not saved.`);
     this.drawList();
   }
 
@@ -223,10 +233,11 @@ export class ChatView {
   private edit(message: Message, branch: number): void {
     const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
     box.value = message.content;
+    const images = message.images && { images: message.images };
     const form = make("form", { class: "message user editing", onsubmit: (event) => {
       event.preventDefault();
       const content = box.value.trim();
-      if (content) void this.answer(branch, add(this.now, message.parent, { role: "user", content }).id);
+      if (content || images) void this.answer(branch, add(this.now, message.parent, { role: "user", content, ...images }).id);
     } }, box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Resend")));
     this.views.get(message.id)?.element.replaceWith(form);
     box.focus();
@@ -242,7 +253,7 @@ export class ChatView {
     const content = this.input.value.trim();
     const targets = this.targets();
     const busy = targets.find((branch) => this.isBusy(branch));
-    if (!content) return;
+    if (!content && this.images.isEmpty) return;
     if (busy !== undefined) {
       this.wait.textContent = busy === this.active ? "An answer is still being generated. Wait for it to finish, or press Stop (Esc)." : `Branch ${busy + 1} is still generating. Wait for it to finish, or stop it in that branch.`;
       return;
@@ -254,7 +265,9 @@ export class ChatView {
     }
     this.input.value = "";
     this.isFollowing = true;
-    for (const branch of targets) void this.answer(branch, add(this.now, this.now.branches[branch] ?? null, { role: "user", content }).id);
+    const urls = this.images.taken();
+    const images = urls.length ? { images: urls } : {};
+    for (const branch of targets) void this.answer(branch, add(this.now, this.now.branches[branch] ?? null, { role: "user", content, ...images }).id);
   }
 
   /** Return the branches that a message goes to. */

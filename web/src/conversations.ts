@@ -13,6 +13,7 @@ export interface Message {
   parent: string | null;
   role: "user" | "assistant" | "tool";
   content: string;
+  images?: string[]; // data URLs; empty ones were not kept
   reasoning?: string;
   calls?: Call[]; // that the model makes
   call?: string; // of a result: the id of its call
@@ -77,7 +78,7 @@ export function numShared(paths: Message[][]): number {
 }
 
 export function titleOf(conversation: Conversation): string {
-  const text = conversation.title || conversation.messages[0]?.content.slice(0, 200).replace(/\s+/g, " ").trim() || "New conversation";
+  const text = conversation.title || conversation.messages[0]?.content.slice(0, 200).replace(/\s+/g, " ").trim() || (conversation.messages.length ? "Image" : "New conversation");
   return text.length > MOST_TITLE ? `${text.slice(0, MOST_TITLE)}…` : text;
 }
 
@@ -108,15 +109,25 @@ function read(value: unknown): Conversation[] {
   return [{ ...begin(), ...one, messages, branches } as Conversation];
 }
 
-/** Keep them; those that the browser has no room for go, oldest first. False if one had to go. */
-export function save(all: Conversation[]): boolean {
-  for (let num = all.length; num >= 0; num--) {
-    try {
-      localStorage.setItem(NAME, JSON.stringify(all.slice(0, num)));
-      return num === all.length;
-    } catch {
-      continue;
-    }
+/** Keep them. Where the browser has no room, images go first, then conversations, the oldest of each first. Return what had to go. */
+export function save(all: Conversation[]): "images" | "conversations" | null {
+  if (stored(all)) return null;
+  const rest = [...all];
+  for (let i = rest.length - 1; i >= 0; i--) {
+    const one = rest[i];
+    if (!one?.messages.some((message) => message.images?.some(Boolean))) continue;
+    rest[i] = { ...one, messages: one.messages.map((message) => message.images ? { ...message, images: message.images.map(() => "") } : message) };
+    if (stored(rest)) return "images";
   }
-  return false;
+  while (rest.pop()) if (stored(rest)) break;
+  return "conversations";
+}
+
+function stored(all: Conversation[]): boolean {
+  try {
+    localStorage.setItem(NAME, JSON.stringify(all));
+    return true;
+  } catch {
+    return false;
+  }
 }

@@ -4,6 +4,7 @@ import type { Shown } from "./answer";
 import type { Call, Message } from "./conversations";
 import { button, field, make } from "./dom";
 import { GrowingText } from "./growing";
+import { shownImages } from "./images";
 
 /** What can be done with a message; what cannot be done now is absent. */
 export interface Actions {
@@ -31,7 +32,9 @@ export class MessageView implements Shown {
     const text = make("div", { class: "text", dir: "auto" });
     this.element = make("article", { class: `message ${message.role}`, "aria-label": name, "aria-busy": isGrowing ? "true" : undefined });
     if (message.role === "tool") this.element.append(make("p", { class: "by" }, name));
-    this.element.append(text, this.calls);
+    if (message.images?.length) this.element.append(shownImages(message.images));
+    if (message.content || !message.images?.length) this.element.append(text);
+    this.element.append(this.calls);
     this.text = new GrowingText(text, grown);
     this.text.add(message.content);
     this.text.end();

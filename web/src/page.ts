@@ -63,13 +63,16 @@ document.addEventListener("visibilitychange", look);
 interface Card {
   id: string;
   default_sampling_params: Record<string, number>;
+  capabilities?: { vision?: boolean };
 }
 
 let cards: Card[] = [];
 
-/** Show what the chosen model takes where a request says nothing. */
+/** Show what the chosen model takes, and what counts where a request says nothing. */
 function showDefaults(): void {
-  const defaults = cards.find(({ id }) => id === model.value)?.default_sampling_params ?? {};
+  const card = cards.find(({ id }) => id === model.value);
+  const defaults = card?.default_sampling_params ?? {};
+  chat.allowImages(card?.capabilities?.vision === true);
   chat.showDefaults(defaults);
   tokens.parameters.showDefaults(defaults);
 }

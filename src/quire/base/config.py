@@ -17,6 +17,7 @@ from quire.base.config_checks import check, check_choices, check_duration, check
 from quire.base.durations import is_duration
 from quire.base.errors import ConfigError
 from quire.base.kv_events import parse_kv_events
+from quire.base.media.server_media import ServerMedia
 from quire.base.parallel import ParallelConfig
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
@@ -43,7 +44,10 @@ JSON_OF_MODEL = (
     "override_generation_config", "default_chat_template_kwargs", "hf_overrides", "pooler_config",
 )  # fmt: skip
 # Which Python may give as dictionaries
-JSON_SETTINGS = ("speculative_config", "kv_events_config", "kv_transfer_config", *JSON_OF_MODEL)
+JSON_SETTINGS = (
+    "speculative_config", "kv_events_config", "kv_transfer_config", "limit_mm_per_prompt",
+    *JSON_OF_MODEL,
+)  # fmt: skip
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
 
@@ -230,6 +234,18 @@ class SchedulerConfig:
         "maximum number of tokens of one prompt in one step; 0 leaves only the limit of the step",
         unit="tokens",
     )
+    max_encoder_tokens: int = setting(
+        0,
+        "maximum number of tokens of images and videos that one step encodes, if it encodes more"
+        " than one item; 0 means max_num_batched_tokens",
+        unit="tokens",
+    )
+    encoder_cache_tokens: int = setting(
+        8192,
+        "encoder outputs of images and videos that are kept, also the longest item; only used by"
+        " models that take media",
+        unit="tokens",
+    )
     pipeline_depth: int | None = setting(
         None,
         "steps in flight; 1 waits for each result, 2 plans the next step meanwhile; by default 1"
@@ -323,7 +339,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class ServerConfig(SeveralModels):
+class ServerConfig(ServerMedia, SeveralModels):
     """The HTTP server and its processes (`quire serve`)."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network interface")
@@ -435,8 +451,14 @@ class ServerConfig(SeveralModels):
     ssl_keyfile: str | None = setting(None, "PEM file with the private key for HTTPS")
     ssl_certfile: str | None = setting(None, "PEM file with the certificate for HTTPS")
 
+    @property
+    def max_bytes_with_images(self) -> int:
+        """Return how many bytes a body with images, in base64, may have."""
+        return self.max_body_bytes + self.max_media_bytes * 4 // 3
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        ServerMedia.__post_init__(self)
+        SeveralModels.__post_init__(self)
         wrap_secrets(self)
         check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")

@@ -70,7 +70,6 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     priority: int = 0
     cache_salt: str = ""
     adapter_id: str = ""
-    media_ids: tuple[str, ...] = ()
     received_s: float = 0.0
     hides_logprobs: bool = False
     tenant: str = ""
@@ -86,6 +85,21 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     kv_transfer: KVTransfer | None = None
     is_held_back: bool = False
     media: tuple[MediaItem, ...] = ()
+
+    @property
+    def marks(self) -> tuple[tuple[int, bytes], ...]:
+        """Where its media items start, and their digests."""
+        return tuple((item.start, item.digest) for item in self.media) if self.media else ()
+
+    @property
+    def spans(self) -> tuple[MediaItem, ...]:
+        """Its media items without pixels."""
+        return tuple(item.without_pixels for item in self.media) if self.media else ()
+
+
+def with_media(request: Request, media: tuple[MediaItem, ...]) -> Request:
+    """Return a request with these items."""
+    return msgspec.structs.replace(request, media=media)
 
 
 def without_prompt(request: Request) -> Request:
@@ -158,7 +172,6 @@ class PutBack(msgspec.Struct, frozen=True, tag=True):
     tenant: str
     cache_salt: str
     adapter_id: str = ""
-    media_ids: tuple[str, ...] = ()
 
 
 class Rewind(msgspec.Struct, frozen=True, tag=True):
@@ -324,7 +337,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True):
 class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A sequence that may be forked. num_blocks: KV blocks of the device that it has. expires_in_s:
     None while it has not ended. tokens: int32, prompt and output, if they were asked for. core_id:
-    of several cores, the one that has it."""
+    of several cores, the one that has it. media: the items of its prompt, without pixels."""
 
     id: str
     index: int
@@ -338,7 +351,7 @@ class HeldRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: bytes = b""
     core_id: int | None = None
     adapter_id: str = ""
-    media_ids: tuple[str, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def token_ids(self) -> list[int]:

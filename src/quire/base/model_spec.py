@@ -29,6 +29,7 @@ from quire.base.gguf_config import gguf_config
 from quire.base.json_file import read_object, with_floats
 from quire.base.layer_windows import layer_windows, linear_layers
 from quire.base.linear_attention import LinearAttention, linear_attention
+from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_options import (
     EXPERTS,
     ROTARY_TYPES,
@@ -81,7 +82,7 @@ class ModelSpec:
     caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
     layer; of several (`of_ranks`) the numbers are those of each. has_whole_experts: some of a
     mixture's are a rank's, instead of a part of each. pooling: how a model pools that does not
-    generate (pooling_spec.py).
+    generate (pooling_spec.py). encoder: of a model with a vision tower on this rank.
     """
 
     model_type: str
@@ -108,6 +109,7 @@ class ModelSpec:
     num_ranks: int = field(default=1, repr=False)
     pooling: PoolingSpec | None = field(default=None, repr=False)
     has_whole_experts: bool = field(default=False, repr=False)
+    encoder: EncoderSize | None = field(default=None, repr=False)
 
     def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
         """Return the spec of some of the layers. Raises ConfigError for more stages than layers."""
@@ -288,7 +290,7 @@ def load_spec(directory: Path) -> ModelSpec:
     """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
     check all that a model of ours reads of it. Raises ModelError if it is absent or not
     understood."""
-    spec = parse_spec(text_part(read_config(directory)))
+    spec = parse_spec(text_part(read_config(directory), has_class=True))
     if spec.model_type in DEFAULTS:
         spec.check()
     return spec

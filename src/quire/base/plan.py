@@ -35,7 +35,8 @@ class RowStart:
 
     num_prompt_tokens: tokens of the request's prompt (those after it count as output).
     seed: 64 bits; with the sample index and the position it determines all randomness.
-    media: the items of its prompt, without pixels, in the order of the prompt.
+    media: the items of its prompt, without pixels, in the order of the prompt. Recordings omit it
+    where there are none.
     """
 
     row: int
@@ -47,7 +48,7 @@ class RowStart:
     sample_index: int = 0
     stop_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    media: tuple[MediaItem, ...] = ()
+    media: tuple[MediaItem, ...] = field(default=(), metadata={"is_omitted": True})
 
 
 @dataclass(frozen=True, slots=True)

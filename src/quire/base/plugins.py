@@ -56,9 +56,12 @@ TOOL_FORMATS = PluginKind("quire.tool_formats", "format of tool calls", ("format
 REASONING_FORMATS = PluginKind("quire.reasoning_formats", "format of reasoning", ("format",))
 HOOKS = PluginKind("quire.hooks", "hook", METHODS, any_of=True)
 LOGITS_PROCESSORS = PluginKind("quire.logits_processors", "logits processor", ("process",))
+IMAGE_PROCESSORS = PluginKind(
+    "quire.image_processors", "image processor", ("process", "placeholder"), ModelError
+)
 KINDS = (
     POLICIES, EVICTION_POLICIES, BLOCK_HASHES, ATTENTION_BACKENDS, MODELS, CONNECTORS,
-    TOOL_FORMATS, REASONING_FORMATS, HOOKS, LOGITS_PROCESSORS,
+    TOOL_FORMATS, REASONING_FORMATS, HOOKS, LOGITS_PROCESSORS, IMAGE_PROCESSORS,
 )  # fmt: skip
 
 

@@ -13,7 +13,8 @@ class RopeOptions:
     factor: by which slow frequencies are divided. trained: the length before that. low_turns,
     high_turns: within `trained`, a frequency with fewer turns is divided, one with more is not.
     scale: of sines and cosines. truncates: whether yarn rounds where the blending begins and ends.
-    divisors: one for each frequency (of GGUF files).
+    divisors: one for each frequency (of GGUF files). axes: with M-RoPE, the axis of the positions
+    for each frequency; empty where positions have one axis.
     """
 
     kind: str
@@ -26,6 +27,7 @@ class RopeOptions:
     scale: float = 1.0
     truncates: bool = True
     divisors: tuple[float, ...] = ()
+    axes: tuple[int, ...] = ()
 
 
 LEAST_FACTOR = 1e-3  # less would make frequencies that float32 does not have

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.config_fields import Fields
+from quire.base.media.families import FAMILIES, TEXT_PART, family_part, knows_part
 
-# The types whose text part we run, and its type.
+# The types whose text part we run without the rest, and its type.
 NESTED = {
-    "gemma3": "gemma3_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
@@ -18,22 +18,38 @@ DTYPES = ("dtype", "torch_dtype")
 SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")
 
 
-def text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config's text part where that is inside of it, else the config itself. Raises
-    ModelError for another type of text part than the model's."""
+def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]:
+    """Return a config's text part where that is inside of it, else the config itself.
+
+    Models that read images may have text parts that quire has no class for; their configs stay as
+    they are. has_class: raise ModelError for them. Raises ModelError for another type of text part
+    than the model's.
+    """
     model_type = raw.get("model_type")
-    own = NESTED.get(model_type) if isinstance(model_type, str) else None
-    if own is None:
+    if not isinstance(model_type, str) or model_type not in (*NESTED, *FAMILIES):
         return raw
-    inner = Fields(raw).inner("text_config") or Fields({})
-    if inner.text("model_type", own) != own:
-        raise inner.error("model_type", f"the text part of a {model_type} is a {own}")
-    found = {name: inner.value(name) for name in inner.names()}
+    inner = Fields(raw).inner(TEXT_PART) or Fields({})
+    if model_type in FAMILIES:
+        family = FAMILIES[model_type]
+        if not (has_class or knows_part(raw, family)):
+            return raw
+        found = family_part(raw, family)
+        ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
+        ties = ties or (family.ties_by_part and inner.flag(TIES))
+    else:
+        found = _part(inner, model_type)
+        ties = Fields(raw).flag(TIES, inner.flag(TIES))
     shared = _present(raw, SHARED)
     if _present(shared, DTYPES):
         found = {name: value for name, value in found.items() if name not in DTYPES}
-    ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
-    return found | shared | {"model_type": own, TIES: ties, PART_OF: model_type}
+    return found | shared | {TIES: ties, PART_OF: model_type}
+
+
+def _part(inner: Fields, model_type: str) -> dict[str, Any]:
+    own = NESTED[model_type]
+    if inner.text("model_type", own) != own:
+        raise inner.error("model_type", f"the text part of a {model_type} is a {own}")
+    return {name: inner.value(name) for name in inner.names()} | {"model_type": own}
 
 
 def _present(raw: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import msgspec
 
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
+from quire.base.media.item import items_before
 from quire.base.messages import Draft, HeldRequest, Request
 from quire.base.pooling import plain_id
 from quire.base.sampling_params import SamplingParams, processor_name
@@ -251,7 +252,8 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
                 f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
             )
-        for name in ("cache_salt", "adapter_id", "media_ids"):
+        items_before(source.media, fork.num_tokens)
+        for name in ("cache_salt", "adapter_id"):
             if getattr(request, name) != getattr(source, name):
                 raise RequestError(
                     f"{name} must be the same as that of the source of the fork.", name

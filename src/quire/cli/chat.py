@@ -5,17 +5,20 @@ output, all else to standard error.
 """
 
 import argparse
+import base64
+import mimetypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineDead, QuireError
 from quire.cli.asked import check_asked
-from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarget
+from quire.cli.chat_targets import ChatTarget, Content, Messages, ModelTarget, ServerTarget
 from quire.cli.options.help_parser import Commands
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
@@ -24,9 +27,11 @@ from quire.render.template_pool import start_ahead
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
-HELP = """/help   show this help
-/reset  start a new conversation
-/exit   exit (or press Ctrl-D)
+MAX_IMAGE_BYTES = 32 << 20
+HELP = """/help        show this help
+/image PATH  attach an image
+/reset       start a new conversation
+/exit        exit (or press Ctrl-D)
 Press Ctrl-C to stop an answer."""
 
 
@@ -41,6 +46,10 @@ def add_command(commands: Commands) -> None:
     add_sampling(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     parser.add_argument(
+        "--image", action="append", default=[], metavar="PATH",
+        help="image that is sent with the first message; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
         "--url", help="server to chat with, such as http://127.0.0.1:8000, instead of a local model"
     )
     parser.add_argument(
@@ -54,9 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a turn that was piped in had no answer."""
     if arguments.server_key and not arguments.url:
         raise ConfigError("--api-key is for a server; add --url with the address of the server.")
+    images = [Image.read(path) for path in arguments.image]
     target = _target(arguments)
     try:
-        return Chat(target, Conversation(arguments.system), arguments.max_tokens).run()
+        return Chat(target, Conversation(arguments.system), arguments.max_tokens, images).run()
     finally:
         target.close()
 
@@ -90,21 +100,51 @@ def _listed(names: list[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in names)
 
 
+@dataclass(frozen=True)
+class Image:
+    """An image file. url: its content, as a data: URL."""
+
+    name: str
+    num_bytes: int
+    url: str
+
+    @classmethod
+    def read(cls, path: str) -> "Image":
+        """Read a file. Raises ConfigError."""
+        try:
+            with open(Path(path).expanduser(), "rb") as file:
+                data = file.read(MAX_IMAGE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"the image {path!r} cannot be read: {reason}.") from None
+        if len(data) > MAX_IMAGE_BYTES:
+            raise ConfigError(
+                f"the image {path!r} has more than {MAX_IMAGE_BYTES:,} bytes; scale it down."
+            )
+        kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        return cls(Path(path).name, len(data), url)
+
+    @property
+    def part(self) -> dict[str, object]:
+        return {"type": "image_url", "image_url": {"url": self.url}}
+
+
 @dataclass
 class Conversation:
     """What was said: an optional system message, then turns of a question and an answer."""
 
     system: str | None = None
-    turns: list[tuple[str, str]] = field(default_factory=list)
+    turns: list[tuple[Content, str]] = field(default_factory=list)
 
-    def messages(self, question: str) -> Messages:
-        said = [{"role": "system", "content": self.system}] if self.system else []
+    def messages(self, question: Content) -> Messages:
+        said: Messages = [{"role": "system", "content": self.system}] if self.system else []
         for asked, answered in self.turns:
             said.append({"role": "user", "content": asked})
             said.append({"role": "assistant", "content": answered})
         return [*said, {"role": "user", "content": question}]
 
-    def fit(self, question: str, target: ChatTarget, max_tokens: int | None) -> int:
+    def fit(self, question: Content, target: ChatTarget, max_tokens: int | None) -> int:
         """Drop the oldest turns until there is room for an answer; returns how many went."""
         dropped = 0
         while self.turns and (size := target.size(self.messages(question))) is not None:
@@ -120,9 +160,15 @@ class Chat:
     """Reads turns, prints answers."""
 
     def __init__(
-        self, target: ChatTarget, conversation: Conversation, max_tokens: int | None
+        self,
+        target: ChatTarget,
+        conversation: Conversation,
+        max_tokens: int | None,
+        images: Sequence[Image] = (),
     ) -> None:
+        """images: sent with the first question."""
         self._target = target
+        self._images = list(images)
         self._conversation = conversation
         self._max_tokens = max_tokens
         self._is_terminal = sys.stdin.isatty()
@@ -130,6 +176,8 @@ class Chat:
     def run(self) -> int:
         if self._is_terminal:
             tell("Press Ctrl-C to stop an answer and Ctrl-D to exit. Type /help for all commands.")
+        for image in self._images:
+            tell_image(image)
         failed = False
         for line in self._lines():
             command = line.strip()
@@ -157,17 +205,36 @@ class Chat:
                 return
 
     def _command(self, command: str) -> None:
-        if command == "/reset":
+        name, _, path = command.partition(" ")
+        if name == "/image":
+            self._add_image(path.strip())
+        elif command == "/reset":
             self._conversation.turns.clear()
+            self._images.clear()
             tell("[new conversation]")
         elif command == "/help":
             tell(HELP)
         else:
             tell(f"unknown command {command}\n{HELP}")
 
-    def _turn(self, question: str) -> bool:
-        """Answer one question; whether that went well."""
+    def _add_image(self, path: str) -> None:
+        if not path:
+            tell("give the path of an image: /image PATH")
+            return
+        try:
+            self._images.append(Image.read(path))
+        except ConfigError as error:
+            tell(f"quire: {error}")
+        else:
+            tell_image(self._images[-1])
+
+    def _turn(self, line: str) -> bool:
+        """Answer one question; whether that went well. The images that wait belong to it."""
         text, note, well = "", "", True
+        question: Content = line
+        if self._images:
+            question = [*(each.part for each in self._images), {"type": "text", "text": line}]
+            self._images.clear()
         try:
             dropped = self._conversation.fit(question, self._target, self._max_tokens)
             if dropped:
@@ -215,6 +282,10 @@ class Interrupts:
         if self.is_asked:
             raise KeyboardInterrupt
         self.is_asked = True
+
+
+def tell_image(image: Image) -> None:
+    tell(f"[image {image.name}, {image.num_bytes:,} bytes: sent with the next message]")
 
 
 def tell(text: str) -> None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
     from quire.serve.llm import LLM
 
-Messages = list[dict[str, str]]
+Content = str | list[dict[str, Any]]  # a text, or parts with images
+Messages = list[dict[str, Any]]
 LOOK_S = 0.1  # between two looks at whether a person wants no more
 
 
@@ -46,8 +47,11 @@ class ModelTarget:
     """A model in this process."""
 
     def __init__(self, llm: "LLM", params: "SamplingParams") -> None:
+        from quire.serve.media.local_media import LocalMedia
+
         self._llm = llm
         self._params = params
+        self._media = LocalMedia(llm.engine.renderer)
 
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
         with closing(self._llm.stream(messages, self._params)) as outputs:  # type: ignore[type-var]
@@ -63,7 +67,8 @@ class ModelTarget:
         engine = self._llm.engine
         length = engine.config.model.max_model_len
         assert length
-        return len(engine.renderer.render(messages).token_ids), length
+        prompt, media = self._media.take(messages)
+        return len(engine.renderer.render(prompt, media=media).token_ids), length
 
     def close(self) -> None:
         self._llm.close()

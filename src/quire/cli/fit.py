@@ -90,6 +90,8 @@ def as_data(found: "Fit") -> dict[str, Any]:
             "formats": {each.name: each.num_bytes for each in found.weights},
         },
         "workspace_bytes": memory.workspace_bytes,
+        "encoding_bytes": found.encoding_bytes,
+        "encoder_cache_bytes": found.encoder_cache_bytes,
         "graph_bytes": memory.graph_bytes,
         "kv": {
             "bytes_per_token": sum(group.token_bytes for group in found.groups),
@@ -125,6 +127,7 @@ def _lines(found: "Fit") -> Iterator[str]:
         "memory",
         ("weights", f"{_size(memory.weights_bytes)} ({formats})"),
         ("workspace", f"{_size(memory.workspace_bytes)}{' (from the shape)' if is_gpu else ''}"),
+        *_of_encoder(found),
         *([("graphs", _size(memory.graph_bytes))] if memory.graph_bytes else []),
         *(_of_pool(found) if memory.pool_bytes else [("KV", NOTHING_KEPT)]),
     )
@@ -139,6 +142,15 @@ def _lines(found: "Fit") -> Iterator[str]:
     if found.warnings:
         yield "warnings"
         yield from (f"  ! {each}" for each in found.warnings)
+
+
+def _of_encoder(found: "Fit") -> Iterator[tuple[str, str]]:
+    """List what images and videos take of the workspace."""
+    if found.encoder_cache_bytes:
+        items = f"an image of {found.largest_item:,} tokens"
+        slots = f"outputs of {found.config.scheduler.encoder_cache_tokens:,} tokens"
+        yield "  encoding", f"up to {_size(found.encoding_bytes)} of it ({items})"
+        yield "  encoder cache", f"{_size(found.encoder_cache_bytes)} of it ({slots})"
 
 
 def _ranks(found: "Fit") -> str:

@@ -1,7 +1,11 @@
 """Digests of blocks of tokens: chains of hashes that mean the same in every process.
 
-    root  = SHA-256(cache fingerprint, cache salt, adapter, media ids)
-    block = H(digest of the block before it or root, int32 token ids, little endian)
+    root  = SHA-256(cache fingerprint, cache salt, adapter)
+    block = H(digest of the block before it or root, int32 token ids, marks; little endian)
+
+A mark is a token index and 32 bytes: what identifies the tokens from there on besides their ids,
+such as the digest of an image that placeholder tokens stand for. A block covers the marks at its
+tokens: for each, in order, the place in the block as int32, then the 32 bytes.
 
 H is a `BlockHash`, SHA-256 by default. The fingerprint covers what determines a block's bytes
 besides its tokens, and the name of H (engine/start/identity.py). So processes with the same
@@ -11,6 +15,7 @@ is not used: it differs between processes and can be made to collide.
 
 import hashlib
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +29,7 @@ class HasDigest(Protocol):
 
 
 BlockHash = Callable[[bytes], HasDigest]
+Mark = tuple[int, bytes]  # a token index, and what else identifies the tokens from there on
 
 
 def cache_fingerprint(*parts: str) -> bytes:
@@ -31,11 +37,18 @@ def cache_fingerprint(*parts: str) -> bytes:
     return _digest_strings(b"quire-kv-2", parts)
 
 
-def root_digest(
-    fingerprint: bytes, salt: str = "", adapter_id: str = "", media_ids: Iterable[str] = ()
-) -> bytes:
+def root_digest(fingerprint: bytes, salt: str = "", adapter_id: str = "") -> bytes:
     """Return the digest before a request's first block."""
-    return _digest_strings(fingerprint, (salt, adapter_id, *media_ids))
+    return _digest_strings(fingerprint, (salt, adapter_id))
+
+
+def marks_between(marks: Iterable[Mark], first: int, last: int) -> bytes:
+    """Return what a block of the tokens [first, last) covers of the marks at these tokens."""
+    return b"".join(
+        (index - first).to_bytes(4, "little") + data
+        for index, data in marks
+        if first <= index < last
+    )
 
 
 def extend_digests(
@@ -45,12 +58,17 @@ def extend_digests(
     block_size: int,
     num_blocks: int,
     block_hash: BlockHash = hashlib.sha256,
+    marks: Seq[Mark] = (),
 ) -> None:
-    """Append in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]."""
+    """Append in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]. marks:
+    of all tokens, in order."""
     parent = digests[-1] if digests else root
     for i in range(len(digests), num_blocks):
-        tokens = token_ids[i * block_size : (i + 1) * block_size]
-        parent = block_hash(parent + tokens.astype("<i4", copy=False).tobytes()).digest()
+        first, last = i * block_size, (i + 1) * block_size
+        data = parent + token_ids[first:last].astype("<i4", copy=False).tobytes()
+        if marks:
+            data += marks_between(marks, first, last)
+        parent = block_hash(data).digest()
         digests.append(parent)
 
 
@@ -60,7 +78,8 @@ def extend_by_one(
     token_ids: npt.NDArray[np.int32],
     block_hash: BlockHash = hashlib.sha256,
 ) -> None:
-    """Append the digest of one more block to each of N lists; token_ids: [N, block_size]."""
+    """Append the digest of one more block, without marks, to each of N lists; token_ids:
+    [N, block_size]."""
     data, width = token_ids.astype("<i4", copy=False).tobytes(), 4 * token_ids.shape[1]
     for i, (digests, root) in enumerate(zip(all_digests, roots, strict=True)):
         parent = digests[-1] if digests else root

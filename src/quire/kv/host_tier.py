@@ -1,18 +1,16 @@
 """The host tier's book-keeping: blocks that the device evicted, kept in host memory (A16, C7).
 
-A block that leaves the device's index to make room is copied to a host block before the plan's
-forward pass, and stands in the host pool as it stood in the device's: named by its digest, with no
-references, evicted when it was not used for longest. A later request whose digests go on where the
-device's index ends gets device blocks into which its plan loads them. The host's copy stays, so
-that evicting the block once more copies nothing.
+A plan copies evicted blocks to host memory before its forward pass. In the host pool a block has
+the same name, no references, and a place in the order of eviction. If a later request's hit goes on
+in host memory, its plan loads these blocks. The host's copy stays, so evicting the block again
+copies nothing.
 
-Host memory is shared with swapping (P 4.5), which takes what it needs: the tier only has what is
-free of it. Moves of a plan are carried out in the order swap out, load, copy, forward pass, one
-plan after the other; but what stores bring is written whenever it comes. So a host block that a
-plan reads or writes is not given away before the plan's result is there (`hold`).
+Swapping (P 4.5) takes what it needs of host memory; the tier has the rest. A plan swaps out, loads
+and copies before its forward pass, one plan after the other. Stores write at any time. So a host
+block that a plan reads or writes is held until the plan's result (`hold`).
 
-What a plan in flight copies out counts as unsettled until its result came: if the step fails, what
-it was to copy may never have been computed (`forget_unsettled`).
+The copies of a plan in flight are unsettled until its result: if the step fails, their contents may
+never have been computed (`forget_unsettled`).
 """
 
 from collections import deque
@@ -43,17 +41,17 @@ class HostTier:
             pool.evicted = []
 
     def lookup(self, group: int, digest: bytes) -> int | None:
-        """Return the host block that holds it, or None. Takes no reference."""
+        """Return the host block of this name, or None, without taking a reference."""
         return self._host[group].lookup(digest)
 
     def hold(self, group: int, block_id: int) -> None:
-        """Keep a host block from being given away until the plan being made has its result."""
+        """Hold a host block until the plan being made has its result."""
         self._host[group].acquire(block_id)
         self._held.append((group, block_id))
 
     def evict_some(self) -> bool:
-        """Take what nobody holds out of the device's index, as much as host memory has room for;
-        whether there was something."""
+        """Evict cached blocks of the device, as many as host memory has room for. Return whether
+        there were any."""
         found = [
             pool.evict()
             for pool, n in zip(self._device, self.limits, strict=True)
@@ -62,8 +60,8 @@ class HostTier:
         return any(found)
 
     def take_evicted(self) -> list[Copies]:
-        """Find host blocks for what the device's pools have evicted since the last call; returns
-        the copies, by cache group. What finds none, because all host blocks are in use, is lost."""
+        """Return the copies, by cache group, of blocks that the device evicted since the last call.
+        A block is lost if all host blocks are in use."""
         return [self._take_evicted(g) for g in range(len(self._device))]
 
     def _take_evicted(self, group: int) -> Copies:
@@ -83,9 +81,9 @@ class HostTier:
         copies: Copies,
         names_known: bool = True,
     ) -> bool:
-        """Have the plan that is being made copy a block of the device, unless host memory has it.
-        Its name is reported when that is settled; names_known: also if host memory has it. False if
-        host memory has no room."""
+        """Let the plan being made copy a device block, unless host memory has it. Return False if
+        host memory has no room. The name is reported once the copy is settled; with names_known
+        also if host memory has the block already."""
         host = self._host[group]
         known = host.lookup(digest)
         if known is not None:
@@ -106,31 +104,30 @@ class HostTier:
 
     @property
     def has_held(self) -> bool:
-        """Whether the plan being made holds host blocks, which its result gives back."""
+        """Whether the plan being made holds host blocks."""
         return len(self._held) > 0
 
     @property
     def num_unsettled(self) -> int:
-        """Count the names that plans in flight will tell."""
+        """The number of names that plans in flight will settle."""
         return sum(len(names) for _, names in self._unsettled)
 
     def allocate(self, group: int) -> int | None:
-        """Take a host block within the tier's limit; None if all are in use."""
+        """Return a host block within the tier's limit, or None if all are in use."""
         host = self._host[group]
         if host.num_indexed >= self.limits[group] and not host.evict():
             return None
         return host.allocate() if host.num_free else None
 
     def keep_fetched(self, group: int, block_id: int, digest: bytes | None) -> None:
-        """Give a host block back into which a store has fetched. digest: what the index is to call
-        it; None if nobody wants it."""
+        """Release a host block into which a store has fetched, and name it; None drops it."""
         if digest is not None:
             self._host[group].index(block_id, digest)
         self._host[group].release(block_id)
 
     def borrow(self, group: int, digest: bytes) -> int | None:
-        """Hold the host block of this name, for a store that copies it, until `release`; None if
-        there is none."""
+        """Hold the host block of this name until `release`, and return it; None if there is
+        none."""
         block_id = self._host[group].lookup(digest)
         if block_id is not None:
             self._host[group].acquire(block_id)
@@ -140,13 +137,12 @@ class HostTier:
         self._host[group].release(block_id)
 
     def held_blocks(self, group: int) -> list[int]:
-        """List the blocks that plans hold, with repetition."""
+        """Return the blocks that plans hold, with repetition."""
         everything = [self._held, *(held for _, held in self._in_flight)]
         return [block_id for held in everything for g, block_id in held if g == group]
 
     def end_plan(self, step_id: int) -> None:
-        """Note that the plan is made. (If nothing is planned, what it moves is part of the next
-        one.)"""
+        """Note that the plan is made. Without a call, its moves are part of the next plan."""
         if self._held:
             self._in_flight.append((step_id, self._held))
             self._held = []
@@ -155,8 +151,7 @@ class HostTier:
             self._fresh = []
 
     def settle(self, step_id: int) -> list[Name]:
-        """Take note of a step's result: returns the names of what its plan copied out, which is
-        there now."""
+        """Settle the copies of a step's plan; return their names."""
         while self._in_flight and self._in_flight[0][0] <= step_id:
             for group, block_id in self._in_flight.popleft()[1]:
                 self._host[group].release(block_id)
@@ -165,7 +160,7 @@ class HostTier:
         return self._unsettled.popleft()[1]
 
     def forget_unsettled(self) -> None:
-        """Take away the names of all that plans in flight copy out."""
+        """Remove the names of all unsettled blocks."""
         names = self._fresh + [name for _, names in self._unsettled for name in names]
         self._fresh, self._unsettled = [], deque()
         self.forget(names)

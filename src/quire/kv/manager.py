@@ -1,19 +1,19 @@
-"""The KV manager: what the scheduler asks about KV memory (T 4.2.2, listing 4.2).
+"""The KV manager: the blocks of all cache groups together (T 4.2.2, listing 4.2).
 
 A sequence has one block table per cache group. All groups grow together or not at all. A prefix hit
-is a number of leading blocks, equal for all groups, such that each group finds those of them in its
-index that the token right after the hit needs (base/cache_group.py).
+is a number of leading blocks, equal for all groups. Each group has in its index those of them that
+the next token needs (base/cache_group.py).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool, MakeEviction
 from quire.kv.state_table import StateTable
-from quire.kv.state_worth import StateWorth
+from quire.kv.states import States
 from quire.kv.table import NULL, Appended, BlockTable
 
 
@@ -21,9 +21,9 @@ from quire.kv.table import NULL, Appended, BlockTable
 class KVBlocks:
     """A prefix hit: leading tokens that need not be computed, and their blocks by group.
 
-    LOAD stands for a block that host memory holds; host: by group, logical index -> host block.
-    source: the kind of tables that have the blocks, whose last one may not be full; empty if the
-    index has them. is_in_use: somebody holds all of them, and none is to be loaded.
+    LOAD stands for a block in host memory; host: by group, logical index -> host block. source: the
+    feature that holds the blocks, whose last one may be partly full; empty for the index.
+    is_in_use: tables hold all of the blocks, and none is loaded.
     """
 
     num_tokens: int
@@ -34,7 +34,7 @@ class KVBlocks:
 
     @property
     def num_loads(self) -> int:
-        """Blocks to load, of all groups."""
+        """Blocks to load, over all groups."""
         return sum(len(found) for found in self.host)
 
 
@@ -43,8 +43,8 @@ Has = Callable[[int, bytes], bool]  # whether a cache group has the block of a d
 
 
 class SequenceBlocks:
-    """The block tables of one sequence, and how many leading blocks are in the index.
-    is_evictable: they may be freed at any time (`KVManager.set_evictable`)."""
+    """The block tables of one sequence. num_indexed: leading blocks that are in the index.
+    is_evictable: the tables may be freed at any time (`KVManager.set_evictable`)."""
 
     __slots__ = ("tables", "num_indexed", "is_evictable")
 
@@ -62,7 +62,7 @@ class SequenceBlocks:
         return self.tables[0].capacity
 
     def advance(self, num_tokens: int) -> None:
-        """Catch up with tokens that were written into blocks already held."""
+        """Count tokens that were written into blocks already held."""
         for table in self.tables:
             assert table.num_tokens <= num_tokens <= table.capacity, "advanced over the last block"
             table.num_tokens = num_tokens
@@ -71,10 +71,9 @@ class SequenceBlocks:
 class KVManager:
     """Book-keeping of all KV blocks of a model.
 
-    groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in
-    which fresh blocks are handed out (tests replay the paper's figures with it). host_limits: most
-    evicted blocks of each group that host memory keeps; without it there is no such tier.
-    make_eviction: makes the eviction policy of each pool.
+    groups, num_blocks: parallel, one pool per cache group. free_orders: in which fresh blocks are
+    allocated, for tests. host_limits: most evicted blocks of each group in host memory; None for no
+    host tier. make_eviction: makes the eviction policy of each pool.
     """
 
     def __init__(
@@ -94,18 +93,16 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         pairs = zip(num_blocks, orders, strict=True)
         self.pools = tuple(BlockPool(n, o, make_eviction) for n, o in pairs)
-        # Swap space is as large as the device's pools: it is never too small (P 4.5).
+        # Swap space is as large as the device's pools, so it is never too small (P 4.5).
         limits = [0] * len(groups) if host_limits is None else host_limits
         sizes = [max(pair) for pair in zip(num_blocks, limits, strict=True)]
         self.host_pools = tuple(BlockPool(n, None, make_eviction) for n in sizes)
         self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
         self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
         self.block_bytes = tuple(block_bytes)
-        self._state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
-        self._not_yet: list[set[int]] = [set() for _ in groups]  # states that the plan will write
-        self.worth = StateWorth()
-        # In the plan, with how many tokens: states before these may go after it.
-        self._grown: list[tuple[SequenceBlocks, int]] = []
+        self.states = States(groups, self.pools)
+        # Groups that drop blocks while a sequence grows.
+        self._dropping = tuple(g for g, group in enumerate(groups) if not group.keeps_all)
 
     @property
     def num_blocks(self) -> int:
@@ -124,7 +121,7 @@ class KVManager:
 
     @property
     def num_index_changes(self) -> int:
-        """A hit that was found before the last of these may be longer or shorter now."""
+        """Changes of the index so far; each may have changed the hits of waiting sequences."""
         pools = self.pools if self.tier is None else (*self.pools, *self.host_pools)
         return sum(pool.num_index_changes for pool in pools)
 
@@ -136,9 +133,9 @@ class KVManager:
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
     ) -> list[int]:
-        """Return the most blocks, by cache group, of sequences that share num_shared full blocks
-        and nothing else, each `num_tokens` long. chunk: most tokens that one step computes of all
-        of them together, so only once the blocks of a whole chunk are added to their windows."""
+        """Return the most blocks, by cache group, of sequences of this length that share num_shared
+        full blocks. chunk: most tokens that one step computes of all of them together, so a window
+        group needs the blocks of a chunk only once."""
         blocks = -(-num_tokens // self.block_size)
         needs = []
         for group in self.groups:
@@ -149,7 +146,7 @@ class KVManager:
             decoding = group.most_blocks(num_tokens, self.block_size)
             others = (num_sequences - 1) * decoding
             if group.kind != STATE:
-                # Each of the others may write a part of the chunk, and begin a block for it.
+                # Each other sequence may begin a block for its part of the chunk.
                 others = min(others + num_sequences - 1, (num_sequences - 1) * alone)
             needs.append(alone + others)
         return needs
@@ -157,10 +154,10 @@ class KVManager:
     def get_computed_blocks(
         self, digests: Sequence[bytes], num_tokens: int, on_host: bool = True
     ) -> KVBlocks:
-        """Find the longest usable prefix hit; on_host: also in host memory. Takes no references.
+        """Return the longest usable prefix hit, without taking references.
 
-        digests: of the sequence's full blocks; num_tokens: its length. At least one token is left
-        to compute, so a sequence that is hit in full gives its last block back.
+        digests: names of the sequence's full blocks. num_tokens: its length; at least one token is
+        left to compute. on_host: whether to look in host memory, too.
         """
         has = None if on_host else self._is_on_device
         length = self.num_computed_blocks(digests, num_tokens, has)
@@ -171,8 +168,8 @@ class KVManager:
     def num_computed_blocks(
         self, digests: Sequence[bytes], num_tokens: int, has: Has | None = None
     ) -> int:
-        """Count the blocks of that hit; has: what counts as there, if not all on device and
-        host."""
+        """Return the number of blocks of such a hit. has: which blocks count; by default those on
+        the device and in host memory."""
         has = has or self.is_cached
         length = min(len(digests), (num_tokens - 1) // self.block_size)
         settled = length <= 0
@@ -184,19 +181,18 @@ class KVManager:
         return max(0, length)
 
     def fits(self, needs: Iterable[int], reserve: int = 0) -> bool:
-        """Tell whether so many blocks, by cache group, are free now, and `reserve` more of each."""
+        """Return whether the pools have these blocks, by cache group, and `reserve` more each."""
         return fit(needs, self.pools, reserve)
 
     def needs_with_hit(self, num_tokens: int, hit: KVBlocks, chunk: int) -> list[int]:
-        """Count the free blocks, by cache group, that `num_tokens` tokens take which begin with a
-        hit and are computed in chunks."""
-        needs = []
-        for g, group in enumerate(self.groups):
-            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._taken(g, hit)
-            if not group.keeps_all:
-                # The hit's blocks are some of those that it holds at most at any time.
-                needed = min(needed, group.most_blocks(num_tokens, self.block_size, chunk))
-            needs.append(needed)
+        """Return the free blocks, by cache group, that a sequence of this length takes which begins
+        with a hit and is computed in chunks."""
+        blocks = -(-num_tokens // self.block_size)
+        needs = [blocks - len(hit.blocks[g]) + self._taken(g, hit) for g in range(len(self.groups))]
+        for g in self._dropping:
+            # The blocks of the hit are among the most that the sequence ever holds.
+            most = self.groups[g].most_blocks(num_tokens, self.block_size, chunk)
+            needs[g] = min(needs[g], most)
         return needs
 
     def allocate_slots(
@@ -206,95 +202,76 @@ class KVManager:
         computed: KVBlocks | None = None,
         num_unsure: int = 0,
     ) -> tuple[Appended, ...] | None:
-        """Make room for the next tokens; what changed by group, or None if a pool is too empty.
+        """Allocate blocks for the next tokens. Return the changes by group, or None if a pool has
+        too few blocks.
 
-        computed: a hit to begin with, for a sequence that holds nothing yet. num_unsure: how many
-        of its tokens may be taken back, so that what those before them need is kept.
+        computed: the hit that a sequence without blocks begins with. num_unsure: tokens that may be
+        taken back, so the blocks that the tokens before them need are kept.
         """
         start = sequence.num_tokens if computed is None else computed.num_tokens
-        for table, group in zip(sequence.tables, self.groups, strict=True):
-            table.drop_before(group.first_needed(start - num_unsure))
+        for g in self._dropping:
+            needed = self.groups[g].first_needed(start - num_unsure)
+            sequence.tables[g].drop_before(needed)
         if computed is not None:
-            if not self.fits(self._needs_to_adopt(sequence, computed, num_new_tokens)):
+            needs = [
+                table.num_blocks_from(len(computed.blocks[g]), start + num_new_tokens)
+                + self._taken(g, computed)
+                for g, table in enumerate(sequence.tables)
+            ]
+            if not self.fits(needs):
                 return None
             self._adopt(sequence, computed)
         if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
             return None
-        if self._state_groups:
-            self._grown.append((sequence, start + num_new_tokens))
+        if self.states.groups:
+            self.states.grow(sequence.tables, start + num_new_tokens)
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
     def append_guesses(
         self, sequence: SequenceBlocks, num_tokens: int, num_guesses: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
-        """Make room for tokens that may be rejected, behind num_tokens that are being computed;
-        what changed by group, or None if a pool is too empty, but for a reserve. Nothing is
-        dropped: what the tokens before them need is still needed."""
+        """Allocate blocks for draft tokens after num_tokens, as `allocate_slots` does, and leave
+        `reserve` blocks of each group free. Drop no blocks: drafts may be rejected."""
         sequence.advance(num_tokens)
         needs = [table.num_blocks_of_guesses(num_guesses) for table in sequence.tables]
         if not self.fits(needs, reserve):
             return None
         return tuple(table.append_guesses(num_guesses) for table in sequence.tables)
 
-    def end_guesses(self, sequence: SequenceBlocks) -> None:
-        """Release the states that were passed by guesses which were right: nobody shall give way
-        for what is read no longer."""
-        for g in self._state_groups:
-            table = sequence.tables[g]
-            table.drop_before(self.groups[g].first_needed(table.num_tokens))
-            self._settle_states(g, (sequence,), has_ended=False)
-
     def _taken(self, g: int, hit: KVBlocks) -> int:
-        """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
-        copy of a last one that is not full."""
+        """Return the free blocks that a hit takes in group g: cached blocks, blocks to load, and
+        the copy of a last block that is not full."""
         pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
         if hit.is_in_use:
             return int(copied)
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
 
-    def _needs_to_adopt(
-        self, sequence: SequenceBlocks, hit: KVBlocks, num_new_tokens: int
-    ) -> list[int]:
-        num_tokens = hit.num_tokens + num_new_tokens
-        return [
-            table.num_blocks_from(len(hit.blocks[g]), num_tokens) + self._taken(g, hit)
-            for g, table in enumerate(sequence.tables)
-        ]
-
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
-        """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
-        names from now on: loads come before the forward pass of the plan being made."""
+        """Begin with the blocks of a hit. Blocks to load get device blocks, which enter the index
+        at once: a plan loads before its forward pass."""
         for pool, blocks in zip(self.pools, hit.blocks, strict=True):
             pool.note_hits(blocks)
         for pool, away in zip(self.host_pools, hit.host, strict=False):
             pool.note_hits(away.values())
-        if hit.is_in_use:  # nobody takes one of them meanwhile
+        if hit.is_in_use:  # no load takes one of them
             for table, found in zip(sequence.tables, hit.blocks, strict=True):
                 table.adopt(found, hit.num_tokens)
-            sequence.num_indexed = hit.num_tokens // self.block_size
-            self._begin_states(sequence, hit)
-            return
-        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
-            pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
-        for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
-            blocks = list(hit.blocks[g])
-            for i, host_block in hit.host[g].items() if hit.host else ():
-                blocks[i] = self._load(g, host_block)
-            table.adopt(blocks, hit.num_tokens)
-            pool.release_all([b for b in blocks if b != NULL])
+        else:
+            for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+                pool.acquire_all([b for b in blocks if b >= 0])  # so that no load takes one of them
+            for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
+                blocks = list(hit.blocks[g])
+                for i, host_block in hit.host[g].items() if hit.host else ():
+                    blocks[i] = self._load(g, host_block)
+                table.adopt(blocks, hit.num_tokens)
+                pool.release_all([b for b in blocks if b != NULL])
         sequence.num_indexed = hit.num_tokens // self.block_size
-        self._begin_states(sequence, hit)
-
-    def _begin_states(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
-        """Note which states are begun with."""
-        for g in self._state_groups if hit.num_tokens else ():
-            digest = self.pools[g].digest_of(sequence.tables[g].blocks[-1])
-            self.worth.begin(self._state_table(sequence, g), digest)
+        if self.states.groups and hit.num_tokens:
+            self.states.begin(sequence.tables)
 
     def _load(self, g: int, host_block: int) -> int:
-        """Take a block of the device, held once, into which the plan being made loads a host
-        block."""
+        """Allocate a device block into which the plan being made loads a host block."""
         assert self.tier is not None, "there is no host tier"
         digest = self.host_pools[g].digest_of(host_block)
         assert digest is not None, "a hit must be cached"
@@ -309,61 +286,26 @@ class KVManager:
         destination.append(block_id)
         return block_id
 
-    def end_plan(self) -> None:
-        """Note that a plan is made. Only in those to come can sequences begin with a state that it
-        writes: keys and values of all rows are written before any are read, states are not. And
-        what it reads is needed no longer."""
-        grown, self._grown = self._grown, []
-        for g in self._state_groups:
-            self._not_yet[g].clear()
-            for sequence, num_tokens in grown:
-                table = sequence.tables[g]
-                known = min(num_tokens, table.num_tokens)  # of guesses any may be wrong
-                table.drop_before(self.groups[g].first_needed(known))
-            self._settle_states(g, (sequence for sequence, _ in grown), has_ended=False)
-
     @property
     def has_states(self) -> bool:
         """Whether there are `state` groups."""
-        return len(self._state_groups) > 0
-
-    def is_state_or_cached(self, g: int, digest: bytes) -> bool:
-        """Tell whether a block is cached, or only a state that nobody has left behind."""
-        return g in self._state_groups or self.is_cached(g, digest)
-
-    def keep_states(
-        self, sequence: SequenceBlocks, kept: Collection[int], prompt_end: int = -1
-    ) -> None:
-        """Say behind which logical blocks the sequence shall leave its states for others.
-        prompt_end: which of them is the prompt's last."""
-        for g in self._state_groups:
-            table = self._state_table(sequence, g)
-            table.kept, table.prompt_end = kept, prompt_end
-
-    def _state_table(self, sequence: SequenceBlocks, g: int) -> StateTable:
-        table = sequence.tables[g]
-        assert isinstance(table, StateTable)
-        return table
-
-    def _settle_states(self, g: int, sequences: Iterable[SequenceBlocks], has_ended: bool) -> None:
-        for sequence in sequences:
-            self.worth.settle(self._state_table(sequence, g), self.pools[g], has_ended)
+        return len(self.states.groups) > 0
 
     def take_loads(self) -> list[Copies]:
-        """Take the copies that load the last hit's blocks, by cache group."""
+        """Return the loads of the last hit, by cache group, and forget them."""
         found, self.loads = self.loads, []
         return found
 
     def append_blocks(
         self, sequences: Sequence[SequenceBlocks], num_tokens: Sequence[int]
     ) -> list[int] | None:
-        """Allocate one token for many sequences whose blocks are full: a new block each.
+        """Allocate one new block for each of these sequences, whose blocks are full.
 
-        num_tokens: their lengths with it. Returns the blocks; None, and nothing is done, if there
-        are several cache groups, a window or too few blocks.
+        num_tokens: their lengths with the next token. Return the blocks. If there are several cache
+        groups, a window or too few blocks, do nothing and return None.
         """
         pool = self.pools[0]
-        if len(self.pools) > 1 or not self.groups[0].keeps_all or not self.fits((len(sequences),)):
+        if len(self.pools) > 1 or self._dropping or not self.fits((len(sequences),)):
             return None
         tables, size = [sequence.tables[0] for sequence in sequences], self.block_size
         if any(len(t.blocks) * size != n - 1 for t, n in zip(tables, num_tokens, strict=True)):
@@ -375,8 +317,7 @@ class KVManager:
         return found
 
     def num_free_slots(self, sequence: SequenceBlocks) -> int:
-        """Count the tokens that a sequence could take in if it got all free blocks and shares
-        none."""
+        """Return the number of tokens that all free blocks would add to a sequence."""
         return min(
             table.num_free_slots(pool.num_free)
             for table, pool in zip(sequence.tables, self.pools, strict=True)
@@ -385,22 +326,22 @@ class KVManager:
     def index_blocks(
         self, sequence: SequenceBlocks, digests: Sequence[bytes], num: int
     ) -> list[list[int]]:
-        """Name the full blocks up to `num`; returns the blocks newly looked at, by group."""
+        """Name the full blocks of a sequence up to `num`. Return those from the first that was not
+        named, by group."""
         first, sequence.num_indexed = sequence.num_indexed, num
-        if num == first + 1 and len(self.pools) == 1 and not self._state_groups:
+        if num == first + 1 and len(self.pools) == 1 and not self.states.groups:
             block_id = sequence.tables[0].blocks[first]
             if block_id == NULL:
                 return [[]]
             self.pools[0].index(block_id, digests[first])
             return [[block_id]]
         named = [table.name(first, digests[first:num]) for table in sequence.tables]
-        for g in self._state_groups:
-            self._not_yet[g].update(named[g])
-            self.worth.leave(self._state_table(sequence, g), first, digests[first:num])
+        if self.states.groups:
+            self.states.name(sequence.tables, named, first, digests[first:num])
         return named
 
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
-        """Take names away: what these blocks hold cannot be relied on."""
+        """Remove the names of blocks, by group, whose contents may be wrong."""
         for pool, blocks in zip(self.pools, named, strict=True):
             for block_id in blocks:
                 pool.unindex(block_id)
@@ -419,8 +360,7 @@ class KVManager:
         sequence.num_indexed = min(sequence.num_indexed, num_tokens // self.block_size)
 
     def num_distinct(self, sequences: Iterable[SequenceBlocks]) -> list[int]:
-        """Count the blocks, by cache group, that these sequences hold together, shared ones
-        once."""
+        """Return the number of different blocks, by cache group, that these sequences hold."""
         tables = [sequence.tables for sequence in sequences]
         return [
             len({block_id for mine in tables for block_id in mine[g].live_blocks})
@@ -428,7 +368,7 @@ class KVManager:
         ]
 
     def set_evictable(self, sequence: SequenceBlocks, is_evictable: bool) -> None:
-        """Say whether these tables may be freed at any time, for others who need their blocks."""
+        """Set whether these tables may be freed at any time to make room."""
         if sequence.is_evictable != is_evictable:
             sequence.is_evictable = is_evictable
             for pool, table in zip(self.pools, sequence.tables, strict=True):
@@ -436,8 +376,8 @@ class KVManager:
                 mark(table.live_blocks)
 
     def num_evictable(self, but: Sequence[Sequence[int]] = ()) -> list[int]:
-        """Count the blocks, by cache group, that would come free if all evictable tables were
-        freed. but: blocks, by cache group, that are not counted."""
+        """Return the number of blocks, by cache group, that freeing all evictable tables would
+        free. but: blocks, by cache group, that do not count."""
         found = [pool.num_evictable for pool in self.pools]
         for g, blocks in enumerate(but):
             found[g] -= sum(map(self.pools[g].is_evictable, {b for b in blocks if b >= 0}))
@@ -448,8 +388,8 @@ class KVManager:
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0
-        for g in self._state_groups:
-            self._settle_states(g, (sequence,), has_ended=True)
+        if self.states.groups:
+            self.states.free(sequence.tables)
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:
@@ -458,28 +398,28 @@ class KVManager:
             self.tier.reset()
 
     def forget(self, digests: Sequence[bytes]) -> None:
-        """Take away these names wherever they stand: what they name cannot be relied on."""
+        """Remove these names on the device and in host memory; the contents may be wrong."""
         for pool in (*self.pools, *self.host_pools):
             for digest in digests:
                 pool.forget(digest)
 
     def _is_on_device(self, g: int, digest: bytes) -> bool:
         block_id = self.pools[g].lookup(digest)
-        return block_id is not None and block_id not in self._not_yet[g]
+        return block_id is not None and block_id not in self.states.unwritten[g]
 
     def device_block(self, g: int, digest: bytes) -> int | None:
-        """Return the block of the device that the index calls so, or None. Takes no reference."""
+        """Return the device block of this name, or None, without taking a reference."""
         return self.pools[g].lookup(digest)
 
     def is_cached(self, g: int, digest: bytes) -> bool:
-        """Tell whether a block is on the device or in host memory."""
+        """Return whether a block is on the device or in host memory."""
         if self._is_on_device(g, digest):
             return True
         return self.tier is not None and self.tier.lookup(g, digest) is not None
 
     def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
-        """Return the longest hit, of at most `most` blocks, that cache group g can serve."""
-        if self.groups[g].keeps_all:
+        """Return the most leading blocks, up to `most`, that group g has for the token after."""
+        if g not in self._dropping:
             for i in range(most):
                 if not has(g, digests[i]):
                     return i
@@ -493,21 +433,22 @@ class KVManager:
         return 0
 
     def _last_missing(self, g: int, digests: Sequence[bytes], length: int, has: Has) -> int | None:
-        """Find the last block that a token after `length` blocks sees and that is not cached."""
+        """Return the last missing block that the token after `length` blocks needs, or None."""
         for i in range(length - 1, self.first_seen(g, length * self.block_size) - 1, -1):
             if not has(g, digests[i]):
                 return i
         return None
 
     def first_seen(self, g: int, num_tokens: int) -> int:
-        """Return the first logical block that the token after so many tokens needs."""
+        """Return the first logical block that the token after num_tokens needs."""
+        if g not in self._dropping:
+            return 0
         return self.groups[g].first_needed(num_tokens) // self.block_size
 
     def _hit_blocks(
         self, g: int, digests: Sequence[bytes], length: int
     ) -> tuple[list[int], dict[int, int]]:
-        """Return the blocks of a hit, and the host blocks of those that have to be loaded, by
-        index."""
+        """Return the blocks of a hit, and by logical index the host blocks to load."""
         first = self.first_seen(g, length * self.block_size)
         blocks, host = [NULL] * first, {}
         for i in range(first, length):

@@ -2,10 +2,10 @@
 
 A block is in exactly one of three places:
 
-    free stack    reference count 0, not named by the index; last freed is taken first
-    cached        reference count 0, named by the index; the eviction policy chooses one of these
-                  when the free stack is empty
-    in use        reference count >= 1, held by that many block tables; the index may name it
+    free stack    no references, no name in the index; the last freed block is allocated first
+    cached        no references, a name in the index; the eviction policy chooses one of these when
+                  the free stack is empty
+    in use        held by as many tables as its reference count says; the index may name it
 
 The index maps the digest of a full block of known tokens to the block that holds its K and V.
 Invariant (`check_invariants`): the three places partition the blocks, and index and digests are
@@ -21,19 +21,19 @@ TAKEN = b""  # no name
 
 
 class EvictionPolicy(Protocol):
-    """The cached blocks of a pool that no table holds: a dictionary from each to its number of
-    hits, which iterates in the order of eviction. So an OrderedDict is LRU, and costs no Python
-    call. The order follows from the calls alone, or a replay would evict other blocks."""
+    """The cached blocks of a pool: a dictionary from block to number of hits that iterates in the
+    order of eviction. So an OrderedDict is LRU and costs no Python call. The order must follow from
+    the calls alone, or a replay would evict other blocks."""
 
     def __setitem__(self, block_id: int, num_hits: int, /) -> None:
-        """Add a block whose last table has just released it. num_hits: how many sequences have
-        begun with it since it got its name."""
+        """Add a block that its last table has released. num_hits: sequences that began with it
+        under its name."""
 
     def __delitem__(self, block_id: int, /) -> None:
-        """Remove a block: a hit has taken it, or it has lost its name, as by eviction."""
+        """Remove a block that a hit has taken or that has lost its name."""
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the blocks, the next one to be evicted first. A pool usually takes only that."""
+        """Yield the blocks in the order of eviction. A pool usually takes only the first."""
         ...
 
     def __len__(self) -> int:
@@ -41,25 +41,23 @@ class EvictionPolicy(Protocol):
         ...
 
     def move_to_end(self, block_id: int, /, last: bool = True) -> None:
-        """With `last=False`, which is the only use: let a block be evicted before all others."""
+        """Let a block be evicted before all others; called with `last=False` only."""
 
 
 MakeEviction = Callable[[], EvictionPolicy]
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out, and
-    `make_eviction` makes the policy of the cached ones.
+    """Blocks 0..num_blocks-1. free_order: order in which fresh blocks are allocated. make_eviction:
+    makes the policy of the cached blocks.
 
-    num_evictable: blocks in use of which only tables that may be freed at any time have references
-    (`mark_evictable`). The pool counts them as references come and go: a count on demand would take
-    time for every retained table, in each step of a full pool.
+    num_evictable: blocks in use that only evictable tables hold (`mark_evictable`). It is counted
+    with each reference: a count on demand would go through every retained table in each step.
 
-    evicted: blocks that lost their place in the index to make room, with their digests, for those
-    who copy them; None if nobody does. lost: the last such digests, for those who remember them.
-    changes: names that were given, and those that were taken away, each behind TAKEN, in order, for
-    those who tell others; None if nobody does. (One list, since the garbage collector would look
-    through a tuple for each.)
+    evicted: evicted blocks with their digests, for the host tier; None without one. lost: the last
+    digests that were evicted, for miss reports. changes: names in the order of being given, and
+    removed names, each after TAKEN; None without a subscriber. (One flat list: the garbage
+    collector would look through a tuple for each name.)
     """
 
     changes: list[bytes] | None = None
@@ -88,7 +86,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: unreferenced ones, whether indexed or not."""
+        """Blocks that can be allocated now: free or cached."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -97,7 +95,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds, and the index knows."""
+        """Blocks without references that the index names."""
         return len(self._unused)
 
     @property
@@ -106,11 +104,11 @@ class BlockPool:
 
     @property
     def num_unindexed(self) -> int:
-        """How often a block has lost its name: each change of the index is a name more or less."""
+        """Names that were removed so far."""
         return (self.num_index_changes - len(self._index)) // 2
 
     def allocate(self) -> int:
-        """Take a free block; evict one if there is no other."""
+        """Return a free block with one reference; evict a block if none is free."""
         if not self._free:
             self.evict()
         block_id = self._free.pop()
@@ -118,7 +116,7 @@ class BlockPool:
         return block_id
 
     def evict(self) -> bool:
-        """Make the cached block that the policy chooses plainly free; False if there is none."""
+        """Free the cached block that the policy chooses; return whether there was one."""
         if not self._unused:
             return False
         block_id = next(iter(self._unused))
@@ -131,28 +129,23 @@ class BlockPool:
         return True
 
     def evict_soon(self, digest: bytes) -> None:
-        """Let this block be evicted before all others, if nobody holds it."""
+        """Let the block of this name be evicted before all others, if it is cached."""
         block_id = self._index.get(digest)
         if block_id is not None and self._num_refs[block_id] == 0:
             self._unused.move_to_end(block_id, last=False)
 
     def note_hits(self, blocks: Iterable[int]) -> None:
-        """Count a hit for each of these blocks, as far as they are blocks of the pool."""
+        """Count a hit for each of these blocks; negative entries are no blocks."""
         for block_id in blocks:
             if block_id >= 0:
                 self._num_hits[block_id] += 1
 
     def acquire(self, block_id: int) -> None:
         """Add a reference to a block that is in use or cached."""
-        num_refs = self._num_refs[block_id]
-        if num_refs == 0:
-            del self._unused[block_id]
-        elif num_refs == self._evictable_refs[block_id]:
-            self.num_evictable -= 1
-        self._num_refs[block_id] = num_refs + 1
+        self.acquire_all((block_id,))
 
     def acquire_all(self, blocks: Iterable[int]) -> None:
-        """Acquire each of these: a long prompt has thousands."""
+        """Acquire each of these blocks. A long prompt has thousands."""
         refs, unused, evictable = self._num_refs, self._unused, self._evictable_refs
         for block_id in blocks:
             if refs[block_id] == 0:
@@ -175,7 +168,7 @@ class BlockPool:
             self.num_evictable += 1
 
     def release_all(self, blocks: Iterable[int]) -> None:
-        """Release each of these, in their order."""
+        """Release each of these blocks, in this order."""
         refs, evictable = self._num_refs, self._evictable_refs
         for block_id in blocks:
             if refs[block_id] > 1 and not evictable[block_id]:
@@ -184,19 +177,19 @@ class BlockPool:
                 self.release(block_id)
 
     def mark_evictable(self, blocks: Iterable[int]) -> None:
-        """Note that a table which holds each of these may be freed at any time."""
+        """Note that a table of these blocks may be freed at any time."""
         for block_id in blocks:
             self._evictable_refs[block_id] += 1
             self.num_evictable += self.is_evictable(block_id)
 
     def unmark_evictable(self, blocks: Iterable[int]) -> None:
-        """Note that such a table is to stay, or is about to be freed."""
+        """Note that an evictable table of these blocks will stay, or is about to be freed."""
         for block_id in blocks:
             self.num_evictable -= self.is_evictable(block_id)
             self._evictable_refs[block_id] -= 1
 
     def is_evictable(self, block_id: int) -> bool:
-        """Tell whether all references of a block are of tables that may be freed at any time."""
+        """Return whether only evictable tables hold a block."""
         return 0 < self._num_refs[block_id] == self._evictable_refs[block_id]
 
     def num_refs(self, block_id: int) -> int:
@@ -214,20 +207,20 @@ class BlockPool:
         return self._digests[block_id] is not None
 
     def digest_of(self, block_id: int) -> bytes | None:
-        """Return what the index calls the block."""
+        """Return the name of a block, or None."""
         return self._digests[block_id]
 
     def num_names_lost(self, block_id: int) -> int:
-        """Count the names that a block has lost; from any thread. As long as a block keeps its name
-        nobody writes into it."""
+        """Return how many names a block has lost; may be called from any thread. No plan writes
+        into a block while it has a name."""
         return self._num_names_lost[block_id]
 
     def lookup(self, digest: bytes) -> int | None:
-        """Return the block that holds this digest's tokens, or None. Takes no reference."""
+        """Return the block of this name, or None, without taking a reference."""
         return self._index.get(digest)
 
     def index(self, block_id: int, digest: bytes) -> None:
-        """Name a block in use. If the digest already names another block, that one stays."""
+        """Name a block in use, unless the digest already names another block."""
         assert self._num_refs[block_id] > 0, f"block {block_id} is indexed while free"
         if digest not in self._index and self._digests[block_id] is None:
             self._index[digest] = block_id
@@ -237,7 +230,7 @@ class BlockPool:
                 self.changes.append(digest)
 
     def unindex(self, block_id: int) -> None:
-        """Take a block's name away, if it has one. An unreferenced block becomes plainly free."""
+        """Remove the name of a block, if it has one. A cached block becomes free."""
         digest = self._digests[block_id]
         if digest is None:
             return
@@ -253,7 +246,7 @@ class BlockPool:
             self._free.append(block_id)
 
     def forget(self, digest: bytes) -> None:
-        """Take this name away, if there is a block of it."""
+        """Remove this name, if a block has it."""
         block_id = self._index.get(digest)
         if block_id is not None:
             self.unindex(block_id)

@@ -13,7 +13,6 @@ two for each row, fewer rows run at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.base.cache_group import STATE, CacheGroup
@@ -24,43 +23,6 @@ NO_BOUND = 1 << 62
 STATE_SHARE = 0.5
 SNAPSHOT_TOKENS = 512
 LEAST_STATES = 6  # one sequence at work on its prompt, and two that are pinned
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Where the memory goes, in bytes, and what the pool holds."""
-
-    total_bytes: int
-    weights_bytes: int
-    workspace_bytes: int
-    pool_bytes: int
-    num_blocks: tuple[int, ...]
-    block_size: int
-    max_model_len: int
-    graph_bytes: int = 0  # of recorded steps, on a GPU
-    num_states: int = 0  # of layers that remember one
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that the largest group can hold."""
-        return max(self.num_blocks) * self.block_size
-
-    def describe(self) -> str:
-        """Return one line for the log."""
-        fits = self.num_slots / self.max_model_len
-        graphs = f"graphs {self.graph_bytes / MIB:,.0f} MiB, " if self.graph_bytes else ""
-        rest = (
-            f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
-            f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}"
-        )
-        if self.pool_bytes == 0:
-            return f"{rest}no KV pool: a prompt is computed in one step"
-        return (
-            f"{rest}KV pool {self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
-            f" {max(self.num_blocks):,} blocks of {self.block_size}"
-            f"{f' and {self.num_states:,} states' if self.num_states else ''}"
-            f" ({fits:.1f} sequences of {self.max_model_len:,})"
-        )
 
 
 def size_pools(

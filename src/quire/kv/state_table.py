@@ -19,10 +19,10 @@ NO_BOUND = 1 << 62
 
 
 class StateTable(BlockTable):
-    """kept: logical blocks whose state is written when the sequence passes them; of others only the
-    one where a step ends. passing: the block, and its name, that was named last and not kept.
-    prompt_end: which of those that are kept is its prompt's last, with its name; began: the name of
-    the state that it began with."""
+    """kept: logical blocks whose state is written when the sequence passes them; otherwise only the
+    block where a step ends is written. passing: the last named block that is not kept, and its
+    name. prompt_end, prompt_name: the kept block at the prompt's end. began: the name of the state
+    that the sequence began with."""
 
     __slots__ = ("began", "kept", "passing", "prompt_end", "prompt_name")
 
@@ -35,7 +35,7 @@ class StateTable(BlockTable):
         self.began: bytes | None = None
 
     def num_free_slots(self, num_blocks: int) -> int:
-        """Count the tokens that it could take in with so many blocks more: any number, with one."""
+        """Return the number of tokens that fit with num_blocks more: with one, any number."""
         room = self.capacity - self.num_tokens
         return NO_BOUND if num_blocks > len(self.kept) else room
 
@@ -44,39 +44,39 @@ class StateTable(BlockTable):
         return [block_id for block_id in self.blocks[self.num_dropped :] if block_id != NULL]
 
     def adopt(self, blocks: list[int], num_tokens: int) -> None:
-        """Begin with the last of these; takes a reference."""
+        """Begin with the last of these states; take a reference."""
         super().adopt([NULL] * (len(blocks) - 1) + blocks[-1:], num_tokens)
 
     def fork(self) -> Self:
-        """Make a second table over the same states; the live one is copied by who writes first."""
+        """Return a second table over the same states. The first that writes copies the live one."""
         child = super().fork()
         child.kept, child.prompt_end = self.kept, self.prompt_end
         return child
 
     def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
-        """Make the same table over blocks of another pool."""
+        """Return the same table over blocks of another pool."""
         table = super().moved_to(pool, places)
         table.kept, table.prompt_end = self.kept, self.prompt_end
         return table
 
     def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
-        """Tell whether another sequence could begin with the first so many tokens."""
+        """Return whether another sequence could begin with the first num_tokens tokens."""
         if num_tokens in (0, self.num_tokens):
             return True
         index, rest = divmod(num_tokens, self.block_size)
         return rest == 0 and num_tokens < self.num_tokens and self.blocks[index - 1] != NULL
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
-        """Count the logical blocks from `first` on that so many tokens take."""
+        """Return the number of logical blocks from `first` on that num_tokens take."""
         return len(self._places(first, num_tokens))
 
     def _places(self, first: int, num_tokens: int) -> list[int]:
-        """List the logical blocks from `first` on that get a state behind so many tokens."""
+        """Return the logical blocks from `first` on that get a state, for num_tokens tokens."""
         last = (num_tokens - 1) // self.block_size
         return [*(i for i in sorted(self.kept) if first <= i < last), last] if last >= first else []
 
     def append(self, num_tokens: int) -> Appended:
-        """Make room to write the states that the next `num_tokens` tokens leave behind."""
+        """Make room to write the states behind the next `num_tokens` tokens."""
         done = Appended()
         if num_tokens == 0:
             return done
@@ -92,8 +92,8 @@ class StateTable(BlockTable):
         return done
 
     def append_guesses(self, num_tokens: int) -> Appended:
-        """Make room for the state behind each block that these tokens come through: any may be the
-        last that counts."""
+        """Make room for a state behind each block that these tokens pass: any of the tokens may be
+        the last that is accepted."""
         done, end = Appended(), self.num_tokens + num_tokens
         while self.num_tokens < end:
             behind = self.num_tokens + self.block_size - self.num_tokens % self.block_size
@@ -103,9 +103,8 @@ class StateTable(BlockTable):
         return done
 
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
-        """Name the states behind the blocks from `first` on, as far as they are there; returns
-        these blocks. Of those that are not kept only the last one has a name: others would soon
-        push out all that is of use."""
+        """Name the states behind the blocks from `first` on, and return these blocks. Of the blocks
+        that are not kept only the last has a name: more would evict useful states."""
         named = []
         for i, digest in enumerate(digests, first):
             block_id = self.blocks[i]

@@ -1,11 +1,31 @@
 """Swapping: whole sequences between the device's blocks and the host's (P 4.5)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire.kv.host_tier import Copies
 from quire.kv.manager import KVManager, SequenceBlocks, fit
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
+
+
+def undo_copies(
+    kv: KVManager,
+    sequence: SequenceBlocks,
+    copies: Iterable[tuple[int, int, int]],
+    num_tokens: int,
+) -> None:
+    """Take back what a plan in the making has done to a sequence that had this length.
+
+    copies: cache group, from, to; the last first. Their sources are still held by other sequences.
+    """
+    for group, source, destination in copies:
+        pool, table = kv.pools[group], sequence.tables[group]
+        table.blocks[table.blocks.index(destination)] = source
+        pool.acquire(source)
+        pool.release(destination)
+    if sequence.num_tokens > num_tokens:
+        kv.truncate(sequence, num_tokens)
+    sequence.advance(num_tokens)
 
 
 def swap_out(

@@ -4,11 +4,10 @@
     physical block   7     1     3                 only the last one may be partly filled
     filled           P     P     num_tokens % P
 
-Every decoding method is written with `fork`, `append` and `free` (P 5.2), and `truncate` for rewind
-and rejected drafts. The writing rule: a block is written only by the one table that holds it and
-only while the index does not name it; so `append` copies a shared last block first, and takes an
-indexed one out of the index first. A window group's table drops blocks that left the window: their
-entries become NULL.
+Every decoding method uses `fork`, `append` and `free` (P 5.2), and `truncate` for rewinding and
+rejected drafts. The writing rule: a block is written only by the one table that holds it, and only
+while the index does not name it. So `append` first copies a shared last block, or takes it out of
+the index. A window group's table drops blocks that left the window: their entries become NULL.
 """
 
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ class BlockTable:
         return len(self.blocks) * self.block_size
 
     def num_free_slots(self, num_blocks: int) -> int:
-        """Count the tokens that it could take in with so many blocks more, sharing none."""
+        """Return the number of tokens that fit into the table with num_blocks more."""
         return self.capacity - self.num_tokens + num_blocks * self.block_size
 
     @property
@@ -59,17 +58,17 @@ class BlockTable:
         self.blocks = list(blocks)
         self.num_tokens = num_tokens
         self.num_dropped = blocks.count(NULL)
-        self._pool.acquire_all(blocks if not self.num_dropped else filter(_is_there, blocks))
+        self._pool.acquire_all(blocks if not self.num_dropped else blocks[self.num_dropped :])
 
     def num_new_blocks(self, num_tokens: int) -> int:
-        """Free blocks that `append(num_tokens)` takes."""
+        """Return the number of free blocks that `append(num_tokens)` takes."""
         if num_tokens == 0:
             return 0
         behind = self.num_blocks_from(len(self.blocks), self.num_tokens + num_tokens)
         return behind + self._must_copy()
 
     def num_blocks_from(self, first: int, num_tokens: int) -> int:
-        """Count the logical blocks from `first` on that so many tokens take."""
+        """Return the number of logical blocks from `first` on that num_tokens take."""
         return max(0, -(-num_tokens // self.block_size) - first)
 
     def append(self, num_tokens: int) -> Appended:
@@ -88,17 +87,17 @@ class BlockTable:
         return done
 
     def num_blocks_of_guesses(self, num_tokens: int) -> int:
-        """Free blocks that `append_guesses(num_tokens)` takes."""
+        """Return the number of free blocks that `append_guesses(num_tokens)` takes."""
         blocks = -(-(self.num_tokens + num_tokens) // self.block_size)
         return max(0, blocks - len(self.blocks)) + self._must_copy()
 
     def append_guesses(self, num_tokens: int) -> Appended:
-        """Make room to write so many tokens, of which the last ones may be taken back."""
+        """Make room to write draft tokens, of which the last ones may be taken back."""
         return self.append(num_tokens)
 
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
-        """Enter the full blocks from logical block `first` on in the index, as far as the sequence
-        still holds them; returns these blocks."""
+        """Enter the full blocks from logical block `first` on in the index. Return those that the
+        table still holds."""
         named = []
         for block_id, digest in zip(self.blocks[first:], digests, strict=False):
             if block_id != NULL:
@@ -107,13 +106,12 @@ class BlockTable:
         return named
 
     def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
-        """Tell whether another sequence could begin with the first so many tokens. first_needed: of
-        the token that comes next."""
+        """Return whether another sequence could begin with the first num_tokens tokens.
+        first_needed: the first token that the next one needs."""
         return self.num_dropped <= first_needed // self.block_size
 
     def fork(self) -> Self:
-        """Make a second table over the same blocks, which are shared until one of the two
-        writes."""
+        """Return a second table over the same blocks, shared until one of the two writes."""
         child = type(self)(self._pool, self.block_size)
         self._pool.acquire_all(self.live_blocks)
         child.blocks = list(self.blocks)
@@ -122,8 +120,8 @@ class BlockTable:
         return child
 
     def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
-        """Make the same table over blocks of another pool. places: block of this pool -> of the
-        other, as far as tables that share blocks with this one have set it; it is added to."""
+        """Return the same table over blocks of another pool. places: block of this pool -> block of
+        the other; shared by all tables that are moved together, and added to."""
         table = type(self)(pool, self.block_size)
         table.blocks = [NULL] * self.num_dropped
         for block_id in self.blocks[self.num_dropped :]:
@@ -147,14 +145,14 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def drop_before(self, position: int) -> None:
-        """Release the blocks that hold only tokens before `position` (they left the window)."""
+        """Release the blocks that hold only tokens before `position`."""
         for i in range(self.num_dropped, min(position // self.block_size, len(self.blocks))):
             self._release(self.blocks[i])
             self.blocks[i] = NULL
             self.num_dropped = i + 1
 
     def free(self) -> None:
-        """Release everything, last block first, so that a prefix's beginning is evicted last."""
+        """Release all blocks, the last first, so that the beginning is evicted last."""
         self._pool.release_all(reversed(self.live_blocks))
         self.blocks = []
         self.num_tokens = 0
@@ -165,8 +163,7 @@ class BlockTable:
             self._pool.release(block_id)
 
     def _partial_index(self) -> int | None:
-        """Return the logical index of the block that the next token goes into, if it exists
-        already."""
+        """Return the logical index of the block that the next token goes into, if there is one."""
         index = self.num_tokens // self.block_size
         return index if index < len(self.blocks) else None
 
@@ -184,7 +181,3 @@ class BlockTable:
             done.copies.append((block_id, fresh))
         else:
             self._pool.unindex(block_id)
-
-
-def _is_there(block_id: int) -> bool:
-    return block_id != NULL

@@ -35,6 +35,7 @@ from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.beside import beside
+from quire.ops.embedding import add_features, place
 from quire.ops.scale import scale
 from quire.ops.soft_cap import soft_cap
 
@@ -269,6 +270,7 @@ class Decoder(Model):
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
     embedding_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
+    num_features = 0  # of the encoder memory, that are added after the first layers (DeepStack)
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
@@ -328,6 +330,9 @@ class Decoder(Model):
                 reads.keep(number, x_TD, residual_TD)
             rotary_rows = None if kind is None else rows[kind]
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
+            if number < self.num_features and self.encoder_memory is not None:
+                offset = (number + 1) * x_TD.shape[1]
+                x_TD = add_features(x_TD, input_ids_T, self.encoder_memory, offset)
         if reads is not None:
             reads.keep(self._here.stop, x_TD, residual_TD)
         if self.norm is None:
@@ -350,6 +355,8 @@ class Decoder(Model):
         x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
         if self._options.embedding_scale != 1.0:
             x_TD = scale(x_TD, self._options.embedding_scale)
+        if self.encoder_memory is not None:
+            x_TD = place(x_TD, input_ids_T, self.encoder_memory)
         return x_TD, None
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:

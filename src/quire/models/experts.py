@@ -30,13 +30,16 @@ from quire.ops.moe import moe_experts, moe_route
 @dataclass(frozen=True)
 class TensorOfAll:
     """A checkpoint's tensor of all experts of a layer. experts: those that a rank has. is_turned:
-    it is [E, K, N], not [E, N, K]. rows: of each, N. columns: of each, K; None: all."""
+    it is [E, K, N], not [E, N, K]. is_either_way: it may be that, which its shape says. rows: of
+    each, N. columns: of each, K; None: all.
+    """
 
     name: str
     experts: Cut
     is_turned: bool
     rows: Rows
     columns: Cut | None = None
+    is_either_way: bool = False
 
     def sources(
         self, weight: torch.Tensor, bias: torch.Tensor | None, expert: int | None = None
@@ -45,7 +48,7 @@ class TensorOfAll:
         rows, order = self.rows.taken()
         dimension = 1 if expert is None else 0
         of_rows: dict[str, Any] = {"rows": rows, "order": order, "order_dimension": dimension}
-        own = of_rows | {"columns": self.columns}
+        own = of_rows | {"columns": self.columns, "is_either_way": self.is_either_way}
         found = [Source(self.name, weight, self.is_turned, **own)]
         if bias is not None:
             own = of_rows | {"is_elsewhere": is_added_elsewhere(self.columns)}
@@ -72,7 +75,8 @@ class ExpertForm:
 
     router: its module. parts: modules of each expert, gate, up and down. stand_alone: these are
     what checkpoints hold, unless they are known to hold the others. together: tensors of all
-    experts, gate and up, and down. is_turned: these have inputs before outputs. takes_turns: gate
+    experts, gate and up, and down. is_turned: these have inputs before outputs. is_either_way: they
+    may have, which their shape says. takes_turns: gate
     and up are rows in turn. has_bias: router and experts have biases. clamped: the gate, if it is
     another than silu.
     """
@@ -82,6 +86,7 @@ class ExpertForm:
     stand_alone: bool = True
     together: tuple[str, str] = ("gate_up_proj", "down_proj")
     is_turned: bool = False
+    is_either_way: bool = False
     takes_turns: bool = False
     has_bias: bool = False
     clamped: ClampedGate | None = None
@@ -98,7 +103,10 @@ class ExpertForm:
         rest = experts, self.is_turned
         columns = None if inner.is_whole else inner
         first = TensorOfAll(gate_up, *rest, rows_of([inner, inner], order))
-        return first, TensorOfAll(down, *rest, rows_of(size), columns)
+        last = TensorOfAll(down, *rest, rows_of(size), columns)
+        if self.is_either_way:
+            return replace(first, is_either_way=True), replace(last, is_either_way=True)
+        return first, last
 
     def modules_of(self, name: str) -> tuple[list[str], list[str]]:
         """List the modules of one expert: gate and up, and down."""

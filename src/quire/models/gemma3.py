@@ -7,35 +7,38 @@ from quire.base.config_fields import Fields
 from quire.base.layer_windows import FULL, SLIDING
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import LEAST_FACTOR, RopeOptions, rope_of
+from quire.models.decoder import Decoder
 from quire.models.gemma2 import Gemma2Layer, embedding_scale, optional, refuse_bidirectional
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
-from quire.models.text_part import TextPart
 
 GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
 
 
-class Gemma3(TextPart):
-    """The text model (`gemma3_text`), also as a part of one that reads images (`gemma3`)."""
+class Gemma3(Decoder):
+    """The text model (`gemma3_text`); see `multimodal/gemma3.py` for the one that reads images."""
 
     layer_kind = Gemma2Layer
-    of_images = ("vision_tower.", "multi_modal_projector.")
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
-        fields, bias = spec.fields, spec.layers.attention_bias
-        refuse_bidirectional(fields)
-        whole, local = rope_of_full(spec), rope_of_windows(spec)
-        options = DecoderOptions(
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm=True,
-            norm_offset=1.0,
-            ropes=[whole if window is None else local for window in spec.layer_windows],
-            attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-            embedding_scale=embedding_scale(spec, factory.dtype),
-            logits_soft_cap=optional(fields, "final_logit_softcapping"),
-        )
-        super().__init__(spec, options, factory)
+        super().__init__(spec, gemma3_options(spec, factory), factory)
+
+
+def gemma3_options(spec: ModelSpec, factory: ParamFactory) -> DecoderOptions:
+    """Return what a Gemma 3 decoder does apart from others. Raises ModelError."""
+    fields, bias = spec.fields, spec.layers.attention_bias
+    refuse_bidirectional(fields)
+    whole, local = rope_of_full(spec), rope_of_windows(spec)
+    return DecoderOptions(
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        norm_offset=1.0,
+        ropes=[whole if window is None else local for window in spec.layer_windows],
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        embedding_scale=embedding_scale(spec, factory.dtype),
+        logits_soft_cap=optional(fields, "final_logit_softcapping"),
+    )
 
 
 def rope_of_full(spec: ModelSpec) -> RopeOptions:

@@ -85,7 +85,7 @@ def load_model(
     options = options or LoadOptions()
     formats, cache, reads = options.formats, options.cache, options.load_format != "dummy"
     model = empty_model(spec, dtype, device, options.place)
-    if PART_OF in spec.raw:
+    if PART_OF in spec.raw and model.vision is None:
         logger.warning(
             "models of type %s also read images; only the text part is served, without images",
             spec.raw[PART_OF],

@@ -13,8 +13,10 @@ from quire.base.cuts import Cut
 from quire.base.errors import ModelError
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.reads import Reads
+from quire.models.vision.tower import VisionTower
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.precision import accumulation_dtype
 
 HEADS = "num_attention_heads"  # the setting, as errors name it
 
@@ -32,7 +34,9 @@ class Model(nn.Module):
     token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
     the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
     head: None but on the last stage. kept_as: the key of the weight cache's file that holds its
-    weights, if they are kept.
+    weights, if they are kept. position_axes: of the positions, 3 with M-RoPE. vision: the tower of
+    a model that reads images. encoder_memory: what tokens with ids below 0 read (ops/embedding.py),
+    [slots, numbers of the tower's rows].
     """
 
     base_prefix = ""
@@ -49,6 +53,13 @@ class Model(nn.Module):
     elsewhere: tuple[str, ...] = ()
     head: LMHead | None
     kept_as: str | None = None
+    position_axes = 1
+    vision: VisionTower | None
+    encoder_memory: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = None
 
     def forward(
         self,
@@ -59,8 +70,9 @@ class Model(nn.Module):
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return hidden states [T, D] after the last norm, or what goes to the next stage [T, E];
-        ids int64 or int32, positions int64.
+        ids int64 or int32, positions int64 [T], or [position_axes, T] if there are several axes.
 
+        An id below 0 stands for row -1 - id of the encoder memory.
         inputs_embeds replaces the embedded ids, intermediate is what the stage before returned.
         """
         raise NotImplementedError
@@ -71,6 +83,16 @@ class Model(nn.Module):
         assert self.head is not None, "the last stage has the head"
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
+
+    def take_encoder_memory(self, num_slots: int) -> torch.Tensor:
+        """Allocate the encoder memory and return it, float32, or float64 for a model in float64.
+
+        It is called before the model is traced, and the memory stays where it is.
+        """
+        assert self.vision is not None, "the model has a vision tower"
+        dtype, device = accumulation_dtype(self.vision.dtype), self.vision.device
+        self.encoder_memory = torch.zeros(num_slots, self.vision.width, dtype=dtype, device=device)
+        return self.encoder_memory
 
     def let_read(self, layers: Sequence[int], most_tokens: int = 0) -> None:
         """Show from now on what enters these layers; see Reads. Raises ModelError for a model that

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quire.base.cuts import Cut
+from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import ModelSpec
 from quire.models.assembly import empty_model
 from quire.models.formats import StoredFormat, WeightFormats
@@ -17,6 +18,7 @@ from quire.models.layers import Embedding, Layer, Linear, LMHead
 from quire.models.model import Model
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.sources import Source
+from quire.models.vision.place import encoder_size
 from quire.ops.formats import SIZES, Packing, Quantization
 
 PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
@@ -54,11 +56,12 @@ class FormatBytes:
 @dataclass(frozen=True)
 class Outline:
     """All parameters of a model, shared ones once, each expert's its own. names_of, ignores: as
-    models.model.Model has them."""
+    models.model.Model has them. encoder: of its vision tower; None without one."""
 
     parts: tuple[Part, ...]
     names_of: Callable[[str], tuple[str, ...]]
     ignores: Callable[[str], bool]
+    encoder: EncoderSize | None = None
 
 
 Stored = Mapping[int, StoredFormat]
@@ -76,7 +79,8 @@ def outline(
     model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"), place)
     if stored_names:
         model.adopt(stored_names)
-    return Outline(tuple(_parts(model)), model.names_of, model.ignores)
+    encoder = encoder_size(model, spec, place)
+    return Outline(tuple(_parts(model)), model.names_of, model.ignores, encoder)
 
 
 def _parts(model: Model) -> Iterator[Part]:

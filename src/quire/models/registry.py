@@ -12,7 +12,7 @@ from quire.base import eagle3_spec, plugins
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
 from quire.base.model_spec import QUIRE, TRANSFORMERS, ModelSpec, load_spec, read_config
-from quire.base.text_config import text_part
+from quire.base.text_config import PART_OF, text_part
 from quire.models.bert import Bert
 from quire.models.cohere2 import Cohere2
 from quire.models.eagle3 import Eagle3
@@ -31,6 +31,11 @@ from quire.models.mistral import Mistral
 from quire.models.mixtral import Mixtral
 from quire.models.model import Model
 from quire.models.modernbert import ModernBert
+from quire.models.multimodal.gemma3 import Gemma3Images
+from quire.models.multimodal.llava import Llava, LlavaNext
+from quire.models.multimodal.qwen2_5_vl import Qwen25VL
+from quire.models.multimodal.qwen2_vl import Qwen2VL
+from quire.models.multimodal.qwen3_vl import Qwen3VL
 from quire.models.olmo2 import Olmo2
 from quire.models.opt import OPT
 from quire.models.phi3 import Phi3
@@ -78,6 +83,16 @@ ENCODERS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "xlm-roberta": Roberta,
 }
 OWN = ChainMap(MODELS, ENCODERS)
+# Those that read images, by the type of the whole model.
+MULTIMODAL: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
+    "gemma3": Gemma3Images,
+    "llava": Llava,
+    "llava_next": LlavaNext,
+    "qwen2_5_vl": Qwen25VL,
+    "qwen2_vl": Qwen2VL,
+    "qwen3_vl": Qwen3VL,
+    "qwen3_vl_moe": Qwen3VL,
+}
 
 
 def model_spec(
@@ -122,6 +137,8 @@ def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
         return TransformersModel
     if spec.model_type == eagle3_spec.MODEL_TYPE:
         return Eagle3
+    if spec.raw.get(PART_OF) in MULTIMODAL:
+        return MULTIMODAL[spec.raw[PART_OF]]
     return model_class(spec.model_type)
 
 

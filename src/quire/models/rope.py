@@ -1,6 +1,6 @@
 """Rotary embedding of a model: its frequencies, from what the config says (base/rope_options.py).
 
-Shape legend: T tokens, H head dim, E = H / 2.
+Shape legend: T tokens, H head dim, E = H / 2, A axes of positions.
 
 Frequencies are radians per token; a dimension that is not turned has frequency 0. The variant
 `divisors` comes from GGUF files, which hold a number for each frequency instead of the rule that
@@ -21,11 +21,15 @@ class Rotary:
     """The model's rotary embedding. Called once per step; all layers share what it returns."""
 
     def __init__(self, options: RopeOptions, head_dim: int, factory: ParamFactory) -> None:
-        self._frequencies_E = rope_frequencies(options, head_dim).to(factory.device)
+        frequencies_E = rope_frequencies(options, head_dim)
+        if options.axes:
+            frequencies_E = by_axis(frequencies_E, options.axes)
+        self._frequencies_E = frequencies_E.to(factory.device)
         self._scale, self._dtype = options.scale, factory.dtype
 
     def __call__(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """The factors of these positions, as ops.rotary takes them."""
+        """Return the factors of these positions, as ops.rotary takes them. positions: of M-RoPE
+        [A, T], or [T] where they are the same in all axes."""
         return rotary_rows(positions_T, self._frequencies_E, self._scale, self._dtype)
 
 
@@ -35,6 +39,13 @@ def rope_frequencies(options: RopeOptions, head_dim: int) -> torch.Tensor:
     frequencies_E = torch.zeros(head_dim // 2, dtype=torch.float64)
     frequencies_E[: len(turned_E)] = turned_E
     return frequencies_E
+
+
+def by_axis(frequencies_E: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """Return frequencies [A, E] that are 0 in all axes but their own (M-RoPE, arXiv 2409.12191)."""
+    own_E = torch.tensor(axes)
+    is_own_AE = torch.arange(int(own_E.max()) + 1)[:, None] == own_E
+    return torch.where(is_own_AE, frequencies_E, 0.0)
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> torch.Tensor | None:

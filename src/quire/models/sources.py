@@ -93,7 +93,7 @@ class Source:
         if self.part is not None:
             part = self.part
             values = values.narrow(part.dimension, part.first, part.count)
-        if self.is_either_way and tuple(values.shape) != self.whole_shape:
+        if self.is_either_way and values.shape[-2:] != self.whole_shape[-2:]:
             values = values.transpose(-2, -1)
         values = values.reshape(self.stored_shape)
         if self.transposed:

@@ -1,4 +1,10 @@
-"""Look-up of rows in a table. Shape legend: T tokens, V rows of the table, D model dim."""
+"""Look-up of rows in a table, and of the encoder outputs that take the place of such rows.
+
+A token of a media item has an id below 0: -1 - slot, where `slot` is a row of the encoder memory.
+Its row of the table is zeros.
+
+Shape legend: T tokens, V rows of the table, D model dim, S slots, W numbers of a slot.
+"""
 
 import torch
 
@@ -11,7 +17,7 @@ from quire.ops.registry import op
 def embedding(
     ids_T: torch.Tensor, weight_VD: torch.Tensor | OpaqueWeight, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Rows of the table [T, D] for int64 or int32 ids, which must lie in [0, V).
+    """Return rows of the table [T, D] for int64 or int32 ids below V; zeros for ids below 0.
 
     dtype: of the result, for a packed table, which a tied head shares.
     """
@@ -21,7 +27,8 @@ def embedding(
     if kernels := kernels_for(weight_VD, "embedding"):
         found: torch.Tensor = kernels.embedding(ids_T, weight_VD)
         return found
-    return torch.nn.functional.embedding(ids_T, weight_VD)
+    found_TD = torch.nn.functional.embedding(ids_T.clamp(min=0), weight_VD)
+    return found_TD.masked_fill_(ids_T[:, None] < 0, 0.0)
 
 
 @op("part_of_embedding")
@@ -36,3 +43,38 @@ def part_of_embedding(
     is_here_T = (own_T >= 0) & (own_T < weight_VD.shape[0])
     found_TD = embedding(own_T.where(is_here_T, 0), weight_VD, dtype)
     return found_TD.where(is_here_T[:, None], 0.0)
+
+
+@op("place")
+def place(x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor) -> torch.Tensor:
+    """Return x with the first D numbers of its slot for each token whose id is below 0.
+
+    memory: the encoder memory, float32 or float64; the slots must be among its rows.
+    """
+    if kernels := kernels_for(x_TD, "embedding"):
+        placed: torch.Tensor = kernels.place(x_TD, ids_T, memory_SW)
+        return placed
+    return torch.where(ids_T[:, None] < 0, _features(x_TD, ids_T, memory_SW, 0), x_TD)
+
+
+@op("add_features")
+def add_features(
+    x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor, offset: int
+) -> torch.Tensor:
+    """Return x plus D numbers of its slot, from `offset` on, for each token whose id is below 0.
+
+    DeepStack (arXiv 2406.04334). memory: as of `place`.
+    """
+    if kernels := kernels_for(x_TD, "embedding"):
+        added: torch.Tensor = kernels.add_features(x_TD, ids_T, memory_SW, offset)
+        return added
+    features_TD = _features(x_TD, ids_T, memory_SW, offset)
+    return torch.where(ids_T[:, None] < 0, x_TD + features_TD, x_TD)
+
+
+def _features(
+    x_TD: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor, offset: int
+) -> torch.Tensor:
+    """Return each token's numbers of its slot, [T, D]; of tokens without a slot any."""
+    slots_T = (-1 - ids_T.long()).clamp(min=0)
+    return memory_SW[slots_T, offset : offset + x_TD.shape[1]].to(x_TD.dtype)

@@ -20,7 +20,7 @@ class CorePlan(Protocol):
     def prepare(
         self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
         num_rows: int, block_size: int, window: int, ahead: int, kv_heads: int, group: int,
-        head_dim: int, num_threads: int, split: bool, cascade: bool,
+        head_dim: int, ends: int, num_threads: int, split: bool, cascade: bool,
     ) -> None: ...  # fmt: skip
 
 

@@ -100,16 +100,17 @@ class PackedWeight(OpaqueWeight):
         return self.layout.at(address(self.data, torch.uint8), needed_core())
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The rows [U, K] of these outputs, int64, as they were stored."""
+        """The rows [U, K] of these outputs, int64, as they were stored; zeros for ids below 0."""
+        known_U = ids_U.clamp(min=0)
         out_UK = torch.empty(len(ids_U), self.shape[1], dtype=dtype)
         needed_core().linear_unpack_rows(
             address(out_UK, dtype),
             ELEMENTS[dtype],
-            address(ids_U, torch.int64),
+            address(known_U, torch.int64),
             len(ids_U),
             self.core,
         )
-        return out_UK
+        return out_UK.masked_fill_(ids_U[:, None] < 0, 0.0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,6 +56,8 @@ class Kind(IntEnum):
     ALL_REDUCE = 25
     SQUARE_SUM = 26
     RMS_NORM_BY_SUM = 27
+    PLACE = 28
+    ADD_FEATURES = 29
 
 
 # Kinds whose threads share the work of all rows in a way of their own: a phase each.

@@ -1,6 +1,6 @@
 """Rotary position embedding, half-rotation style.
 
-Shape legend: T tokens, N heads (queries and keys in one call), H head dim, E = H / 2.
+Shape legend: T tokens, N heads (queries and keys in one call), H head dim, E = H / 2, A axes.
 Element e of a head's first half and element e of its second half are a point that is turned by
 the angle position * frequency[e].
 """
@@ -19,14 +19,19 @@ def rotary_rows(
     """The factors of each position, once per step: [T, 1, 2 H] = (cos, cos, -sin, sin) * scale.
 
     positions: integers; frequencies: float64, radians per token; 0 is for elements that are not
-    turned, nor scaled. Angles, sines and cosines are computed in float64, since a product of a
-    position of 10^5 in float32 is off by 10^-2 radians. They are returned in `dtype`'s
-    accumulation type.
+    turned, nor scaled. With M-RoPE both have a first dimension of A axes. Each frequency is 0 in
+    all axes but the one that it belongs to, so the sum over axes is exact. Positions without that
+    dimension are those of all axes.
+
+    Angles, sines and cosines are computed in float64, since a product of a position of 10^5 in
+    float32 is off by 10^-2 radians. They are returned in `dtype`'s accumulation type.
     """
     if dtype in DTYPES and (kernels := kernels_for(positions_T, "rotary_rows", any_dtype=True)):
         found: torch.Tensor = kernels.rotary_rows(positions_T, frequencies_E, scale)
         return found
-    angles_TE = positions_T.to(torch.float64)[:, None] * frequencies_E
+    angles_TE = positions_T.to(torch.float64)[..., None] * frequencies_E.unsqueeze(-2)
+    if frequencies_E.dim() == 2:
+        angles_TE, frequencies_E = angles_TE.sum(0), frequencies_E.sum(0)
     scale_E = torch.full_like(frequencies_E, scale).masked_fill_(frequencies_E == 0, 1.0)
     cos_TE, sin_TE = angles_TE.cos() * scale_E, angles_TE.sin() * scale_E
     rows_TH = torch.cat((cos_TE, cos_TE, -sin_TE, sin_TE), dim=-1)

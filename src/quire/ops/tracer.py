@@ -66,6 +66,8 @@ class Tracer:
             "delta_rule": self._delta_rule,
             "gated_norm": self._gated_norm,
             "sigmoid_mul": self._row_wise(Kind.SIGMOID_MUL),
+            "place": self._place,
+            "add_features": self._add_features,
         }
 
     def trace(self, result_TD: torch.Tensor, outside: Sequence[torch.Tensor] = ()) -> ProgramDraft:
@@ -173,8 +175,42 @@ class Tracer:
     ) -> None:
         if self._inputs.get(_storage(positions_T)) != Input.POSITIONS:
             raise Untraceable("rotary factors of something other than the positions")
-        kind, views, size = Kind.ROTARY_FACTORS, (self._new(out),), 2 * len(frequencies_E)
-        self._emit(Instruction(kind, views, size=size, frequencies=frequencies_E, scale=scale))
+        frequencies_AE = torch.atleast_2d(frequencies_E).contiguous()
+        num_axes, half = frequencies_AE.shape
+        self._emit(
+            Instruction(
+                Kind.ROTARY_FACTORS,
+                (self._new(out),),
+                size=2 * half,
+                count=num_axes,
+                frequencies=frequencies_AE,
+                scale=scale,
+            )
+        )
+
+    def _place(
+        self, out: torch.Tensor, x: torch.Tensor, ids_T: torch.Tensor, memory_SW: torch.Tensor
+    ) -> None:
+        self._encoded(Kind.PLACE, out, x, ids_T, memory_SW, 0)
+
+    def _add_features(self, out: torch.Tensor, *arguments: Any) -> None:
+        self._encoded(Kind.ADD_FEATURES, out, *arguments)
+
+    def _encoded(
+        self,
+        kind: Kind,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        ids_T: torch.Tensor,
+        memory_SW: torch.Tensor,
+        offset: int,
+    ) -> None:
+        if self._inputs.get(_storage(ids_T)) != Input.IDS:
+            raise Untraceable("encoder outputs are chosen by something other than the ids")
+        if memory_SW.dtype != torch.float32:
+            raise Untraceable(f"the encoder memory holds {memory_SW.dtype}")
+        views, size, count = (self._new(out), self._view(x)), x.shape[1], memory_SW.shape[1]
+        self._emit(Instruction(kind, views, size=size, first=offset, count=count, table=memory_SW))
 
     def _rms_norm(
         self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float

@@ -173,6 +173,9 @@ def _mark_final(messages: list[Message], options: ChatOptions) -> str:
     if isinstance(content, str):
         message["content"] = content + FINAL_MARK
         return content
+    if "text" not in content[-1]:
+        reason = "continue_final_message needs a last message that ends with text."
+        raise RequestError(reason, "continue_final_message")
     text = str(content[-1]["text"])
     content[-1]["text"] = text + FINAL_MARK
     return text

@@ -1,9 +1,9 @@
 """Messages of a conversation: checked, and brought into the form that a chat template takes.
 
 A message is {"role": ..., "content": text or list of parts, ...}; a part is a text or
-{"type": "text", "text": ...}. Further fields (name, tool_calls, tool_call_id, reasoning_content and
-what a model's template knows) are handed on as plain data, unless they are null. The caller's
-objects are not changed.
+{"type": "text", "text": ...}, or it stands for an image or a video ({"type": "image"}). Further
+fields (name, tool_calls, tool_call_id, reasoning_content and what a model's template knows) are
+handed on as plain data, unless they are null. The caller's objects are not changed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,9 @@ from quire.render.template_forms import TemplateForms
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MAX_DEPTH = 64
+MEDIA_PARTS = ({"type": "image"}, {"type": "video"})  # as transformers' templates take them
 Message = dict[str, Any]
+Media = dict[str, str]
 
 
 def prepare_messages(
@@ -95,7 +97,7 @@ def _wrong_part(index: int, rule: str) -> RequestError:
 
 
 def _checked(message: object, index: int) -> Message:
-    """Return a copy of a message whose content is a text or a list of texts."""
+    """Return a copy of a message whose content is a text or a list of texts and media parts."""
     if not isinstance(message, Mapping):
         raise _wrong(index, f"must be an object with a role, got {type(message).__name__}")
     role = message.get("role")
@@ -108,7 +110,7 @@ def _checked(message: object, index: int) -> Message:
     return plain
 
 
-def _texts(message: Message, index: int) -> str | list[str]:
+def _texts(message: Message, index: int) -> str | list[str | Media]:
     """Return a message's content; that of calls alone is an empty text."""
     content = message.get("content")
     if content is None and message["role"] != "assistant":
@@ -117,7 +119,7 @@ def _texts(message: Message, index: int) -> str | list[str]:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
-        return [_part_text(part, index) for part in content]
+        return [part if part in MEDIA_PARTS else _part_text(part, index) for part in content]
     kind = type(content).__name__
     raise _wrong_part(
         index, f"has a content of type {kind}; it must be a text or a list of text parts"
@@ -143,8 +145,16 @@ def _with_known_roles(messages: list[Message], forms: TemplateForms) -> list[Mes
     return found
 
 
-def _joined(content: str | list[str]) -> str:
-    return content if isinstance(content, str) else "\n".join(content)
+def _joined(content: str | list[str | Media]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = [each for each in content if isinstance(each, str)]
+    if len(texts) < len(content):
+        raise RequestError(
+            "this chat template takes only text in the message that has an image; send the image in"
+            " a user's message, or use another chat_template."
+        )
+    return "\n".join(texts)
 
 
 def _set_content(message: Message, forms: TemplateForms, content_format: str) -> None:
@@ -160,7 +170,8 @@ def _set_content(message: Message, forms: TemplateForms, content_format: str) ->
         must_be_part = content and content_format != "string" and forms.wants_part(role)
         content = [content] if must_be_part else content
     if isinstance(content, list):
-        content = [{"type": "text", "text": text} for text in content]
+        content = [each if isinstance(each, dict) else {"type": "text", "text": each}
+                   for each in content]  # fmt: skip
     message["content"] = content
 
 
@@ -171,7 +182,8 @@ def _part_text(part: object, index: int) -> str:
         raise _wrong_part(index, f"has a part of type {type(part).__name__}; it must be an object")
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
-        raise _wrong_part(index, f"has a part of type {kind!r}; this model accepts text parts only")
+        rule = f"has a part of type {kind!r}, which is not supported here; send text parts"
+        raise _wrong_part(index, rule)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise _wrong_part(index, "has a text part without a text")

@@ -9,21 +9,28 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import RequestError
+from quire.base.media.item import MediaItem
 from quire.base.sampling_params import SamplingParams
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
 from quire.render.chat_template import ChatOptions, load_template, no_template
 from quire.render.grammars import Grammars
+from quire.render.media.parts import media_kinds
 from quire.render.structured import grammar_of, no_tokenizer
 from quire.render.template_job import InThisProcess, TemplateJob, TemplateRunner
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
 
+if TYPE_CHECKING:
+    from quire.render.media.media_renderer import MediaRenderer
+    from quire.render.media.prepared import PreparedMedia
+
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+Media = Sequence["PreparedMedia"]
 
 TOOL_TEMPLATE = "tool_use"
 MAX_KEPT_FORMATS = 16
@@ -32,11 +39,13 @@ MAX_KEPT_FORMATS = 16
 @dataclass(frozen=True)
 class RenderedPrompt:
     """text: what was tokenised; None for a prompt that came as token ids. second: the place of the
-    first token of a second text that belongs to the first; None if there is one text."""
+    first token of a second text that belongs to the first; None if there is one text. media: the
+    images and videos in it, in its order; the text has a mark for each."""
 
     token_ids: list[int]
     text: str | None = None
     second: int | None = None
+    media: tuple[MediaItem, ...] = ()
 
 
 class Renderer:
@@ -46,6 +55,7 @@ class Renderer:
     them; without it they run here, unbounded, which is for templates that are trusted. now: the
     clock of those. grammars: who checks grammars. parsers: of tool calls and of reasoning, by name
     (`detect_format`). template_kwargs: variables of templates that conversations do not set.
+    media: prepares images and videos; None for a model that takes none.
     """
 
     def __init__(
@@ -56,8 +66,10 @@ class Renderer:
         templates: TemplateRunner | None = None,
         parsers: tuple[str, str] = ("auto", "auto"),
         template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        media: "MediaRenderer | None" = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.media = media
         self.grammars = Grammars()
         self._parsers = parsers
         self._template_kwargs = template_kwargs
@@ -141,22 +153,25 @@ class Renderer:
         options: ChatOptions | None = None,
         template: str | None = None,
         add_special_tokens: bool = True,
+        media: Media = (),
     ) -> RenderedPrompt:
         """Token ids and text of a prompt. Raises RequestError for one that cannot be used.
 
         prompt: a text, a list of messages, a list of token ids, {"prompt": text} or
         {"prompt_token_ids": ids}. options, template: for conversations. add_special_tokens: for
-        texts; a chat template writes the special tokens itself.
+        texts; a chat template writes the special tokens itself. media: the images and videos of the
+        prompt in its order; messages have a part for each (`parts.take_media`), texts and token ids
+        a mark (`Placeholders.mark`).
         """
         if isinstance(prompt, str):
-            return self._render_text(prompt, add_special_tokens)
+            return self._render_text(prompt, add_special_tokens, media)
         if isinstance(prompt, Mapping):
-            return self._render_mapping(prompt, add_special_tokens)
+            return self._render_mapping(prompt, add_special_tokens, media)
         if is_conversation(prompt):
             text = self.chat_text(prompt, options, template)
-            return self._render_text(text, add_special_tokens=False)
+            return self._render_text(text, add_special_tokens=False, media=media)
         if isinstance(prompt, Sequence):
-            return RenderedPrompt(_checked_ids(prompt))
+            return self._render_ids(prompt, media)
         raise RequestError(
             "a prompt must be a text, a list of messages or token ids,"
             f" got {type(prompt).__name__}."
@@ -183,6 +198,7 @@ class Renderer:
     def _job(
         self, messages: object, options: ChatOptions | None, template: str | None
     ) -> TemplateJob:
+        self._check_media_parts(messages)
         options = options or ChatOptions()
         if self._template_kwargs:
             variables = {**self._template_kwargs, **options.template_kwargs}
@@ -191,25 +207,64 @@ class Renderer:
         named = {} if self.tokenizer is None else self.tokenizer.named_tokens
         return TemplateJob(source, named, messages, options, source == template)
 
-    def _render_mapping(self, prompt: Mapping[Any, Any], special: bool) -> RenderedPrompt:
+    def _check_media_parts(self, messages: object) -> None:
+        """Refuse images that the model does not take, and texts that would stand for images."""
+        if self.media is not None:
+            self.media.placeholders.check_texts(messages)
+            for kind in media_kinds(messages):
+                self.media.placeholders.mark(kind)
+        elif media_kinds(messages):
+            raise no_media()
+
+    def _render_mapping(
+        self, prompt: Mapping[Any, Any], special: bool, media: Media
+    ) -> RenderedPrompt:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if prompt.get("multi_modal_data"):
+            raise RequestError(
+                "multi_modal_data is taken by generate and stream only; remove it.",
+                "multi_modal_data",
+            )
         if token_ids is not None:
             known = text if isinstance(text, str) else None
-            return replace(RenderedPrompt(_checked_ids(token_ids)), text=known)
+            return replace(self._render_ids(token_ids, media), text=known)
         if not isinstance(text, str):
             raise RequestError('a prompt object needs "prompt" (text) or "prompt_token_ids".')
-        return self._render_text(text, special)
+        return self._render_text(text, special, media)
 
-    def _render_text(self, text: str, add_special_tokens: bool) -> RenderedPrompt:
+    def _render_ids(self, values: object, media: Media) -> RenderedPrompt:
+        """Return token ids. Without media, placeholder tokens among them mean nothing."""
+        token_ids = _checked_ids(values)
+        if not media:
+            return RenderedPrompt(token_ids)
+        placeholders = self._needed_media().placeholders
+        token_ids, items = placeholders.place(*placeholders.expand_ids(token_ids, media))
+        return RenderedPrompt(token_ids, media=items)
+
+    def _needed_media(self) -> "MediaRenderer":
+        if self.media is None:
+            raise no_media()
+        return self.media
+
+    def _render_text(
+        self, text: str, add_special_tokens: bool, media: Media = ()
+    ) -> RenderedPrompt:
         if self.tokenizer is None:
             raise RequestError(
                 "this model has no tokenizer, so prompts must be token ids: a list of integers, or"
                 " prompt_token_ids in Python."
             )
-        token_ids = self.tokenizer.encode(text, add_special_tokens)
+        expanded: str = text
+        ordered: Media = ()
+        if media or self.media is not None:
+            expanded, ordered = self._needed_media().placeholders.expand(text, media)
+        token_ids = self.tokenizer.encode(expanded, add_special_tokens)
         if not token_ids:
             raise RequestError("the prompt is empty: it gives no tokens.")
-        return RenderedPrompt(token_ids, text)
+        if not ordered:
+            return RenderedPrompt(token_ids, text)
+        token_ids, items = self._needed_media().placeholders.place(token_ids, ordered)
+        return RenderedPrompt(token_ids, text, media=items)
 
     def _source(self, given: str | None, with_tools: bool) -> str:
         """Return the template to use: the request's, the configured one, or one of the model's."""
@@ -224,6 +279,11 @@ class Renderer:
         if own is None:
             raise no_template(named)
         return own
+
+
+def no_media() -> RequestError:
+    """Return the error of a prompt with images for a model without a processor for them."""
+    return RequestError("this model does not accept images; send text only.")
 
 
 def is_conversation(prompt: object) -> bool:

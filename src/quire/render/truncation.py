@@ -1,5 +1,6 @@
 """Cutting a prompt to the tokens that a request wants of it."""
 
+from quire.base.errors import RequestError
 from quire.base.sampling_params import SamplingParams
 from quire.render.renderer import RenderedPrompt
 
@@ -18,6 +19,12 @@ def truncated(
         keep = max(1, room)
     if len(prompt.token_ids) <= keep:
         return prompt
+    if prompt.media:
+        raise RequestError(
+            f"truncate_prompt_tokens={keep} would cut a prompt with images, which has"
+            f" {len(prompt.token_ids)} tokens; remove the parameter, or shorten the prompt.",
+            "truncate_prompt_tokens",
+        )
     token_ids = prompt.token_ids
     return RenderedPrompt(token_ids[:keep] if side == RIGHT else token_ids[-keep:])
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import NGRAM, parse_speculation
-from quire.kv.sizing import MemoryPlan
 from quire.models.cache_files import weight_cache
 from quire.models.determinism import make_deterministic
 from quire.models.draft_model import join, with_drafter
@@ -29,6 +28,7 @@ from quire.models.pooling_layers import load_pooling_layers
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import model_spec
 from quire.models.source import ModelSource, load_format_of
+from quire.models.vision.place import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.select import make_backend
@@ -41,7 +41,9 @@ from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
 from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
+from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
+    MemoryPlan,
     available_cpu_bytes,
     block_bytes_of,
     host_tier_limits,
@@ -158,6 +160,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def _free_bytes(share: MachineShare, device: torch.device) -> int:
+    """Return how much memory the runner may take of a device."""
+    if device.type == "cpu":
+        return share.cpu_bytes(available_cpu_bytes())
+    return free_gpu_bytes(device)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype of that name."""
     dtype = getattr(torch, name)
@@ -190,9 +199,7 @@ def build_runner(
         place.tensor.size, has_whole_experts=place.has_whole_experts
     )
     dtype = torch_dtype(config.model.dtype)
-    free = (
-        share.cpu_bytes(available_cpu_bytes()) if device.type == "cpu" else free_gpu_bytes(device)
-    )
+    free = _free_bytes(share, device)
     most = free if device.type == "cpu" and taken is None else None
     model = _load(config, source, whole, device, place, progress, most)
     weights, drafter = model_bytes(model), None
@@ -202,6 +209,8 @@ def build_runner(
         drafter = _load(config, draft_source, whole.drafter, device, on_all, progress, left)
         join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
         weights += model_bytes(drafter)
+    spec = replace(spec, encoder=encoder_size(model, whole, place))
+    media = _media(config, source, spec, model)
     if place.num_stages > 1:
         model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
@@ -213,7 +222,7 @@ def build_runner(
         def make(
             config: EngineConfig, num_blocks: tuple[int, ...]
         ) -> tuple[ModelRunner, DraftPasses | None]:
-            runner = _assemble(config, spec, device, model, place, Pools(num_blocks))
+            runner = _assemble(config, spec, device, model, place, Pools(num_blocks), media)
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
@@ -223,7 +232,7 @@ def build_runner(
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, taken)
-    runner = _assemble(config, spec, device, model, place, pools, scales)
+    runner = _assemble(config, spec, device, model, place, pools, media, scales)
     runner.pooler = _pooler(config, source, spec, device)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
@@ -276,6 +285,13 @@ def _load(
     return model
 
 
+def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media:
+    """Take the memory of encoder outputs, and make what a runner does about media."""
+    if spec.encoder is not None:
+        model.take_encoder_memory(config.scheduler.encoder_cache_tokens)
+    return make_media(model, source.directory)
+
+
 def _pooler(
     config: EngineConfig, source: ModelSource, spec: ModelSpec, device: torch.device
 ) -> Pooler | None:
@@ -314,6 +330,7 @@ def _assemble(
     model: DecoderModel,
     place: RankPlace,
     pools: Pools,
+    media: Media,
     scales: Scales | None = None,
 ) -> ModelRunner:
     num_blocks, taken = pools.num_blocks, pools.taken
@@ -345,6 +362,7 @@ def _assemble(
         native = native_or_same(model, backend)
     state = None if taken is None else as_tensors(taken.rows)
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
+    runner.media = media
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
         runner.runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)

@@ -34,6 +34,7 @@ from quire.ops.row_state import write_deltas
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.runner.drafter import Drafter, Read
+from quire.runner.media.step_media import StepMedia
 from quire.runner.memory_plan import spare_blocks
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_head import native_head
@@ -173,12 +174,13 @@ def _begins(counts: Int32) -> Int32:
 
 
 class PlainDrafter:
-    """A model of its own as a drafter."""
+    """A model of its own as a drafter, for which all tokens are text. position_axes: of its
+    tokens."""
 
     num_read = 0
 
-    def __init__(self, model: DecoderModel) -> None:
-        self._model = model
+    def __init__(self, model: DecoderModel, position_axes: int) -> None:
+        self._model, self._text = model, StepMedia(num_axes=position_axes)
 
     def first(
         self,
@@ -188,7 +190,7 @@ class PlainDrafter:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """See Drafter."""
-        return self._model(ids_T, positions_T, attention)
+        return self._model(ids_T, self._text.positions(positions_T), attention)
 
     def further(
         self,
@@ -198,7 +200,7 @@ class PlainDrafter:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """See Drafter."""
-        return self._model(ids_R, positions_R, attention)
+        return self._model(ids_R, self._text.positions(positions_R), attention)
 
     def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
         """See Drafter."""
@@ -234,5 +236,5 @@ def make_draft_passes(
         target = runner.model
         assert isinstance(target, Model | NativeModel | OperationsBesideCore)
         return DraftPasses(native_head(drafter, runner.backend), target, runner, spare)
-    plain = PlainDrafter(native_or_same(drafter, runner.backend))
+    plain = PlainDrafter(native_or_same(drafter, runner.backend), drafter.position_axes)
     return DraftPasses(plain, None, runner, spare)

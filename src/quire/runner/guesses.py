@@ -32,6 +32,7 @@ from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.device import Arrival
 from quire.runner.launched import read_candidates, read_scores
+from quire.runner.media.step_media import StepMedia
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.row_errors import reasons_of, unservable
 from quire.runner.rows import DeviceRows
@@ -50,11 +51,12 @@ class Parts(Protocol):
     moves: Moves
     scores: PromptScores
 
-    def start_and_release(self, plan: Plan) -> None:
-        """Note which rows a plan starts, forks and releases."""
+    def start_and_release(self, plan: Plan) -> StepMedia:
+        """Note which rows a plan starts, forks and releases; returns what their media mean to the
+        step."""
         ...
 
-    def forward(self, plan: Plan) -> torch.Tensor:
+    def forward(self, plan: Plan, media: StepMedia) -> torch.Tensor:
         """Write a plan's guesses behind its rows' tokens and compute the hidden states of all that
         it schedules, [T, D]."""
         ...
@@ -108,7 +110,7 @@ class GuessedStep:
     """A plan with guesses on its way through a runner; nothing is behind it before it has ended."""
 
     def __init__(self, parts: Parts, plan: Plan, masks: MaskPromise | None) -> None:
-        parts.start_and_release(plan)
+        self._media = parts.start_and_release(plan)
         self._parts, self._plan, self._masks = parts, plan, masks
         self._places = places = places_of(plan)
         self._prompt_lens = np.empty(0, np.int64)  # of the places' rows
@@ -156,7 +158,8 @@ class GuessedStep:
         """Compute logits and scores; returns what the host looks at before the other half."""
         parts, extras, places = self._parts, self._asked.extras, self._places
         parts.moves.carry_out(self._plan)
-        hidden_TD = parts.forward(self._plan)
+        self._media.encode()
+        hidden_TD = parts.forward(self._plan, self._media)
         if self._scores:
             is_known = np.ones(self._plan.num_scheduled_tokens, bool)
             is_known[places.last[places.depths > 0]] = False

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from quire.kv.sizing import MemoryPlan
+from quire.runner.memory_plan import MemoryPlan
 
 Least = Callable[[Sequence[int]], tuple[int, ...]]
 

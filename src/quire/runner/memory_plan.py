@@ -5,17 +5,18 @@ No torch: `quire fit` computes the same plan before anything is loaded.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.cache_config import SERVE
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.base.speculation import most_guesses, parse_speculation, speculation_of
 from quire.kv.sizing import (
     MIB,
-    MemoryPlan,
     host_tier_blocks,
     longest_sequence,
     num_states,
@@ -29,6 +30,43 @@ GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass 
 MOST_SERVED = 4  # pools of blocks that peers find in host memory
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory goes, in bytes, and what the pool holds."""
+
+    total_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    pool_bytes: int
+    num_blocks: tuple[int, ...]
+    block_size: int
+    max_model_len: int
+    graph_bytes: int = 0  # of recorded steps, on a GPU
+    num_states: int = 0  # of layers that remember one
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the largest group can hold."""
+        return max(self.num_blocks) * self.block_size
+
+    def describe(self) -> str:
+        """Return one line for the log."""
+        fits = self.num_slots / self.max_model_len
+        graphs = f"graphs {self.graph_bytes / MIB:,.0f} MiB, " if self.graph_bytes else ""
+        rest = (
+            f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
+            f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}"
+        )
+        if self.pool_bytes == 0:
+            return f"{rest}no KV pool: a prompt is computed in one step"
+        return (
+            f"{rest}KV pool {self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
+            f" {max(self.num_blocks):,} blocks of {self.block_size}"
+            f"{f' and {self.num_states:,} states' if self.num_states else ''}"
+            f" ({fits:.1f} sequences of {self.max_model_len:,})"
+        )
 
 
 def available_cpu_bytes() -> int:
@@ -122,17 +160,44 @@ def gpu_pool_budget(
 
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
     """workspace_bytes of the largest step that a config, with derived values, allows, or of a
-    drafter's, with the blocks that its guesses stand in meanwhile."""
+    drafter's, with the blocks that its guesses stand in meanwhile; or what encoding takes, if that
+    is more. The encoder cache is part of it."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     size = DTYPE_BYTES[config.model.dtype]
-    largest, kept = workspace_bytes(spec, size, tokens, rows), kept_inputs_bytes(config, spec)
+    largest = max(workspace_bytes(spec, size, tokens, rows), encoding_bytes(config, spec))
+    kept = kept_inputs_bytes(config, spec) + encoder_cache_bytes(config, spec)
     if spec.drafter is None:
         return largest + kept
     largest = max(largest, workspace_bytes(spec.drafter, size, tokens, rows))
     spare = rows * spare_blocks(config) * sum(block_bytes_of(config, spec.drafter))
     return largest + kept + spare
+
+
+def encoder_cache_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Count the slots of encoder outputs, which are in float32; see Model.take_encoder_memory."""
+    if spec.encoder is None:
+        return 0
+    size = max(4, DTYPE_BYTES[config.model.dtype])
+    return config.scheduler.encoder_cache_tokens * spec.encoder.slot * size
+
+
+def encoding_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bound what the vision tower holds while it encodes the largest item; it encodes one after the
+    other."""
+    if spec.encoder is None:
+        return 0
+    size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
+    return largest_item(config, spec.encoder, spec.max_position) * spec.encoder.per_token * size
+
+
+def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) -> int:
+    """Return the most tokens of an item that fits a prompt and the encoder cache."""
+    length = config.model.max_model_len
+    assert length, "it is derived"
+    length = max_position if length == AUTO_LENGTH else length
+    return min(config.scheduler.encoder_cache_tokens, length, encoder.most_tokens or length)
 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:

@@ -42,6 +42,8 @@ from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
 from quire.runner.guesses import GuessedStep, Guessing, GuessingStep
 from quire.runner.launched import Launched, Settled
+from quire.runner.media.media import Media
+from quire.runner.media.step_media import StepMedia
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.pooler import Pooler
 from quire.runner.rows import DeviceRows
@@ -56,7 +58,8 @@ from quire.runner.step_ops import (
 
 
 class DecoderModel(Protocol):
-    """What every architecture offers (T 4.3.1)."""
+    """What every architecture offers (T 4.3.1). Of a model with three positions for each token
+    positions are [3, T]; an id below 0 stands for an encoder output (runner/media)."""
 
     def __call__(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
@@ -69,7 +72,7 @@ class ModelRunner:
     """Rows, model, attention backend and sampler of one device. Whatever `run` or `launch` raises,
     the rows' counters have not moved, and the plan can be carried out again. runs: how the device
     makes guesses that plans leave to it; None: no plan does. pooler: of a model that pools, in the
-    place of logits and sampling."""
+    place of logits and sampling. media: what the rows' images and videos mean to the model."""
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class ModelRunner:
         self.device = device
         self.runs: Runs | None = None
         self.pooler: Pooler | None = None
+        self.media = Media()
         self._graphs: Graphs | None = None
         self.moves = Moves(backend)
         self.scores = PromptScores(sampler.vocab_size)
@@ -139,12 +143,12 @@ class ModelRunner:
             return GuessingStep(self, plan, masks).launch()
         if plan.drafts:
             return Settled(GuessedStep(self, plan, masks).run())
-        self.start_and_release(plan)
+        media = self.start_and_release(plan)
         rows, sampler = self.rows, self.sampler
         asked = sampler.asked(plan.sample_rows, plan.masked_rows)
         needs, wanted = sampler.needs(asked), sampler.wanted(asked)
         # Perhaps now, before the lists are this plan's.
-        recorded = self._recorded(plan, needs)
+        recorded = self._recorded(plan, needs, media)
         update, slot = rows.apply(plan, sampler.flags.has_edits, asked)
         if (before := self._unread.pop(slot, None)) is not None:
             before.wait()
@@ -152,10 +156,11 @@ class ModelRunner:
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
         extras = asked.extras
-        step = recorded or self._step(plan, needs, wanted, scores, extras)
+        step = recorded or self._step(plan, needs, wanted, scores, extras, media)
 
         def begin() -> list[torch.Tensor]:
             self.moves.carry_out(plan)
+            media.encode()
             return step.begin(shape) if len(plan.rows) else []
 
         def end() -> list[torch.Tensor]:
@@ -185,11 +190,12 @@ class ModelRunner:
         wanted: list[WantedLogprobs],
         scores: Sequence[Scored],
         extras: StepExtras | None,
+        media: StepMedia,
     ) -> "_Step | _PoolingStep":
         """Make the two halves of a step that is launched as it is."""
         if self.pooler is not None:
-            return _PoolingStep(self, self.pooler, plan)
-        return _Step(self, needs, wanted, scores, extras)
+            return _PoolingStep(self, self.pooler, plan, media)
+        return _Step(self, needs, wanted, scores, extras, media)
 
     def _look_at(self, plan: Plan, extras: StepExtras, seen: list[torch.Tensor]) -> dict[int, str]:
         """Let the host find out what extras change; returns what is wrong with rows."""
@@ -197,8 +203,9 @@ class ModelRunner:
         extras.take(seen, lengths[plan.sample_places], self.rows.prompt_lens[plan.sample_rows])
         return extras.errors
 
-    def start_and_release(self, plan: Plan) -> None:
-        """Note which rows a plan starts, forks and releases, and what they ask for."""
+    def start_and_release(self, plan: Plan) -> StepMedia:
+        """Note which rows a plan starts, forks and releases, and what they ask for; returns what
+        their media mean to the step."""
         self.scores.start_and_release(plan)
         if len(plan.released):
             self.sampler.release_rows(plan.released)
@@ -206,13 +213,15 @@ class ModelRunner:
             self.sampler.start_row(start)
         for fork in plan.forked:
             self.sampler.copy_row(fork.parent, fork.child)
+        return self.media.prepare(plan)
 
-    def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
+    def _recorded(self, plan: Plan, needs: Needs, media: StepMedia) -> Recorded | None:
         """Find the graph that has room for a plan's step."""
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
         if (
             self._graphs is None
             or num_rows == 0
+            or not media.can_be_recorded
             or self.scores.may_have(plan, self.rows.prompt_lens)
         ):
             return None
@@ -244,7 +253,7 @@ class ModelRunner:
         context_lens = np.full(size.rows, self.rows.max_model_len, np.int32)
         return StepShape(query_lens, context_lens, size.rows)
 
-    def forward(self, plan: Plan) -> torch.Tensor:
+    def forward(self, plan: Plan, media: StepMedia) -> torch.Tensor:
         """Compute the hidden states of a plan with guesses, [T, D] (guesses.py)."""
         state, shape = self.rows.state, shape_of(plan)
         longest = int(shape.context_lens.max())
@@ -262,7 +271,7 @@ class ModelRunner:
             self._kept = backend = KeptInputs(self.backend, plan.num_drafts > 0)
         num_blocks = -(-longest // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
-        return self.hidden(inputs, shape, backend)
+        return self.hidden(inputs, shape, backend, media)
 
     def settle_states(self, plan: Plan, contexts_S: npt.NDArray[np.int64]) -> float:
         """Leave the states of rows that guess behind so many tokens (guesses.py)."""
@@ -280,11 +289,11 @@ class ModelRunner:
         return arrival.duration_s()
 
     def hidden(
-        self, inputs: StepInputs, shape: StepShape, backend: AttentionBackend
+        self, inputs: StepInputs, shape: StepShape, backend: AttentionBackend, media: StepMedia
     ) -> torch.Tensor:
         """Compute the hidden states of a step, [T, D], behind the last norm."""
-        backend.prepare(self.attention_step(inputs, shape))
-        return self.model(inputs.ids_T, inputs.positions_T, backend)
+        backend.prepare(media.attention_step(self.attention_step(inputs, shape)))
+        return self.model(*media.model_inputs(inputs), backend)
 
     def logits(self, hidden_RD: torch.Tensor, needs: Needs) -> torch.Tensor:
         """Compute as many logits as sampling needs, [R, V] or a rank's part of them."""
@@ -328,10 +337,11 @@ class ModelRunner:
         needs: Needs,
         backend: AttentionBackend,
         scores: Sequence[Scored] = (),
+        media: StepMedia | None = None,
     ) -> "Begun":
-        """Do the first half of a step's work, up to logits and scores."""
+        """Do the first half of a step's work, up to logits and scores. media: None without any."""
         inputs, samples = gathered.inputs, gathered.samples
-        hidden_TD = self.hidden(inputs, shape, backend)
+        hidden_TD = self.hidden(inputs, shape, backend, media or self.media.nothing)
         scored = self.score(hidden_TD, scores)
         if not shape.num_samples:
             return Begun(gathered, None, scored)
@@ -389,13 +399,14 @@ class _Step:
     wanted: list[WantedLogprobs]
     scores: Sequence[Scored]
     extras: StepExtras | None
+    media: StepMedia
     begun: list[Begun] = field(default_factory=list)
 
     def begin(self, shape: StepShape) -> list[torch.Tensor]:
         """Return what the host looks at before the other half."""
         runner = self.runner
         gathered = runner.gather(shape)
-        begun = runner.begin(gathered, shape, self.needs, runner.backend, self.scores)
+        begun = runner.begin(gathered, shape, self.needs, runner.backend, self.scores, self.media)
         self.begun = [begun]
         if self.extras is None or not self.extras.hosted or begun.logits_NV is None:
             return []
@@ -412,12 +423,13 @@ class _PoolingStep:
     runner: ModelRunner
     pooler: Pooler
     plan: Plan
+    media: StepMedia
     begun: list[tuple[Gathered, torch.Tensor]] = field(default_factory=list)
 
     def begin(self, shape: StepShape) -> list[torch.Tensor]:
         runner = self.runner
         gathered = runner.gather(shape)
-        hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend)
+        hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend, self.media)
         self.begun = [(gathered, self.pooler.take(self.plan, hidden_TD))]
         return []
 

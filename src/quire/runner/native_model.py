@@ -36,6 +36,7 @@ class NativePass:
     def __init__(self, draft: ProgramDraft, backend: CpuBackend) -> None:
         self.draft, self._backend = draft, backend  # the draft holds what the program points to
         self.heads = query_heads(draft, backend)
+        self._axes = position_axes(draft)
         self._program = assemble(draft, backend, list(self.heads))
 
     def run(
@@ -45,9 +46,10 @@ class NativePass:
         outside: Sequence[torch.Tensor],
         kept: Kept = NOTHING_KEPT,
     ) -> None:
-        """Compute the step that the backend has prepared. outside: the draft's first buffers,
-        float32 [T, width]. kept: where to keep what layers with states are given."""
-        ids_T = ids_T.long()
+        """Compute the step that the backend has prepared. positions: [T], or [axes, T] where they
+        have several. outside: the draft's first buffers, float32 [T, width]. kept: where to keep
+        what layers with states are given."""
+        ids_T, positions_T = ids_T.long(), positions_T.expand(self._axes, -1).contiguous()
         groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
             (self._backend.states.plan(group), 0)
             if heads is None
@@ -209,6 +211,12 @@ def traced(run: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]) 
     with record_ops(keeps_values=True) as record:
         result_TD, *outside = run(ids_T, positions_T)
     return Tracer(record, ids_T, positions_T).trace(result_TD, outside)
+
+
+def position_axes(draft: ProgramDraft) -> int:
+    """Count the axes of the positions that the draft reads."""
+    kind = Kind.ROTARY_FACTORS
+    return max((each.count for each in draft.instructions if each.kind == kind), default=1)
 
 
 def query_heads(draft: ProgramDraft, backend: CpuBackend) -> dict[int, int | None]:

@@ -1,14 +1,14 @@
 """What a runner would be made with, found out without loading weights (`quire doctor`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from quire.base.config import EngineConfig
+from quire.base.media.encoder_size import EncoderSize
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import parse_speculation
-from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import has_weights, weight_files
 from quire.models.draft_model import with_drafter
 from quire.models.formats import weight_formats
@@ -18,13 +18,14 @@ from quire.models.packing import Stored, planned_bytes
 from quire.models.rank_place import RankPlace
 from quire.models.registry import make_model, model_spec
 from quire.models.source import ModelSource, load_format_of
+from quire.models.vision.place import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import FirstOf
 from quire.ops.threads import num_threads
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
-from quire.runner.memory_plan import available_cpu_bytes, plan_cpu_memory
+from quire.runner.memory_plan import MemoryPlan, available_cpu_bytes, plan_cpu_memory
 from quire.runner.step_size import first_budget
 
 
@@ -32,7 +33,8 @@ from quire.runner.step_size import first_budget
 class Preview:
     """Of ranks that share layers, each. config: with all derived values filled in. memory: None on
     a GPU, where it is measured when the engine starts. first_budget: tokens of the first steps, if
-    the engine goes on from there to what steps have time for. runs_by: whose class the model is."""
+    the engine goes on from there to what steps have time for. runs_by: whose class the model is.
+    encoder: of its vision tower; None without one."""
 
     config: EngineConfig
     attention_backend: str
@@ -40,6 +42,7 @@ class Preview:
     memory: MemoryPlan | None
     first_budget: int | None = None
     runs_by: str = ""
+    encoder: EncoderSize | None = None
 
 
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
@@ -58,6 +61,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     dtype = torch_dtype(config.model.dtype)
     weight_formats(config.model).check(config.model.dtype, device.type)
     model, weights = _outline(config, source, spec, device, place)
+    own = replace(own, encoder=encoder_size(model, spec, place))
     if draft_source is not None and spec.drafter is not None:
         weights += _outline(config, draft_source, spec.drafter, device, place)[1]
     memory = None
@@ -72,7 +76,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     follows = device.type == "cpu" and not is_asked_for and not spec.is_encoder
     first = first_budget(config, spec, num_threads()) if follows else None
     runs_by = model.runs_by if isinstance(model, Model) else "another package's class"
-    return Preview(config, backend.name, weights, memory, first, runs_by)
+    return Preview(config, backend.name, weights, memory, first, runs_by, own.encoder)
 
 
 def _outline(

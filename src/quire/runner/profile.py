@@ -14,11 +14,12 @@ from quire.base.errors import OutOfMemory
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.kv.sizing import MemoryPlan
 from quire.runner.derive import with_length
 from quire.runner.drafting import DraftPasses
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
+    MemoryPlan,
+    encoding_bytes,
     gpu_pool_budget,
     kept_inputs_bytes,
     make_plan,
@@ -67,7 +68,8 @@ def plan_gpu_memory(
     free, total = torch.cuda.mem_get_info(device)
     # Weights and what libraries hold; another process may have given memory back meanwhile.
     used = max(free_at_start - free, torch.cuda.memory_reserved(device)) + GPU_CONTEXT_BYTES
-    workspace += kept_inputs_bytes(config, spec)  # the step that was run had no guesses
+    # The step that was run had no guesses and no media.
+    workspace = max(workspace, encoding_bytes(config, spec)) + kept_inputs_bytes(config, spec)
     share, taken = config.cache.gpu_memory_utilization, workspace + graphs
     budget = gpu_pool_budget(total, share, used, free, taken)
     if budget < gpu_pool_budget(total, share, used, total, taken):

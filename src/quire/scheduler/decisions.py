@@ -1,4 +1,4 @@
-"""What a door of the scheduler gives, and what others may see of its state."""
+"""What a door of the scheduler returns."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +22,11 @@ NO_OUTPUTS = StepOutputs()
 class Decisions:
     """All that a call through a door has decided.
 
-    plan: of `schedule`, None if nothing can be planned before a result comes in; sampling: the
-    sequences of its sample_rows, in their order. outputs: what clients are told. left_out: of
-    `update`: rows of each plan that is still in flight, oldest first, whose results will be void.
-    refusal: of `add`, why the request was not taken. orders: for stores. notes: what subscribers
-    asked to hear of (`Scheduler.subscribe`). next_s: when something becomes due by itself, on the
-    clock of `now`; None is never.
+    plan: of `schedule`; None if nothing can be planned before a result comes. sampling: the
+    sequences of its sample_rows, in order. outputs: for clients. left_out: of `update`; of each
+    plan still in flight, oldest first, the rows whose results will be void. refusal: of `add`.
+    orders: for stores. notes: for subscribers (`Scheduler.subscribe`). next_s: when something
+    becomes due, on the clock of `now`; None is never.
     """
 
     plan: Plan | None = None
@@ -42,8 +41,8 @@ class Decisions:
 
 
 class OutputsBuilder:
-    """Gathers tokens in columns, and an update for each sequence that has more to tell. ended:
-    sequences whose clients are told that they have ended."""
+    """Gathers tokens in columns, and an update for each sequence that reports more. ended:
+    sequences that have ended, with their updates."""
 
     def __init__(self) -> None:
         self._rows = self._token_ids = np.empty(0, np.int32)
@@ -54,7 +53,7 @@ class OutputsBuilder:
         self._candidates: dict[int, tuple[Sequence, list[Candidates]]] = {}  # by arrival
 
     def update_of(self, sequence: Sequence) -> SequenceUpdate:
-        """Return the update of a sequence that has more to tell than a token."""
+        """Return the update of a sequence that reports more than a token."""
         found = self._updates.get(sequence.arrival)
         if found is None:
             found = self._updates[sequence.arrival] = SequenceUpdate(
@@ -70,16 +69,16 @@ class OutputsBuilder:
         self._rows, self._arrivals, self._token_ids = rows, arrivals, token_ids
 
     def name_row(self, row: int, sequence: Sequence) -> None:
-        """Tell who has taken a row with this step."""
+        """Report the sequence that has taken a row with this step."""
         num_cached = max(0, sequence.num_cached_tokens)
         self._names.append(RowName(row, sequence.request.request_id, sequence.index, num_cached))
 
     def set_candidates(self, sequence: Sequence, candidates: list[Candidates]) -> None:
-        """Add the log-probabilities of the tokens that the sequence gets, as far as it does."""
+        """Add the log-probabilities of the tokens that the sequence gets."""
         self._candidates[sequence.arrival] = sequence, candidates
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
-        """Tell that a sequence has ended."""
+        """Report that a sequence has ended."""
         update = self.update_of(sequence)
         update.finish = finish
         self.ended.append((sequence, update))
@@ -105,7 +104,7 @@ class OutputsBuilder:
             has_more: npt.NDArray[np.bool_] = np.isin(arrivals, list(self._updates))
             moved = zip(arrivals[has_more].tolist(), token_ids[has_more].tolist(), strict=True)
             for arrival, token_id in moved:
-                self._updates[arrival].token_ids.insert(0, token_id)  # before those of guesses
+                self._updates[arrival].token_ids.insert(0, token_id)  # before accepted drafts
             rows, token_ids = rows[~has_more], token_ids[~has_more]
         return StepOutputs(rows, token_ids, self._names, list(self._updates.values()))
 

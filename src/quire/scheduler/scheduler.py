@@ -3,6 +3,7 @@
     prefix index      hits by name, on the device and in host memory     core/names.py
     pinned prefixes   prompts that are kept                              pins.py, pinned.py
     held requests     what has ended, and may be continued or forked     held.py
+    media inputs      images in prompts, and their encoder outputs       media_inputs.py
     stores            blocks outside of this process                     stores.py, offers.py
     miss reports      why a prompt was not found                         miss_report.py
 
@@ -25,6 +26,7 @@ from quire.scheduler.core.scheduler_core import SchedulerCore
 from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.invariants import check_lives, check_memory, check_rows
 from quire.scheduler.live import live_state
+from quire.scheduler.media.media_inputs import MediaInputs, MediaRefusal
 from quire.scheduler.reuse.held import Holds
 from quire.scheduler.reuse.index_changes import IndexWatch
 from quire.scheduler.reuse.miss_report import MissReports
@@ -43,9 +45,10 @@ class Topic(enum.Enum):
 
 class Scheduler(SchedulerCore):
     """See SchedulerCore. num_stores: stores that are asked for blocks; kept: what they get
-    (base/kv_transfer.py)."""
+    (base/kv_transfer.py). takes_media: the model takes images or videos."""
 
     drafts: Drafts
+    media: MediaInputs | None = None  # a snapshot of an earlier version has none
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Scheduler(SchedulerCore):
         num_stores: int = 0,
         num_stages: int = 1,
         kept: str = EVICTED,
+        takes_media: bool = False,
     ) -> None:
         super().__init__(memory, config, max_model_len, Branching, Drafts, make_policy, num_stages)
         lifecycle, planner, kv = self.lifecycle, self.planner, memory.kv
@@ -69,7 +73,9 @@ class Scheduler(SchedulerCore):
             self.stores = Stores(memory, lifecycle, planner, self.orders, num_stores, kept)
             offers = self.stores.offers
             self.attach(self.stores, *(() if offers is None else (offers,)))
-        self.attach(self.pinned, self.pins, self.misses)
+        if takes_media:
+            self.media = MediaInputs(config)
+        self.attach(self.pinned, self.pins, self.misses, self.media or MediaRefusal())
 
     # ---- questions ---------------------------------------------------------------------------
 
@@ -113,6 +119,7 @@ class Scheduler(SchedulerCore):
             held=self.retained.view(),
             tier=None if kv.tier is None else TierView(kv.tier.num_offloaded, kv.tier.num_loaded),
             stores=None if stores is None else stores.view(),
+            media=None if self.media is None else self.media.view(),
             plans=tuple(step.plan for step in self.planner.in_flight),
         )
 
@@ -160,6 +167,8 @@ class Scheduler(SchedulerCore):
         check_memory(self.memory, self.rows, self.lifecycle, tables, on_order)
         check_rows(self.rows, self.lifecycle, len(self.planner.in_flight))
         check_lives(self.rows, self.lifecycle)
+        if self.media is not None:
+            self.media.check()
 
 
 def _view_of(sequence: Sequence) -> RequestView:

@@ -41,8 +41,10 @@ from quire.base import (
     step_outputs,
 )
 from quire.base.errors import EngineError
-from quire.kv import host_tier, manager, pool, state_table, state_worth, table
-from quire.scheduler import beams, scheduler
+from quire.base.media import item as media_item
+from quire.base.media.item import MediaItem
+from quire.kv import host_tier, manager, pool, state_table, states, table
+from quire.scheduler import beams, scheduler, suspects, time_limits
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
     admission,
@@ -59,10 +61,11 @@ from quire.scheduler.core import (
     sequence,
     step_results,
 )
+from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
 
-STATE_VERSION = 14  # of what is kept of the state
+STATE_VERSION = 16  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
@@ -72,14 +75,14 @@ OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot bri
     }
 )  # fmt: skip
 VOCABULARY = (
-    cache_group, events, kv_orders, kv_transfer, messages, plan, prefix, repetition,
+    cache_group, events, kv_orders, kv_transfer, media_item, messages, plan, prefix, repetition,
     sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, lfu, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    branching, drafts, failures, held, lifecycle, memory, miss_report, names, offers, pinned, pins,
-    planning, plans, preemption, queue, rows, scheduler, sequence, srtf, step_results, stores,
-    two_level,
+    host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals, beams,
+    branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory, miss_report,
+    names, offers, pinned, pins, planning, plans, preemption, queue, rows, scheduler, sequence,
+    srtf, step_results, stores, suspects, time_limits, two_level,
 )  # fmt: skip
 
 
@@ -392,9 +395,16 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
     """List the fields of a dataclass, or those of a msgspec struct that differ from their
-    defaults."""
+    defaults. A dataclass may mark fields that are omitted where they have their default."""
+    if isinstance(value, MediaItem):
+        value = value.without_pixels
     if dataclasses.is_dataclass(kind):
-        return [(item.name, getattr(value, item.name)) for item in dataclasses.fields(kind)]
+        found = [(item, getattr(value, item.name)) for item in dataclasses.fields(kind)]
+        return [
+            (item.name, content)
+            for item, content in found
+            if not (item.metadata.get("is_omitted") and content == item.default)
+        ]
     names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
     defaults: tuple[Any, ...] = getattr(kind, "__struct_defaults__", ())
     first = len(names) - len(defaults)

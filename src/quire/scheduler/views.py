@@ -60,6 +60,16 @@ class HeldView:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaView:
+    """The encoder cache: slots, one per token, and what was encoded or found since the start."""
+
+    num_slots: int
+    num_used_slots: int
+    num_encoded_tokens: int
+    num_hits: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerView:
     """The scheduler's state at one moment, for those who count, show and tell.
 
@@ -79,4 +89,5 @@ class SchedulerView:
     held: HeldView
     tier: TierView | None
     stores: StoresView | None
+    media: MediaView | None
     plans: tuple[Plan, ...]

@@ -29,6 +29,7 @@ from quire.engine.start.text import TextSide, build_text_side
 from quire.engine.wire.core_choice import check_core
 from quire.models.source import resolve_source
 from quire.render.chat_template import ChatOptions
+from quire.render.media.parts import refuse_media
 from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ from quire.serve.async_renderer import AsyncRenderer, size_of
 from quire.serve.async_session import AsyncSession
 from quire.serve.lanes import Lanes
 from quire.serve.managed_core import ManagedCores
+from quire.serve.media.local_media import LocalMedia
 from quire.serve.piece_reader import Piece, PieceReader
 from quire.serve.pooled_numbers import numbers_of, parts_of, salt_of
 from quire.serve.session_tokens import KEEP_S
@@ -102,7 +104,12 @@ class AsyncLLM:
         return cls(**vars(engine_args))
 
     def _prepare(self, model: str, settings: dict[str, Any]) -> None:
+        self._media_settings = (
+            settings.pop("allowed_local_media_path", ""),
+            settings.pop("allowed_media_domains", ()),
+        )
         drop_vllm_settings(settings)
+        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
         self._config: EngineConfig = config_from_flat(model=model, **settings)
         self._cores = ManagedCores(self._config, "warning")
         # Also when the program ends.
@@ -119,6 +126,7 @@ class AsyncLLM:
         check_before_loading(self._config, source)
         self._cores.start()
         self._loaded = build_text_side(self._config.model, source)
+        self._media = LocalMedia(self._loaded.renderer, *self._media_settings)
         self._cores.wait_until_ready()
 
     # ---- requests ----------------------------------------------------------------------------
@@ -238,6 +246,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield what a prompt comes to, once, of a model that pools; as `LLM.encode`. The other
         parameters are those of `generate`, and so is what is raised."""
+        refuse_media(prompt, "a model that pools")
         client = await self._connected()
         params = pooling_params or PoolingParams()
         spec, longest = needed_task(client.ready.pooling, *TASK_NAMES), client.ready.max_model_len
@@ -275,7 +284,9 @@ class AsyncLLM:
         self, prompt: Prompt | Messages, options: ChatOptions | None = None
     ) -> RenderedPrompt:
         """Token ids and text; what takes long goes beside the event loop."""
-        return await AsyncRenderer(self._text.renderer, self._lanes).render(prompt, options)
+        renderer = AsyncRenderer(self._text.renderer, self._lanes)
+        prompt, media = await self._media.take_async(prompt)
+        return await renderer.render(prompt, options, media=media)
 
     # ---- the engine --------------------------------------------------------------------------
 

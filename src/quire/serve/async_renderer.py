@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from quire.render.chat_template import ChatOptions
-from quire.render.renderer import RenderedPrompt, Renderer, is_conversation
+from quire.render.renderer import Media, RenderedPrompt, Renderer, is_conversation
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, Lanes
 
 INT64 = 2**63
@@ -29,6 +29,7 @@ class AsyncRenderer:
         template: str | None = None,
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
+        media: Media = (),
     ) -> RenderedPrompt:
         """`Renderer.render`. max_tokens: a text that certainly has more is refused unread, with
         CONTEXT_LENGTH_EXCEEDED; others may have more, too. Raises RequestError, and EngineBusy
@@ -45,7 +46,7 @@ class AsyncRenderer:
         def rendered() -> RenderedPrompt:
             if isinstance(prompt, str) and max_tokens is not None:
                 self._check_length(prompt, max_tokens, field)
-            return self._renderer.render(prompt, None, None, add_special_tokens)
+            return self._renderer.render(prompt, None, None, add_special_tokens, media)
 
         return await self._lanes.run(max(num_chars, 1), rendered)
 

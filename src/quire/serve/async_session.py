@@ -21,6 +21,7 @@ from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.client.fleet import CoreClient
 from quire.engine.start.text import TextSide
 from quire.render.chat_template import ChatOptions
+from quire.render.media.parts import refuse_media
 from quire.render.renderer import Messages, Prompt, is_conversation
 from quire.render.turns import behind_an_answer
 from quire.serve.async_renderer import AsyncRenderer
@@ -109,6 +110,7 @@ class AsyncSession(SessionTokens):
 
     async def _tokens_of(self, prompt: Prompt | Messages) -> list[int]:
         renderer, is_first = self._async_renderer, not self.token_ids
+        refuse_media(prompt, "a session")
         if not is_conversation(prompt) or is_first:
             return (await renderer.render(prompt, add_special_tokens=is_first)).token_ids
         told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ class BatchRun:
         names = self._server.served_model_name or (source.name,)
         with contextlib.ExitStack() as stack:
             journal = stack.enter_context(contextlib.closing(Journal(self._files.output)))
-            index = InputIndex(self._files.input, names[0], self._server.max_body_bytes)
+            index = InputIndex(self._files.input, names[0], self._server.max_bytes_with_images)
             stack.enter_context(contextlib.closing(index))
             runner = LineRunner(index, journal, LineOptions(ends_with_engine=True))
             if runner.tally.num_done:

@@ -20,6 +20,7 @@ from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.format import AnswerFormat
 from quire.render.chat_template import ChatOptions
+from quire.render.media.parts import refuse_media
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.render.truncation import truncated_for
@@ -27,6 +28,7 @@ from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.core_processes import ProcessEngine, start_engine
 from quire.serve.hooks import TIMEOUT_S, Hooks
 from quire.serve.local_hooks import LocalHooks, LocalRequest
+from quire.serve.media.local_media import LocalMedia
 from quire.serve.pooling import Pooling
 from quire.serve.progress import LoadBar, RequestBar
 from quire.serve.session import Session
@@ -44,7 +46,9 @@ class LLM:
     model: directory, Hugging Face id, `demo`, or a named shape with random weights
     (`shape:qwen3-0.6b`). settings: the fields of the dataclasses in `quire.base.config`.
     hooks: names or objects, which prompts and outputs pass through in this order (base/hooks.py).
-    hook_timeout: seconds for one call of them. Not thread-safe.
+    hook_timeout: seconds for one call of them. allowed_local_media_path: images below this folder
+    may be named by their paths. allowed_media_domains: hosts that images may be downloaded from.
+    Not thread-safe.
     """
 
     def __init__(
@@ -53,10 +57,13 @@ class LLM:
         *,
         hooks: Sequence[Any] = (),
         hook_timeout: float = TIMEOUT_S,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         made = Hooks(hooks, hook_timeout) if hooks else None
         drop_vllm_settings(settings)
+        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:
@@ -66,6 +73,9 @@ class LLM:
             else:
                 self._engine = build_engine(config, bar.update)
         self._hooks = None if made is None else LocalHooks(made, self._engine)
+        self._media = LocalMedia(
+            self._engine.renderer, allowed_local_media_path, allowed_media_domains
+        )
 
     def generate(
         self,
@@ -77,13 +87,16 @@ class LLM:
         """Continue each prompt; outputs in the order of the prompts.
 
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, token ids, or a list of these;
-        dictionaries may hold a "cache_salt". sampling_params: one for all, or one each; the model's
-        defaults if absent. With n above 1 each output holds n continuations. Raises RequestError
-        before anything runs if one cannot be served.
+        dictionaries may hold a "cache_salt", and images or videos as "multi_modal_data", for each
+        of which the prompt has the model's placeholder once. sampling_params: one for all, or one
+        each; the model's defaults if absent. With n above 1 each output holds n continuations.
+        Raises RequestError before anything runs if one cannot be served.
         """
         renderer = self._alive.renderer
-        listed, hooked = self._admitted(_as_list(prompts), sampling_params)
-        rendered = [renderer.render(prompt) for prompt in listed]
+        listed, media = self._media.take_all(_as_list(prompts))
+        listed, hooked = self._admitted(listed, sampling_params)
+        pairs = zip(listed, media, strict=True)
+        rendered = [renderer.render(prompt, media=each) for prompt, each in pairs]
         salts = [p.get("cache_salt") or "" if isinstance(p, Mapping) else "" for p in listed]
         return self._run(rendered, sampling_params, salts, priority, use_tqdm, hooked)
 
@@ -99,7 +112,11 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list of conversations."""
+        """Answer one conversation, or each of a list of conversations.
+
+        Contents may have images as parts: {"type": "image_url", "image_url": {"url": ...}} with a
+        data: URL or an allowed file or host, or {"type": "image_pil", "image_pil": picture}.
+        """
         options = ChatOptions(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -111,9 +128,11 @@ class LLM:
             raise RequestError("messages is empty; give at least one message.", "messages")
         single = isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
+        conversations, media = self._media.take_all(conversations)
         conversations, hooked = self._admitted(conversations, sampling_params, options)
         renderer = self._alive.renderer
-        rendered = [renderer.render(c, options, chat_template) for c in conversations]
+        pairs = zip(conversations, media, strict=True)
+        rendered = [renderer.render(c, options, chat_template, media=each) for c, each in pairs]
         salts = [""] * len(rendered)
         form = renderer.answer_format(chat_template, bool(tools))
         return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked, form)
@@ -126,6 +145,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Return the most probable continuations of each prompt, best first."""
         listed = _as_list(prompts)
+        for prompt in listed:
+            refuse_media(prompt, "beam search")
         sampling = [each.sampling_params() for each in _each(params, len(listed), "params")]
         outputs = self.generate(listed, sampling, use_tqdm)
         return [BeamSearchOutput.of(output) for output in outputs]
@@ -187,8 +208,9 @@ class LLM:
         engine = self._alive
         params = (sampling_params or self.get_default_sampling_params()).clone()
         params.output_kind = RequestOutputKind.DELTA
+        prompt, media = self._media.take(prompt)
         [prompt], hooked = self._admitted([prompt], params, options)
-        rendered = engine.renderer.render(prompt, options)
+        rendered = engine.renderer.render(prompt, options, media=media)
         rendered = truncated_for(params, rendered, engine.client.max_model_len)
         name = hooked[0].request_id if hooked else None
         is_chat = is_conversation(prompt)
@@ -240,7 +262,9 @@ class LLM:
         rest. Messages are rendered without the beginning of an answer. Raises RequestError, and
         StepFailed if a step failed on it."""
         engine = self._alive
-        rendered = engine.renderer.render(prompt, ChatOptions(add_generation_prompt=False))
+        prompt, media = self._media.take(prompt)
+        options = ChatOptions(add_generation_prompt=False)
+        rendered = engine.renderer.render(prompt, options, media=media)
         request = engine.requests.make_pin(rendered, ttl_s, None, cache_salt)
         engine.client.check(request)
         bar = RequestBar(1, enabled=False)
@@ -370,7 +394,10 @@ class LLM:
 
     def _seen(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
         """Return prompts to pool as hooks leave them."""
-        return self._admitted(_as_list(prompts), SamplingParams())[0]
+        listed = _as_list(prompts)
+        for prompt in listed:
+            refuse_media(prompt, "a model that pools")
+        return self._admitted(listed, SamplingParams())[0]
 
     def _grammar(
         self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.engine.client.fleet import CoreClient
+from quire.render.media.parts import refuse_media
 from quire.render.open_text import OpenText
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.serve.lanes import Lanes
@@ -114,6 +115,7 @@ class PieceReader:
         if isinstance(piece, str):
             return piece, None
         if isinstance(piece, Mapping):
+            refuse_media(piece, "a prompt in pieces")
             self._check_salt(piece.get("cache_salt"))
             text, token_ids = piece.get("prompt"), piece.get("prompt_token_ids")
             if token_ids is not None or isinstance(text, str):

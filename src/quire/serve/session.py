@@ -17,6 +17,7 @@ from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.start.build import Engine
 from quire.render.chat_template import ChatOptions
+from quire.render.media.parts import refuse_media
 from quire.render.renderer import Messages, Prompt, is_conversation
 from quire.render.turns import behind_an_answer
 from quire.serve.core_processes import ProcessEngine
@@ -80,6 +81,7 @@ class Session(SessionTokens):
 
     def _tokens_of(self, prompt: Prompt | Messages) -> list[int]:
         renderer, is_first = self._renderer, not self.token_ids
+        refuse_media(prompt, "a session")
         if not is_conversation(prompt) or is_first:
             return renderer.render(prompt, add_special_tokens=is_first).token_ids
         told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # Reasons of several settings.
-TEXT = "prompts are text"
+OWN_IMAGES = "the model's own settings decide how images are read"
+IMAGE_CACHE = "each API process keeps the last prepared images"
+NO_VIDEO_FILES = "the server decodes no video files"
 NO_ADAPTERS = "quire loads no adapters (LoRA)"
 ONE_WAY = "quire has one implementation, with the same results"
 GROUP = "use --nnodes, --node-rank and --master-addr"
@@ -389,33 +391,33 @@ ADAPTERS = {
     "enable_moe_shared_loras": _ignored(NO_ADAPTERS, True),
 }
 MEDIA = {
-    "language_model_only": _ignored(TEXT, True),
-    "limit_mm_per_prompt": _ignored(TEXT),
-    "allowed_local_media_path": _value(TEXT, ""),
-    "allowed_media_domains": _ignored(TEXT, several=True),
-    "media_io_kwargs": _ignored(TEXT),
-    "enable_mm_embeds": _switch(TEXT, False),
-    "interleave_mm_strings": _ignored(TEXT, True),
-    "skip_mm_profiling": _ignored(TEXT, True),
-    "disable_chunked_mm_input": _ignored(TEXT, True),
-    "mm_processor_kwargs": _ignored(TEXT),
-    "mm_processor_cache_gb": _ignored(TEXT),
-    "mm_processor_cache_type": _ignored(TEXT),
-    "mm_processor_device": _ignored(TEXT),
-    "mm_hasher_algorithm": _ignored(TEXT),
-    "mm_shm_cache_max_object_size_mb": _ignored(TEXT),
-    "mm_encoder_only": _switch(TEXT, False),
-    "mm_encoder_tp_mode": _ignored(TEXT),
-    "mm_encoder_attn_backend": _ignored(TEXT),
-    "mm_encoder_attn_dtype": _ignored(TEXT),
-    "mm_encoder_fp8_scale_path": _ignored(TEXT),
-    "mm_encoder_fp8_scale_save_path": _ignored(TEXT),
-    "mm_encoder_fp8_scale_save_margin": _ignored(TEXT),
-    "mm_tensor_ipc": _ignored(TEXT),
-    "mm_ipc_gpu_memory_gb": _ignored(TEXT),
-    "mm_device_do_normalize": _ignored(TEXT, True),
-    "video_pruning_rate": _ignored(TEXT),
-    "video_pruning_method": _ignored(TEXT),
+    "language_model_only": _ignored("without images the vision tower does not run", True),
+    "limit_mm_per_prompt": _same("images only, by default 16; vLLM's default is 999"),
+    "allowed_local_media_path": _same(),
+    "allowed_media_domains": _same("none by default; vLLM allows all"),
+    "media_io_kwargs": _value(OWN_IMAGES, "{}"),
+    "enable_mm_embeds": _switch("quire encodes images itself; send images", False),
+    "interleave_mm_strings": _ignored("images always stand where the messages have them", True),
+    "skip_mm_profiling": _ignored("the memory of the vision tower is computed", True),
+    "disable_chunked_mm_input": _ignored("the model decides whether images may be divided", True),
+    "mm_processor_kwargs": _value(OWN_IMAGES, "{}"),
+    "mm_processor_cache_gb": _ignored(IMAGE_CACHE),
+    "mm_processor_cache_type": _ignored(IMAGE_CACHE),
+    "mm_processor_device": _value("images are decoded on the CPU", "cpu"),
+    "mm_hasher_algorithm": _ignored("images are identified by SHA-256"),
+    "mm_shm_cache_max_object_size_mb": _ignored(IMAGE_CACHE),
+    "mm_encoder_only": _switch("quire runs the language model as well", False),
+    "mm_encoder_tp_mode": _ignored(ONE_WAY),
+    "mm_encoder_attn_backend": _ignored(ONE_WAY),
+    "mm_encoder_attn_dtype": _ignored("the vision tower has the data type of the model"),
+    "mm_encoder_fp8_scale_path": _value("the vision tower has the data type of the model"),
+    "mm_encoder_fp8_scale_save_path": _value("the vision tower has the data type of the model"),
+    "mm_encoder_fp8_scale_save_margin": _ignored("the vision tower has the data type of the model"),
+    "mm_tensor_ipc": _ignored("pixels come over the socket of the request"),
+    "mm_ipc_gpu_memory_gb": _ignored("pixels come over the socket of the request"),
+    "mm_device_do_normalize": _ignored("the device always normalises pixels", True),
+    "video_pruning_rate": _value(NO_VIDEO_FILES, 0),
+    "video_pruning_method": _ignored(NO_VIDEO_FILES),
 }
 OBSERVATION = {
     "log_level": _same(),
@@ -450,8 +452,8 @@ OBSERVATION = {
 TRANSFERS = {
     "kv_transfer_config": _same("blocks move through --kv-store (docs/operate/handover.md)"),
     "kv_events_config": _same("token ids only with token_ids; the default address is loopback"),
-    "ec_transfer_config": _value(TEXT),
-    "ec_manager_config": _value(TEXT),
+    "ec_transfer_config": _value("the outputs of the vision tower stay in their engine"),
+    "ec_manager_config": _value("the outputs of the vision tower stay in their engine"),
 }
 
 GROUPS: dict[str, dict[str, VllmSetting]] = {

@@ -17,7 +17,7 @@ from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import parse_speculation
-from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
+from quire.kv.sizing import MIB, least_pool_bytes, sequences_that_fit
 from quire.models.checkpoint import has_weights, listed, safetensors_shapes, weight_files
 from quire.models.draft_model import with_drafter
 from quire.models.formats import AS_THEY_ARE, weight_formats
@@ -41,9 +41,13 @@ from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.graph_sizes import estimated_graph_bytes
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
+    MemoryPlan,
     block_bytes_of,
     cpu_pool_budget,
+    encoder_cache_bytes,
+    encoding_bytes,
     gpu_pool_budget,
+    largest_item,
     make_plan,
     plan_cpu_memory,
     workspace_of,
@@ -98,7 +102,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Fit:
-    """config: with all derived values filled in. weights: by format, the largest first."""
+    """config: with all derived values filled in. weights: by format, the largest first. Of the
+    workspace, encoding: what the vision tower takes for an item of largest_item tokens;
+    encoder_cache: slots."""
 
     model: str
     spec: ModelSpec
@@ -110,6 +116,9 @@ class Fit:
     requests: tuple[Requests, ...]
     alternatives: tuple[Alternative, ...]
     warnings: tuple[str, ...]
+    largest_item: int = 0
+    encoding_bytes: int = 0
+    encoder_cache_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,6 +265,9 @@ def _fit_rank(
         requests=_requests(config, own, memory),
         alternatives=tuple(_alternatives(question, config)),
         warnings=(*_warnings(question, config, total), *_differences(question, source)),
+        largest_item=_largest_item(config, own),
+        encoding_bytes=encoding_bytes(config, own),
+        encoder_cache_bytes=encoder_cache_bytes(config, own),
     )
 
 
@@ -268,6 +280,7 @@ def _question(
     own = spec.of_stage(place.stage, place.num_stages).of_ranks(
         place.tensor.size, has_whole_experts=place.has_whole_experts
     )
+    own = dataclasses.replace(own, encoder=made.encoder)
     return _Question(source.name, spec, own, device, made, file, tensors, place)
 
 
@@ -290,6 +303,10 @@ def _is_reordered(dtype: str) -> bool:
     ops/linear.can_pack finds out from torch."""
     fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
     return dtype == "float32" or (dtype == "bfloat16" and fast)
+
+
+def _largest_item(config: EngineConfig, spec: ModelSpec) -> int:
+    return 0 if spec.encoder is None else largest_item(config, spec.encoder, spec.max_position)
 
 
 def _groups(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[GroupFit, ...]:

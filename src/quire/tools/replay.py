@@ -331,7 +331,8 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     num_stores, kept = parts.get("num_stores", 0), parts.get("kept", EVICTED)
     num_stages = settings.get("pipeline_parallel_size", 1)
     length = most_tokens(settings["max_model_len"], settings.get("runner", "auto"))
-    scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages, kept)
+    takes_media = parts.get("takes_media", False)
+    scheduler = Scheduler(memory, config, length, policy, num_stores, num_stages, kept, takes_media)
     scheduler.control(parts["rates"], header["now_s"])
     return scheduler
 

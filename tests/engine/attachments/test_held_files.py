@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
+from quire.base.media.item import MediaItem
 from quire.base.messages import Fork, HeldRequest, PutBack
 from quire.engine.attachments.held_files import HeldFiles
 from quire.engine.recording.files import read_recording
@@ -59,7 +60,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     one = found["../b", 0]
     assert one.token_ids == TOKENS.tolist() and one.num_prompt_tokens == 30
     assert (one.tenant, one.cache_salt, one.keep_s) == ("user 1", "salt", 60.0)
-    assert (one.adapter_id, one.media_ids) == ("x", ())
+    assert one.adapter_id == "x"
     assert 40 < one.left_s <= 50
     folders = {path.parent for path in files_in(tmp_path)}
     assert [folder.relative_to(tmp_path).parts for folder in folders] == [
@@ -67,6 +68,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     ]
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in files_in(tmp_path))
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+
+
+def test_a_request_with_an_image_has_no_file(tmp_path: Path) -> None:
+    picture = MediaItem(start=1, num_tokens=2, digest=b"p" * 32)
+    kept(tmp_path, told(media=(picture,)), told("cmpl-b"))
+    assert names(tmp_path) == ["cmpl-b"]
 
 
 def test_what_is_let_go_is_deleted(tmp_path: Path) -> None:

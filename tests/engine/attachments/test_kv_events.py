@@ -19,6 +19,7 @@ from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.cache_group import CacheGroup
 from quire.base.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.base.errors import ConfigError
+from quire.base.media.item import MediaItem
 from quire.base.messages import Control, Request, ResetPrefixCache
 from quire.base.plan import StepResult
 from quire.engine.attachments.event_encoding import EventMaker
@@ -281,6 +282,16 @@ def test_tokens_salts_and_adapters_stay_here_unless_asked_for() -> None:
     assert isinstance(event, BlockStored)
     assert event.token_ids == [] and event.extra_keys is None and event.lora_name is None
     assert len(event.block_hashes) == 1
+
+
+def test_the_images_that_start_in_a_block() -> None:
+    doors, router = watch(scheduler_of())
+    items = [MediaItem(start, 2, bytes([start]) * 32) for start in (1, BLOCK + 1)]
+    finish(doors, "a", [*range(2 * BLOCK), 9], media=tuple(items), cache_salt="ours")
+    (event,) = router.batches[0].events
+    assert isinstance(event, BlockStored)
+    digests = [item.digest.hex() for item in items]
+    assert event.extra_keys == [(digests[0], "ours"), (digests[1],)]
 
 
 def test_the_block_before_and_adapters() -> None:

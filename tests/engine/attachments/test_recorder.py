@@ -28,6 +28,7 @@ from quire.engine.recording.frames import State, read_frames
 from quire.scheduler.core.names import Digester, Named
 from quire.scheduler.policy.policies import make_block_hash
 from quire.tools.replay import Outcome, replay_all, restored
+from tests.scheduler.media.test_media_machine import PIXELS, MediaMachine
 from tests.scheduler.test_held_machine import HeldMachine
 from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
 from tests.support.cases import pairwise
@@ -215,10 +216,14 @@ class Recorded:
 
 
 @pytest.mark.parametrize("max_examples", [8, pytest.param(300, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine])
+@pytest.mark.parametrize(
+    "kind", [SchedulerMachine, MixedMachine, HybridMachine, HeldMachine, MediaMachine]
+)
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
     run_machine(machine, max_examples)
+    found = [read for path in tmp_path.rglob("*.rec") for read in bodies(path)]
+    assert found and not any(PIXELS in body for body in found)
 
 
 def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:

@@ -321,12 +321,12 @@ def test_metrics_tell_what_is_held(reference: Engine) -> None:
     assert [float(number) for number in told()] == [0, 0]
 
 
-@pytest.mark.parametrize("other", [{"cache_salt": "x"}, {"adapter_id": "x"}, {"media_ids": ("x",)}])
+@pytest.mark.parametrize("other", [{"cache_salt": "x"}, {"adapter_id": "x"}])
 @pytest.mark.parametrize("runs", [False, True])
 def test_blocks_of_another_name_are_not_gone_on_from(
     reference: Engine, other: dict[str, Any], runs: bool
 ) -> None:
-    """An adapter or an image makes other keys and values of the same tokens."""
+    """A salt or an adapter makes other keys and values of the same tokens."""
     source = reference.ask(reference.story, keep_s=60.0, max_tokens=3)
     if not runs:
         reference.finish(source)

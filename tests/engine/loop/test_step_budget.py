@@ -1,4 +1,7 @@
-"""Tokens of a step follow how long steps take: on a virtual clock, with CPUs of several speeds."""
+"""Tokens of a step follow how long steps take: on a virtual clock, with CPUs of several speeds.
+
+Covers `runner/step_size.py`.
+"""
 
 import itertools
 from collections import deque
@@ -18,11 +21,17 @@ from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.step_budget import StepBudget
 from quire.engine.recording.files import read_recording
 from quire.ops.formats import variants
 from quire.runner.derive import derive_config
-from quire.runner.step_size import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_tokens, first_budget
+from quire.runner.step_size import (
+    FEWEST_TOKENS,
+    MOST_TOKENS,
+    STEP_S,
+    StepBudget,
+    bounded_tokens,
+    first_budget,
+)
 from quire.serve.llm import LLM
 from quire.tools.replay import replay_all
 from tests.runner.test_memory_plan import shape

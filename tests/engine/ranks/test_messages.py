@@ -3,12 +3,14 @@
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError
 from quire.base.masks import TokenMasks
+from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
 from quire.base.plan import (
     BlockWrites,
     Candidates,
@@ -43,6 +45,8 @@ def same(one: Any, other: Any) -> None:
     if isinstance(one, np.ndarray):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert one.tobytes() == other.tobytes() and other.flags.writeable
+    elif isinstance(one, EncoderInput | EncoderRead):
+        same(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
     elif dataclasses.is_dataclass(one):
         assert type(one) is type(other)
         for item in dataclasses.fields(one):
@@ -86,6 +90,19 @@ def test_a_plan_with_everything() -> None:
     same(plan, step.plan)
     assert (step.number, step.is_first, step.has_masks) == (3, True, True)
     same(Plan(1), crossed(Step(0, Plan(1), False, False), rank_codec()).plan)
+
+
+def test_a_plan_with_media() -> None:
+    item = MediaItem(
+        start=2, num_tokens=3, digest=bytes(range(32)), kind="video", grid=(1, 2, 6),
+        shape=(1, 2, 2), pixels=bytes([0, 128, 255, 7]), table=np.arange(768, dtype="f4").tobytes(),
+        seconds_per_grid=0.1, is_whole=True,
+    )  # fmt: skip
+    start = RowStart(1, ints(5, 6), 0, 6, SamplingParams(), 0, media=(item.without_pixels,) * 2)
+    inputs, reads = EncoderInput(item, ints(9, 8, 7)), EncoderRead(1, 2, ints(9, 8))
+    plan = Plan(7, started=(start,), encoder_inputs=(inputs,), encoder_reads=(reads, reads))
+    found = crossed(Step(0, plan, False, False), rank_codec()).plan
+    same(plan, found)
 
 
 @pytest.mark.parametrize("num", [0, 1, 3])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.base.errors import RequestError
+from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.sampling_params import SamplingParams
 from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader, LoadReport
@@ -23,6 +24,7 @@ from quire.engine.wire.core_choice import (
 )
 
 SIZE = 4  # tokens of a block
+PICTURE = MediaItem(start=1, num_tokens=2, digest=b"p" * 32)
 IDLE = {0: 0, 1: 0}
 
 
@@ -70,7 +72,7 @@ def test_what_everybody_begins_with_does_not_draw_all_to_one_core() -> None:
     assert abs(where[0] - where[1]) <= 2
 
 
-@pytest.mark.parametrize("other", [{"cache_salt": "x"}, {"adapter_id": "x"}, {"media_ids": ("x",)}])
+@pytest.mark.parametrize("other", [{"cache_salt": "x"}, {"adapter_id": "x"}, {"media": (PICTURE,)}])
 def test_prompts_are_told_apart_by_what_names_their_blocks(other: dict[str, object]) -> None:
     choice = CoreChoice(2, SIZE)
     choice.choose(request(prompt(1)), {1: 0})
@@ -78,6 +80,16 @@ def test_prompts_are_told_apart_by_what_names_their_blocks(other: dict[str, obje
     assert choice.choose(request(prompt(1), **other), {0: 0, 1: 399}) == 0
     assert choice.choose(request(prompt(1)), {0: 0, 1: 399}) == 1
     assert choice.choose(request(prompt(1)[:3]), {0: 0, 1: 1}) == 0  # not one block
+
+
+@pytest.mark.parametrize(("start", "core"), [(200, 0), (399, 1)])
+def test_prompts_are_told_apart_by_images_from_where_these_start(start: int, core: int) -> None:
+    """A core that has 200 of the tokens is not worth waiting for, one that has almost all is."""
+    choice, picture = CoreChoice(2, SIZE), MediaItem(start, 1, digest=b"p" * 32)
+    one = request(prompt(1))
+    choice.choose(request(prompt(1), media=(picture,)), {1: 0})
+    load = weight(one) // 2 + 300
+    assert choice.choose(one, {0: 0, 1: load}) == core
 
 
 def test_who_is_idle_has_a_turn() -> None:

@@ -5,11 +5,14 @@ Covers `models/vision/tower.py`, `models/vision/layers.py`, `models/vision/field
 
 import copy
 import json
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from quire.base.errors import ModelError
 from quire.models.vision.attention import range_attention
@@ -190,3 +193,45 @@ def test_ranges_must_hold_all_patches() -> None:
     q = torch.zeros(4, 1, 4)
     with pytest.raises(AssertionError, match="all patches"):
         range_attention(q, q, q, [0, 3], 1.0)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that exist, and keeps the largest count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: Any) -> None:
+        place, num_bytes = storage.data_ptr(), storage.nbytes()
+        if num_bytes == 0 or place in self._known:
+            return
+        self._known.add(place)
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, place, num_bytes)
+
+    def _forget(self, place: int, num_bytes: int) -> None:
+        self._known.discard(place)
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_encoding_takes_no_more_memory_than_the_tower_says(family: str) -> None:
+    wide = {"embed_dim" if family == "qwen2_vl" else "hidden_size": 64, "intermediate_size": 300}
+    tower = checkpoint(family, json.dumps({"vision_config": wide})).tower()
+    for image in images_of(family):
+        with LiveBytes() as live, torch.inference_mode():
+            found = tower.encode(image)
+        bound = len(found) * tower.numbers_per_token * found.element_size()
+        assert live.peak <= bound < 4 * live.peak, image.grid
+        per_square = len(found) // len(image.pixels)
+        assert tower.most_tokens in (None, per_square), image.grid

@@ -32,7 +32,8 @@ def pool() -> Iterator[JobPool]:
 
 
 def processed(pool: JobPool, data: bytes) -> ProcessedImage:
-    return unpack_answer(pool.run_bytes(pack_job(data, SETTINGS, LIMITS)), SETTINGS)
+    table = image_processor(SETTINGS).table
+    return unpack_answer(pool.run_bytes(pack_job(data, SETTINGS, LIMITS)), table)
 
 
 def chunk(name: bytes, body: bytes) -> bytes:

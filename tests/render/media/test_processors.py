@@ -21,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from quire.base.errors import ModelError
 from quire.render.media.gemma3 import GemmaImages
 from quire.render.media.llava import LlavaImages, LlavaNextImages
+from quire.render.media.model_files import ModelFiles
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import image_processor, media_settings
 from quire.render.media.qwen_vl import QwenImages
@@ -120,15 +121,15 @@ def test_llava_next(size: tuple[int, int], grids: list[list[int]]) -> None:
      ("llava_next", LlavaNextImages)],
 )  # fmt: skip
 def test_a_model_type_has_a_processor(model_type: str, family: type) -> None:
-    settings = media_settings({"model_type": model_type}, {"image_mean": [0, 0, 0]}, {})
+    settings = media_settings(ModelFiles({"model_type": model_type}, {"image_mean": [0, 0, 0]}))
     processor = image_processor(settings)
     assert type(processor) is family
-    assert processor.settings.mean == (0, 0, 0)
+    np.testing.assert_array_equal(processor.table[:, 0], 0)
 
 
 def test_other_model_types_are_refused_by_name() -> None:
     with pytest.raises(ModelError, match="'mllama'.*llava_next"):
-        media_settings({"model_type": "mllama"}, {}, {})
+        media_settings(ModelFiles({"model_type": "mllama"}))
 
 
 @pytest.mark.parametrize(
@@ -143,5 +144,5 @@ def test_other_model_types_are_refused_by_name() -> None:
 def test_llava_counts_the_class_token(
     model: dict[str, Any], processor: dict[str, Any], expected: tuple[int, int]
 ) -> None:
-    settings = media_settings({"model_type": "llava", **model}, {}, processor)
+    settings = media_settings(ModelFiles({"model_type": "llava", **model}, {}, processor))
     assert (settings.patch_size, settings.num_extra_tokens) == expected

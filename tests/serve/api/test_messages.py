@@ -411,7 +411,7 @@ def error_of(response: Response, status: int, kind: str) -> str:
     return body["error"]["message"]
 
 
-IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+SEARCH = {"type": "search_result", "source": "s", "title": "t", "content": []}
 
 
 @pytest.mark.parametrize(
@@ -438,7 +438,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             'output_config.format: Unimplemented keys: ["not"]',
         ),
         ({"output_format": {"type": "json_schema"}}, "use output_config.format"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, 'tool_result, got "image"'),
+        ({"messages": [{"role": "user", "content": [SEARCH]}]}, 'tool_result, got "search_result"'),
         ({"temperature": -1}, "temperature"),
     ],
 )

@@ -349,7 +349,7 @@ def test_the_map_shows_who_holds_blocks_and_the_dead_engine_comes_back(
 
 def open_recording(page: Any, path: Path) -> None:
     page.get_by_role("tab", name="Engine").click()
-    page.set_input_files("input[type=file]", path)
+    page.set_input_files("#engine input[type=file]", path)
     page.wait_for_selector(".player")
 
 
@@ -385,7 +385,7 @@ def test_a_recording_is_played(page: Any, tmp_path: Path) -> None:
     assert map_.get_attribute("data-used") == str(used[-1])
     page.get_by_role("button", name="Back to live").press("Enter")
     page.get_by_text("Live while this view is open").wait_for()
-    page.set_input_files("input[type=file]", {
+    page.set_input_files("#engine input[type=file]", {
         "name": "no.jsonl", "mimeType": "text/plain", "buffer": b"{}\nnothing",
     })  # fmt: skip
     page.get_by_text("no.jsonl has no frames").wait_for()

@@ -2,22 +2,16 @@
 
 import base64
 import os
-import ssl
-import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from quire.base.errors import RequestError
-from quire.serve.media import download
 from quire.serve.media.addresses import is_public, public_address
 from quire.serve.media.download import Downloads
 from quire.serve.media.sources import MediaSources
-
-CONTENT = bytes(range(256)) * 40
+from tests.serve.media.conftest import CONTENT, make_certificate, tls_files
 
 
 @pytest.mark.parametrize(
@@ -63,6 +57,9 @@ def test_one_private_address_of_several_is_enough_to_refuse() -> None:
      ("file:///etc/passwd", "not allowed"),
      ("FILE:///etc/passwd", "not allowed"),
      ("data:image/png,abc", "base64"),
+     ("data:text/html;base64,YWJj", "the type 'text/html'"),
+     ("data:image/svg+xml;base64,YWJj", "the type 'image/svg"),
+     ("data:application/pdf;base64,YWJj", "the type 'application/pdf'"),
      ("data:image/png;base64,@@@@", "no valid base64")],
 )  # fmt: skip
 def test_urls_that_are_refused(url: str, message: str) -> None:
@@ -113,75 +110,17 @@ def test_files_below_the_folder(tmp_path: Path) -> None:
 # ---- downloads ---------------------------------------------------------------------------------
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Serves what the path asks for."""
-
-    def do_GET(self) -> None:
-        places = {"/same": "/file", "/other": "https://evil.com/x", "/loop": "/loop",
-                  "/plain": "http://example.org/x", "/inside": "https://127.0.0.1/x"}  # fmt: skip
-        if self.path in places:
-            self.send_response(302)
-            self.send_header("Location", places[self.path])
-            self.end_headers()
-        elif self.path == "/file":
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(CONTENT)))
-            self.end_headers()
-            self.wfile.write(CONTENT)
-        elif self.path == "/short":
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(CONTENT) + 1))
-            self.end_headers()
-            self.wfile.write(CONTENT)
-        elif self.path == "/hangs":
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"x")
-            self.wfile.flush()
-            hang.wait()
-        else:
-            self.send_error(404)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-hang = threading.Event()
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
-    names = ["-subj", "/CN=example.org", "-addext", "subjectAltName=DNS:example.org"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command.split(), *files, *names], check=True, capture_output=True)
-    return key, certificate
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
 def downloads(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Downloads]:
-    """Downloads from a server here, whose address counts as public."""
-    key, public = certificate
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(public, key)
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    hang.clear()
-    monkeypatch.setattr(download, "HTTPS_PORT", server.server_port)
-    monkeypatch.setattr(download, "public_address", lambda host, port, resolver: "127.0.0.1")
-    yield Downloads(
-        ("example.org",), context=lambda: ssl.create_default_context(cafile=str(public))
-    )
-    hang.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with tls_files(certificate, monkeypatch) as found:
+        yield found
 
 
 @pytest.mark.parametrize("path", ["/file", "/same"])
@@ -193,6 +132,7 @@ def test_a_download_and_a_redirect_to_the_same_host(downloads: Downloads, path: 
     ("path", "message"),
     [("/other", "'evil.com' may not be fetched"), ("/plain", "begins with 'http'"),
      ("/inside", "'127.0.0.1' may not be fetched"), ("/loop", "more than 3 times"),
+     ("/page", "the type 'text/html'"),
      ("/missing", "status 404"), ("/short", "the download from example.org fails")],
 )  # fmt: skip
 def test_answers_that_are_refused(downloads: Downloads, path: str, message: str) -> None:

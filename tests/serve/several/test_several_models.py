@@ -329,7 +329,7 @@ def test_a_load_that_fails_is_told_and_the_server_goes_on(
     server = started("--max-loaded-models", "1", a=paths()["a"], b=broken)
     weights = (broken / "model.safetensors").rename(tmp_path / "weights")
     for _ in range(2):
-        with pytest.raises(openai.InternalServerError, match="model b is not there") as caught:
+        with pytest.raises(openai.InternalServerError, match="model b is not available") as caught:
             answer(server, "b", "x")
         assert caught.value.status_code == 503 and "Retry-After" in caught.value.response.headers
     assert states(server) == {"a": "unloaded", "b": "failed"}

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
 from quire.ops.attention.select import make_backend
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
@@ -17,7 +17,10 @@ HEAD_DIM = 32
 
 @dataclass(frozen=True)
 class Case:
-    """Rows given as (tokens before the step, tokens of the step)."""
+    """Rows given as (tokens before the step, tokens of the step).
+
+    spans: (row, first, end) of positions whose tokens see each other, if the window lets them.
+    """
 
     rows: Sequence[tuple[int, int]]
     block_size: int = 4
@@ -26,9 +29,26 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    spans: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(self.rows))  # so that a case has a hash
+
+    @property
+    def ends_T(self) -> Int32 | None:
+        """What the step has of the spans."""
+        return self.ends_of(
+            [(row, before, before + n) for row, (before, n) in enumerate(self.rows)]
+        )
+
+    def ends_of(self, parts: Sequence[tuple[int, int, int]]) -> Int32 | None:
+        """What a step of these parts (row, begin, end) of the rows has of them."""
+        if not self.spans:
+            return None
+        ends = [np.zeros(sum(row), np.int32) for row in self.rows]
+        for row, first, end in self.spans:
+            ends[row][first:end] = end
+        return np.concatenate([ends[row][begin:end] for row, begin, end in parts])
 
     @property
     def sinks_N(self) -> torch.Tensor | None:
@@ -86,7 +106,7 @@ def steps_of(
     earlier = [RowPart(0, case.rows[r][0], (tables[r],)) for r in rows if case.rows[r][0]]
     parts = [RowPart(case.rows[r][0], sum(case.rows[r]), (tables[r],)) for r in rows]
     before = make_step(earlier, case.block_size) if earlier else None
-    return before, make_step(parts, case.block_size)
+    return before, replace(make_step(parts, case.block_size), ends_T=case.ends_T)
 
 
 def run_backend(
@@ -134,7 +154,8 @@ def run_named(name: str, case: Case, dtype: torch.dtype, seed: int = 0) -> torch
 def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
     """Attention of the step's tokens by one softmax per row, without blocks: [T, N, H]."""
     outs = []
-    for (before, _), q, k, v in zip(case.rows, contents.q, contents.k, contents.v, strict=True):
+    sequences = zip(case.rows, contents.q, contents.k, contents.v, strict=True)
+    for row, ((before, _), q, k, v) in enumerate(sequences):
         query, key = torch.arange(before, len(q))[:, None], torch.arange(len(q))
         q = q[before:]
         k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
@@ -142,6 +163,9 @@ def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
         if case.soft_cap is not None:
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         hidden = key > query
+        for of_row, first, end in case.spans:
+            if of_row == row:
+                hidden &= ~((query >= first) & (query < end) & (key < end))
         if case.window is not None:
             hidden |= key <= query - case.window
         weights = scores.masked_fill(hidden, -torch.inf).exp()

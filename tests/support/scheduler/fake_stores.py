@@ -1,6 +1,7 @@
 """Stores of a scheduler's tests: what they were told to keep, and answers when a test says so."""
 
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,10 +17,17 @@ from quire.base.kv_orders import (
     Remove,
     Removed,
 )
+from quire.kv.digest import Mark
 from quire.scheduler.scheduler import Scheduler
 from tests.support.scheduler.fake_device import GARBAGE
 
 BLOCK = 4
+
+
+def content(tokens: np.ndarray, marks: Iterable[Mark]) -> int:
+    """What a device's slot holds of the last of these tokens."""
+    before = b"".join(data for index, data in marks if index < len(tokens))
+    return zlib.crc32(tokens.tobytes(), zlib.crc32(before))
 
 
 class FakeStores:
@@ -67,7 +75,7 @@ class FakeStores:
             for g in range(len(self.host)):
                 if digest[0] % 8 and (g, digest) in order.names:
                     ends = range(i * BLOCK + 1, (i + 1) * BLOCK + 1)
-                    block = np.array([zlib.crc32(tokens[:end].tobytes()) for end in ends])
+                    block = np.array([content(tokens[:end], sequence.marks) for end in ends])
                     self.kept[order.store][g, digest] = block
 
     def answer(self, pick: int, fails: bool) -> Answer | None:

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.errors import RequestError
+
 Int32 = npt.NDArray[np.int32]
 
 
@@ -44,10 +46,27 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         """Return the index of the first token after the span."""
         return self.start + self.num_tokens
 
+    def at(self, start: int) -> "MediaItem":
+        """Return the item with its span at another place."""
+        return msgspec.structs.replace(self, start=start)
+
     @property
     def without_pixels(self) -> "MediaItem":
         """Return the span and the digest, without what the vision tower reads."""
         return msgspec.structs.replace(self, shape=(), pixels=b"", table=b"")
+
+
+def items_before(items: tuple[MediaItem, ...], num_tokens: int) -> tuple[MediaItem, ...]:
+    """Return the items among the first tokens of a prompt. Raises RequestError if the last of these
+    tokens is inside an item, which cannot be cut."""
+    for item in items:
+        if item.start < num_tokens < item.end:
+            raise RequestError(
+                f"token {num_tokens} is inside the {item.kind} at tokens {item.start} to"
+                f" {item.end - 1}; cut the prompt at token {item.start} or {item.end}.",
+                "num_tokens",
+            )
+    return tuple(item for item in items if item.end <= num_tokens)
 
 
 class EncoderInput(msgspec.Struct, frozen=True):

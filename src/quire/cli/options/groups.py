@@ -48,6 +48,7 @@ GROUPS = (
         (
             "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "scheduling_policy",
             "preemption_mode", "long_prefill_token_threshold", "pipeline_depth", "watermark",
+            "max_encoder_tokens", "encoder_cache_tokens",
         ),
     ),
     Group(
@@ -98,13 +99,15 @@ GROUPS = (
         (
             "api_key", "urgent_api_key", "admin_api_key", "requests_per_minute",
             "tokens_per_minute", "ssl_keyfile", "ssl_certfile", "allowed_origins", "allowed_hosts",
+            "allowed_media_domains", "allowed_local_media_path",
         ),
     ),
     Group(
         "requests",
         "form and limits of requests, files, batches",
         (
-            "max_body_bytes", "strict_fields", "max_logprobs", "logits_processors", "hooks",
+            "max_body_bytes", "max_media_bytes", "limit_mm_per_prompt", "strict_fields",
+            "max_logprobs", "logits_processors", "hooks",
             "hook_timeout", "stream_interval", "sse_keep_alive_interval",
             "enable_force_include_usage", "enable_per_request_metrics",
             "return_tokens_as_token_ids", "response_store_bytes", "files_dir", "files_gb",

@@ -162,20 +162,26 @@ def _event(
         return b"".join((head, hashes, PARENT, parent, TOKENS, _array(0), end))
     if len(come_from) > 1:
         tokens = b"".join([each[3] for each in come_from])
-    if request.adapter_id or request.cache_salt or request.media_ids:
+    if request.adapter_id or request.cache_salt or request.media:
         adapter = pack(request.adapter_id or None)
-        keys = _extra_keys(request, not place, len(run))
+        size = len(come_from[0][3]) // 5
+        keys = _extra_keys(request, place, len(run), size)
         head, end = parts.around(adapter, KEYS + pack(keys) if keys else b"")
     return b"".join((head, hashes, PARENT, parent, TOKENS, _array(len(tokens) // 5), tokens, end))
 
 
-def _extra_keys(request: Request, is_first: bool, num_blocks: int) -> list[list[str] | None] | None:
-    """Return what else the names of blocks are made of, one entry for each: it enters with the
-    first block of a sequence, whose images count for all of it, and the adapter with each."""
+def _extra_keys(
+    request: Request, place: int, num_blocks: int, block_size: int
+) -> list[list[str] | None] | None:
+    """Return what else the names of blocks are made of, one entry for each block from `place` on:
+    the digests of the images that start in it, in hex, the adapter, and in the first block of a
+    sequence the salt."""
     adapter = [request.adapter_id] if request.adapter_id else []
-    salt = [request.cache_salt] if request.cache_salt else []
-    first = [*request.media_ids, *adapter, *salt] if is_first else adapter
-    keys = [first or None, *[adapter or None] * (num_blocks - 1)]
+    keys: list[list[str] | None] = []
+    for block in range(place, place + num_blocks):
+        images = [mark.hex() for index, mark in request.marks if index // block_size == block]
+        salt = [request.cache_salt] if request.cache_salt and not block else []
+        keys.append([*images, *adapter, *salt] or None)
     return keys if any(keys) else None
 
 

@@ -4,7 +4,8 @@
     DIRECTORY/quire-held-1/FINGERPRINT/N/DIGEST.held    its tokens, whose it is, and until when
 
 They stand beside the blocks of a store in a directory, and hold no blocks: these are found there by
-the digests of the tokens, or computed again. A thread writes them, beside the steps, after what has
+the digests of the tokens, or computed again. A request with images has no file: its pixels would
+be needed to compute it again. A thread writes them, beside the steps, after what has
 changed; a process that is killed may lose the last change. Nobody but the owner may read them.
 
 A key is known by its place among a server's keys, which another server may have given to somebody
@@ -64,7 +65,6 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     ends_unix_s: float
     tokens: bytes
     adapter_id: str = ""
-    media_ids: tuple[str, ...] = ()
 
 
 class HeldFiles(Attachment):
@@ -170,7 +170,7 @@ class HeldFiles(Attachment):
         for name, (change, at_unix_s) in changes.items():
             path = self._folder / f"{_digest(name)}{SUFFIX}"
             try:
-                if change is None:
+                if change is None or change[0].media:  # its pixels are not written
                     path.unlink(missing_ok=True)
                 else:
                     self._write(path, self._kept(*change, at_unix_s))
@@ -185,7 +185,7 @@ class HeldFiles(Attachment):
         return Kept(
             VERSION, self._server, held.id, held.index, held.tenant, held.cache_salt,
             held.num_prompt_tokens, held.keep_s, at_unix_s + (held.expires_in_s or 0.0),
-            tokens.tobytes(), held.adapter_id, held.media_ids,
+            tokens.tobytes(), held.adapter_id,
         )  # fmt: skip
 
     def _write(self, path: Path, kept: Kept) -> None:
@@ -246,7 +246,6 @@ def _message(kept: Kept, left_s: float) -> PutBack:
         tenant=kept.tenant,
         cache_salt=kept.cache_salt,
         adapter_id=kept.adapter_id,
-        media_ids=kept.media_ids,
     )
 
 

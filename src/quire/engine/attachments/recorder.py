@@ -241,6 +241,7 @@ def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
         "rates": memory.rates,
         "num_stores": 0 if stores is None else stores.num_stores,
         "kept": EVICTED if stores is None else stores.kept,
+        "takes_media": scheduler.media is not None,
         "fingerprint": memory.names.fingerprint if keeps_tokens else b"",
     }
 

@@ -59,6 +59,11 @@ class RequestMaker:
         structured_outputs, unchecked. An end token ends an answer with a grammar in any case: where
         it is all that the grammar allows there is nothing to go on with. Raise RequestError for
         parameters that mean text where there is no tokenizer."""
+        if prompt.media and params.use_beam_search:
+            raise RequestError(
+                "beam search does not accept images or videos; set use_beam_search to false.",
+                "use_beam_search",
+            )
         number, self._count = self._count, self._count + 1
         own = tuple(params.stop_token_ids or ())
         bad: tuple[tuple[int, ...], ...] = ()
@@ -102,6 +107,7 @@ class RequestMaker:
             timeout_s=timeout_s,
             grammar=grammar,
             kv_transfer=kv_transfer,
+            media=prompt.media,
         )
 
     def _grammar_of(self, wanted: StructuredOutputsParams) -> str:

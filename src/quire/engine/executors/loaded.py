@@ -5,8 +5,8 @@ from typing import Protocol
 
 from quire.base.config import EngineConfig
 from quire.base.model_spec import ModelSpec
-from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource
+from quire.runner.memory_plan import MemoryPlan
 
 
 class LoadedModel(Protocol):

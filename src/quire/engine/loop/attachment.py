@@ -7,10 +7,10 @@
     each turn of the loop: answers --> control
     close --> close
 
-The loop calls attachments in the order of their `order`, those of equal order as they were
-attached. An attachment learns what the scheduler decided from `Decisions` (and from the notes that
-it subscribed to), and asks the rest through the scheduler's questions. It changes the scheduler by
-messages alone: those that `answers` and `before_plan` return go through `Scheduler.control`.
+The loop calls attachments by their `order`, then in the order of attaching. An attachment learns
+from `Decisions` what the scheduler decided, and asks the rest through its questions. It changes the
+scheduler only by messages: those that `answers` and `before_plan` return go through
+`Scheduler.control`.
 
 This one aborts a request as soon as its tenant has got more tokens than allowed:
 
@@ -136,18 +136,6 @@ class Doors(Protocol):
     def update(self, result: StepResult, now: float) -> Decisions: ...
 
 
-class DoorWatcher(Attachment):
-    """An attachment that stands at the doors: each call goes through it, after all other
-    attachments had their say, and it passes the call on to the scheduler. At most one per core."""
-
-    def add(self, request: Request, now: float) -> Decisions:
-        raise NotImplementedError
-
-    def control(self, message: Control, now: float) -> Decisions:
-        raise NotImplementedError
-
-    def schedule(self, now: float) -> Decisions:
-        raise NotImplementedError
-
-    def update(self, result: StepResult, now: float) -> Decisions:
-        raise NotImplementedError
+class DoorWatcher(Attachment, Doors):
+    """An attachment in front of the doors: each call goes through it, after all other attachments,
+    and it passes the call on to the scheduler. At most one per core."""

@@ -1,13 +1,12 @@
-"""What wakes the core."""
+"""The bell that wakes the core."""
 
 import threading
 from collections.abc import Callable
 
 
 class Bell:
-    """Rung from any thread when something has come that the core waits for: a result, a store's
-    answer, a grammar. It holds no part of the core: a core that nobody holds is gone, with its
-    executor's thread."""
+    """Rung from any thread when a result or an answer has come. It holds no reference to the core,
+    so an unused core is collected with its executor's thread."""
 
     def __init__(self) -> None:
         self.wake_up: Callable[[], None] = lambda: None
@@ -18,9 +17,9 @@ class Bell:
         self.wake_up()
 
     def forget(self) -> None:
-        """Wait only for what comes from now on."""
+        """Forget earlier rings."""
         self._is_rung.clear()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until it was rung."""
+        """Wait until it is rung."""
         self._is_rung.wait(timeout_s)

@@ -4,12 +4,11 @@
                          |                                              |
                          +------------- attachments hear ---------------+
 
-`plan` makes a plan and submits it, `take` takes the oldest result, and `_recover` repeats a step
-that failed. Each `step` plans as far ahead as the pipeline depth allows, takes the oldest result,
-and returns what it gave each request. A caller that has other things to wait for asks `rest_s` how
-long nothing is to be done, and calls `advance`.
+`plan` makes and submits a plan, `take` takes the oldest result, `_recover` repeats a failed step.
+Each `step` plans as far ahead as the pipeline depth allows, takes the oldest result, and returns
+the outputs. A caller that also waits for other things asks `rest_s` and calls `advance`.
 
-Everything else that happens around a step attaches to this loop (`loop/attachment.py`).
+Everything else around a step attaches to this loop (`loop/attachment.py`).
 """
 
 import dataclasses
@@ -25,12 +24,11 @@ from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.executors.executor import Executor
 from quire.engine.loop.attachment import Phase
-from quire.engine.loop.attachments import Attachments
 from quire.engine.loop.bell import Bell
-from quire.engine.loop.front import Front
+from quire.engine.loop.front import Attachments, Front
 from quire.engine.loop.in_flight import NO_SAMPLING, InFlight, Sampling, StepInFlight, StepRates
 from quire.engine.loop.recovery import combine, leave_out, reduce_plan, repeat_step
-from quire.engine.loop.step_budget import StepBudget
+from quire.runner.step_size import StepBudget
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
@@ -40,10 +38,7 @@ MAX_WAIT_S = 0.5  # for an answer, before the loop looks whether one is overdue
 
 
 class EngineCore(Front):
-    """The loop of one model on one device.
-
-    step_budget: follows how many tokens a step has time for; None: as many as are configured.
-    """
+    """The loop of one model on one device. step_budget: None for the configured budget."""
 
     def __init__(
         self,
@@ -58,8 +53,8 @@ class EngineCore(Front):
         self.in_flight = InFlight(scheduler.rows.num_stages)
         self.bell = Bell()
         self._rates = StepRates(executor.copy_bytes_per_s(), step_budget)
-        self._carried_over: Plan | None = None  # what the next plan does for one that was skipped
-        self._dropped = StepOutputs()  # of requests that ended while no result was taken
+        self._carried_over: Plan | None = None  # a skipped plan, whose rest the next one does
+        self._dropped = StepOutputs()  # ends of requests while no result was taken
         self.control(self._rates.known)
         executor.start(self.bell.ring)
 
@@ -69,31 +64,31 @@ class EngineCore(Front):
 
     @property
     def num_in_flight(self) -> int:
-        """Plans whose results were not taken yet."""
+        """Plans whose results are not taken yet."""
         return len(self.in_flight)
 
     # ---- the loop ----------------------------------------------------------------------------
 
     def step(self) -> StepOutputs:
-        """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
-        is nothing to do. Raises EngineError, then and ever after, if the core cannot go on."""
+        """Plan as far ahead as possible, wait for one result and take it. Return at once if there
+        is nothing to do. Raises EngineError, now and from then on, if the core cannot go on."""
         return self._turn(waits=True)
 
     def advance(self) -> StepOutputs:
-        """Do what is to be done now: plan if it is time for that, take a result if it is there.
-        Raises EngineError as `step` does."""
+        """Plan if a plan is due, and take a result if there is one. Raises EngineError as `step`
+        does."""
         return self._turn(waits=False)
 
     def settle(self) -> None:
-        """Take steps while there is work that no request waits for, for SETTLE_S at most. Raises
+        """Take steps, for SETTLE_S at most, while there is work that no request waits for. Raises
         EngineError."""
         until_s = self._clock.now() + SETTLE_S
         while self.scheduler.has_work and not self.requests() and self._clock.now() < until_s:
             self._turn(waits=True)
 
     def rest_s(self) -> float | None:
-        """Return for how long nothing is to be done; None: until a message comes or the bell rings.
-        A request may become late while nothing can be planned, if its prompt is still open."""
+        """Return the time for which there is nothing to do; None: until a message comes or the bell
+        rings."""
         pending = self.attachments.pending
         if self._has_lost_executor or any(each.has_answers for each in pending):
             return 0.0
@@ -110,7 +105,7 @@ class EngineCore(Front):
         return None if self._holds_back else max(0.0, self.in_flight.due_s - now)
 
     def plan(self) -> Plan | None:
-        """Plan one step and submit it, if there is something to plan."""
+        """Plan and submit one step, if there is something to plan."""
         for message in self.attachments.before_plan(len(self.in_flight)):
             self.control(message)
         decisions = self.schedule()
@@ -146,19 +141,19 @@ class EngineCore(Front):
         return outputs
 
     def take_dropped(self) -> StepOutputs:
-        """Hand out the ends of requests that ended while no plan was in flight."""
+        """Return the ends of requests that ended while no plan was in flight."""
         dropped, self._dropped = self._dropped, StepOutputs()
         return dropped
 
     def wait_for_answers(self) -> None:
-        """Take what attachments answer; if there is nothing, wait a little for it."""
+        """Take the attachments' answers; if there are none, wait up to MAX_WAIT_S."""
         self.bell.forget()
         if not self._take_answers():
             self.bell.wait(MAX_WAIT_S)
             self._take_answers()
 
     def close(self) -> None:
-        """End: first the attachments, in their order, then the executor."""
+        """Close the attachments, in their order, then the executor."""
         self.attachments.close(self)
         self._void(list(self.in_flight)[1:])
         self.executor.close()
@@ -193,14 +188,14 @@ class EngineCore(Front):
         return outputs
 
     def _take_answers(self) -> bool:
-        """Give the scheduler what attachments answer; tell whether there was something."""
+        """Give the scheduler the attachments' answers; return whether there were any."""
         answers = self.attachments.answers(self._clock.now())
         for answer in answers:
             self.control(answer)
         return bool(answers)
 
     def _has_waited(self) -> bool:
-        """Wait for an answer if nothing else is to be done, and tell so."""
+        """Wait for an answer if there is nothing else to do; return whether it waited."""
         is_idle = not self.in_flight and not self._dropped and self.has_work
         if not (is_idle and any(each.num_open for each in self.attachments.pending)):
             return False
@@ -231,14 +226,14 @@ class EngineCore(Front):
 
     @property
     def _next_s(self) -> float | None:
-        """When something becomes due by itself, or an attachment wants to be asked."""
+        """The time when something becomes due, or an attachment wants to be asked."""
         times = [self._due_s, *(each.next_s for each in self.attachments.pending)]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     @property
     def _holds_back(self) -> bool:
-        """Whether the next plan waits for a result: the pipeline is full, or an attachment wants no
-        other plan in flight."""
+        """Whether the next plan waits for a result, because the pipeline is full or an attachment
+        holds plans back."""
         if len(self.in_flight) >= self.scheduler.depth:
             return True
         return bool(self.in_flight) and self.attachments.holds_plans
@@ -246,8 +241,8 @@ class EngineCore(Front):
     def _submit(
         self, plan: Plan, sampling: Sampling, left_out: frozenset[int] = frozenset()
     ) -> None:
-        """Submit a plan without the rows in left_out. If every row was dropped, still carry out the
-        plan's block moves; if it has none, skip it and merge its other work into the next plan."""
+        """Submit a plan without the rows in left_out. If it loses all rows, still carry out its
+        moves; if it has none, skip it and merge the rest into the next plan."""
         carried_out, carried_over = plan, self._carried_over
         if left_out or carried_over is not None:
             carried_out = reduce_plan(plan, left_out, carried_over)
@@ -263,8 +258,8 @@ class EngineCore(Front):
             self.executor.submit(carried_out, masks)
 
     def _recover(self, failed: StepInFlight, error: str) -> StepOutputs:
-        """Repeat the oldest plan, which failed, in parts, or without its rows. Then submit the
-        later plans without rows of sequences that this ended or preempted: their tables are old."""
+        """Repeat the oldest plan, which failed, in parts or without its rows. Then submit the later
+        plans again, without the rows of sequences that this ended or preempted."""
         later = self.in_flight.take_all()
         self._void(later)
         for step in later:
@@ -278,10 +273,10 @@ class EngineCore(Front):
         result = repeat_step(
             self.executor, part, plans, failed.masks, error, is_repeatable, has_stages
         )
-        self._carried_over = None  # of one of these, if there is something; it is made again below
+        self._carried_over = None  # if there is one, it is made again below
         if result.error or len(result.row_errors) == len(part.rows):
-            # Perhaps no part of the plan was carried out. All but its moves may be done again; of
-            # those the result tells whether they are lost.
+            # Perhaps no part of the plan was carried out. All but its moves may be done again; the
+            # result says whether the moves are lost.
             empty = leave_out(part, set(part.rows.tolist()))
             self._carried_over = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(failed.plan, [(part, result)]), later)
@@ -292,7 +287,7 @@ class EngineCore(Front):
         return outputs
 
     def _void(self, steps: list[StepInFlight]) -> None:
-        """Let attachments give up steps: the executor may wait for their masks."""
+        """Let attachments give up steps whose masks the executor may wait for."""
         for step in steps:
             self.attachments.on_step(step, Phase.VOID)
 

@@ -1,50 +1,126 @@
-"""The front of a core: the scheduler's four doors with attachments that hear what they decide, the
-events of a core, and the questions that callers ask."""
+"""The front of a core: the scheduler's four doors, the attachments that hear what the doors decide,
+subscribers of events, and the questions that callers ask."""
 
+import logging
 from collections.abc import Callable
+from itertools import chain
+from typing import TypeVar
 
 from quire.base.clock import Clock
-from quire.base.errors import EngineError
+from quire.base.errors import EngineError, RequestError
 from quire.base.events import Event
 from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
 from quire.base.plan import StepResult
 from quire.base.validation import RequestLimits, check_fork
-from quire.engine.loop.attachment import Attachment, Doors, DoorWatcher, Given
-from quire.engine.loop.attachments import Attachments
+from quire.engine.loop.attachment import (
+    Attachment,
+    Doors,
+    DoorWatcher,
+    Given,
+    Loop,
+    Pending,
+    Phase,
+)
+from quire.engine.loop.in_flight import StepInFlight
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import RequestView, SchedulerView
 
+logger = logging.getLogger("quire")
+
 Subscriber = Callable[[Event], None]
+Result = TypeVar("Result")
 
 
-class EventFeed(Attachment):
-    """Collects events, and delivers them when `publish` is called: between two steps, so that no
-    subscriber delays a plan. What a subscriber raises reaches the caller of `publish`."""
+class Attachments:
+    """The attachments of one loop, in order. Each method is called only on the attachments that
+    override it."""
 
     def __init__(self) -> None:
-        self._subscribers: list[Subscriber] = []
-        self._events: list[Event] = []  # not delivered yet
+        self.all: list[Attachment] = []
+        self._index()
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver every event from now on."""
-        self._subscribers.append(subscriber)
+    def add(self, attachment: Attachment) -> None:
+        """Attach; those of equal order stay in the order of attaching."""
+        self.all = sorted([*self.all, attachment], key=lambda each: each.order)
+        self._index()
 
-    def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Deliver nothing any more."""
-        self._subscribers = [each for each in self._subscribers if each is not subscriber]
+    def remove(self, attachment: Attachment) -> None:
+        """Detach; an attachment that is not attached is ignored."""
+        self.all = [each for each in self.all if each is not attachment]
+        self._index()
+
+    def accept(self, request: Request) -> Request:
+        for each in self._accept:
+            try:
+                request = each.accept(request)
+            except RequestError:
+                raise
+            except Exception as error:
+                self._fail(each, error)
+        return request
 
     def hear(self, given: Given, decisions: Decisions) -> None:
-        self._events += decisions.events
+        self._call(self._hear, lambda each: each.hear(given, decisions))
 
-    def publish(self) -> None:
-        """Deliver what has happened since the last time."""
-        if not self._events:
-            return
-        events, self._events = self._events, []
-        for subscriber in self._subscribers:
-            for event in events:
-                subscriber(event)
+    def answers(self, now: float) -> list[Control]:
+        return list(chain.from_iterable(self._call(self._answers, lambda each: each.answers(now))))
+
+    def before_plan(self, num_in_flight: int) -> list[Control]:
+        found = self._call(self._before_plan, lambda each: each.before_plan(num_in_flight))
+        return list(chain.from_iterable(found))
+
+    def on_step(self, step: StepInFlight, phase: Phase) -> None:
+        self._call(self._on_step, lambda each: each.on_step(step, phase))
+
+    def close(self, loop: Loop) -> None:
+        """Close all, in order. What one raises keeps none of the others from it."""
+        for each in self.all:
+            try:
+                each.close(loop)
+            except Exception:
+                logger.exception("%s did not close", type(each).__name__)
+
+    @property
+    def pending(self) -> list[Pending]:
+        """List what the loop may wait for."""
+        return [each.pending for each in self._pending]
+
+    @property
+    def holds_plans(self) -> bool:
+        """Whether the next plan waits until none is in flight."""
+        return any(each.pending.holds_plans for each in self._pending)
+
+    def _call(
+        self, attachments: list[Attachment], call: Callable[[Attachment], Result]
+    ) -> list[Result]:
+        """Return what each attachment returns, without those that fail."""
+        results: list[Result] = []
+        for each in attachments:
+            try:
+                results.append(call(each))
+            except Exception as error:
+                self._fail(each, error)
+        return results
+
+    def _fail(self, attachment: Attachment, error: Exception) -> None:
+        """Raise what a vital attachment raised; detach another one."""
+        if attachment.is_vital:
+            raise error
+        name = type(attachment).__name__
+        logger.warning("%s is detached: it raised %s: %s", name, type(error).__name__, error)
+        self.remove(attachment)
+
+    def _index(self) -> None:
+        """List the attachments that override each method; the others are never called."""
+
+        def overriding(method: str) -> list[Attachment]:
+            default = getattr(Attachment, method)
+            return [each for each in self.all if getattr(type(each), method) is not default]
+
+        self._accept, self._hear = overriding("accept"), overriding("hear")
+        self._answers, self._before_plan = overriding("answers"), overriding("before_plan")
+        self._on_step, self._pending = overriding("on_step"), overriding("pending")
 
 
 class Front:
@@ -56,11 +132,11 @@ class Front:
         self.limits = limits
         self.attachments = Attachments()
         self._clock = clock
-        self._events = EventFeed()
+        self._subscribers: list[Subscriber] = []
+        self._events: list[Event] = []  # not delivered yet
         self._has_nothing_to_plan = False  # before something comes in
         self._due_s: float | None = None  # when something becomes due by itself
         self._death: str | None = None  # why this core cannot go on
-        self.attachments.add(self._events)
 
     # ---- the scheduler's doors ---------------------------------------------------------------
 
@@ -92,6 +168,7 @@ class Front:
         requests depend on."""
         self._has_nothing_to_plan = False
         self._due_s = decisions.next_s
+        self._events += decisions.events
         try:
             self.attachments.hear(given, decisions)
         except Exception as error:
@@ -119,16 +196,22 @@ class Front:
         self.attachments.remove(attachment)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Deliver every event from now on, between two steps."""
-        self._events.subscribe(subscriber)
+        """Deliver every event from now on."""
+        self._subscribers.append(subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Deliver no event any more."""
-        self._events.unsubscribe(subscriber)
+        self._subscribers = [each for each in self._subscribers if each is not subscriber]
 
     def publish(self) -> None:
-        """Deliver the events since the last step, such as an abort."""
-        self._events.publish()
+        """Deliver the events since the last call: between two steps, so that no subscriber delays a
+        plan. What a subscriber raises reaches the caller."""
+        if not self._events:
+            return
+        events, self._events = self._events, []
+        for subscriber in self._subscribers:
+            for event in events:
+                subscriber(event)
 
     # ---- questions ---------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""The steps in flight, how fast they are, and when to plan the next one: late, so that requests
-which arrive meanwhile are in it, and early enough that the device does not wait for it."""
+"""The steps in flight, how fast they are, and when to plan the next one: late, so that it includes
+the requests that arrive meanwhile, but early enough that the device never waits."""
 
 from collections import deque
 from collections.abc import Collection
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from quire.base.masks import MaskPromise
 from quire.base.messages import MeasuredRates
 from quire.base.plan import Plan, StepResult
-from quire.engine.loop.step_budget import StepBudget
+from quire.runner.step_size import StepBudget
 
 Sampling = npt.NDArray[np.object_]
 NO_SAMPLING: Sampling = np.empty(0, object)
-SHARE = 0.75  # of the time until the device runs out of plans: steps may be shorter than expected
+SHARE = 0.75  # of the time until the device runs out of plans; steps may be shorter than expected
 LEAD_S = 0.002  # planning, handing over, and waking up
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2
@@ -35,17 +35,16 @@ class StepInFlight:
 
     @property
     def has_run(self) -> bool:
-        """Whether the executor got it: it has rows, or moves blocks, or was made without rows."""
+        """Whether the executor got it; it skips a plan that has lost all its rows and moves."""
         has_work = len(self.carried_out.rows) > 0 or len(self.carried_out.moves) > 0
         return has_work or len(self.plan.rows) == 0
 
 
 class Pacing:
-    """Expects a step to take what the last one took, or less if it has fewer tokens.
+    """Expects a step to take the time of the last one, or less if it has fewer tokens.
 
-    So it seldom expects more time than a step takes. Where it does, only the lead of one plan is
-    lost: a result that comes early makes the loop plan at once. num_stages: plans that the model's
-    stages carry out at the same time; until that many are in flight, the next one is due.
+    If a step takes less, only the lead of one plan is lost: the loop plans at once after a result.
+    num_stages: of the model; until as many plans are in flight, the next one is due.
     """
 
     def __init__(self, num_stages: int = 1) -> None:
@@ -59,7 +58,7 @@ class Pacing:
         self._began_s = now_s
 
     def end(self, num_tokens: int, now_s: float) -> None:
-        """Note that the device has carried out a plan of so many tokens and begins the next."""
+        """Note that the device has carried out a plan and begins the next."""
         self._num_tokens = max(1, num_tokens)
         self._duration_s = now_s - self._began_s
         self._began_s = now_s
@@ -105,8 +104,7 @@ class InFlight(deque[StepInFlight]):
 
 
 class StepRates:
-    """The rates that the scheduler knows. step_budget: follows how many tokens a step has time for;
-    None: as many as are configured."""
+    """The rates that the scheduler knows. step_budget: None for the configured budget."""
 
     def __init__(self, copy_bytes_per_s: float, step_budget: StepBudget | None) -> None:
         self._step_budget = step_budget
@@ -114,7 +112,7 @@ class StepRates:
         self.known = MeasuredRates(copy_bytes_per_s=copy_bytes_per_s, step_tokens=step_tokens)
 
     def observe(self, plan: Plan, result: StepResult) -> MeasuredRates | None:
-        """Take the time of a step. Return the rates if they have changed."""
+        """Take the time of a step; return the rates if they have changed."""
         step_tokens = self.known.step_tokens
         prefill_rate = self._prefill_rate(plan, result)
         if self._step_budget is not None:

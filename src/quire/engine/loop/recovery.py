@@ -1,28 +1,26 @@
-"""Finding the rows that make a step fail, by running it again in parts.
+"""Finding the rows that make a step fail, by repeating it in parts.
 
-Row counters change last in a step, so a step that failed can be run again, and a part of it is a
-plan of its own: some of the rows, with what they start with and their block-table entries. Parts
-that fail are halved until single rows fail. Parts run in the order of the plan's rows: a row may
-use blocks which rows before it compute in the same step.
+Row counters change last in a step, so a failed step can be repeated. A part is a plan of its own:
+some of the rows, with their starts and block-table entries. Failing parts are halved down to single
+rows. Parts run in the order of the plan's rows: a row may use blocks that earlier rows compute.
 
-What a plan does besides its rows (released, forked, truncated, host tokens, swaps to host memory)
-goes with every part until the first one succeeds, and with none after that. Until then nothing
-counts and it can be done again. A row forked by the step in which its parent samples goes with its
-parent; loads and copies go with the rows that have their blocks. (The source of a copy may be
-written by the same plan, by the last one who shares the block; that is the slot which the owner of
-the copy writes as well, so to copy it once more does no harm.)
+The rest of the plan (released, forked, truncated, host tokens, swaps to host memory) goes with each
+part until one succeeds, and with none after it. A row that is forked while its parent samples goes
+with its parent. Loads and copies go with the rows of their blocks, and encoder inputs with the rows
+that read their outputs. (A block may be copied again after the plan has written it: both owners
+write the same slot.)
 
-Where rows cannot be computed again, only what the plan does besides is carried out once more
-(`give_rows_up`), and the scheduler finds who is guilty (scheduler/core/plans.py).
+If rows cannot be computed again, only the rest of the plan is repeated (`give_rows_up`), and the
+scheduler finds the guilty rows (scheduler/suspects.py).
 
-A swap that fails is no row's fault: before the first row is blamed for anything, what the plan does
-besides its rows is carried out alone, and if that fails as well, without its swaps (`lost_swaps`).
+A failing swap is no row's fault. Before the first row is blamed, the rest of the plan is carried
+out alone, and if that fails, too, without its swaps (`lost_swaps`).
 """
 
 import dataclasses
 import logging
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,10 +46,10 @@ def repeat_step(
     is_repeatable: bool,
     has_stages: bool,
 ) -> StepResult:
-    """Do what can be done about a plan that failed; return its result.
+    """Repeat or give up a failed plan; return its result.
 
-    later: the plans that were in flight after it, which the executor has answered. masks: of the
-    plan. is_repeatable, has_stages: as `Scheduler.may_repeat_steps` and `has_stages` say.
+    later: the later plans in flight, which the executor has answered. masks: of the plan.
+    is_repeatable, has_stages: as `Scheduler.may_repeat_steps` and `Scheduler.has_stages` say.
     """
     if has_stages:
         logger.warning("step %d failed; all steps in flight are restarted: %s", plan.step_id, error)
@@ -64,11 +62,10 @@ def repeat_step(
 
 
 def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-    """Repeat a plan that failed; the executor has answered all plans that it was given. masks: of
-    the plan. Nothing is guessed any more: no guess is to cost a request.
+    """Repeat a failed plan in parts, without its drafts, once the executor has answered all plans.
 
-    Rows that fail alone are in the result's row_errors, also those that do not sample. Halves come
-    first: a step that fails by chance, or only as a whole, does not fail again and costs nobody.
+    Rows that fail alone are in the result's row_errors, even if they do not sample. Halves come
+    first: a step that failed by chance, or only as a whole, then succeeds.
     """
     bisection = _Bisection(executor, plan.without_drafts, masks)
     bisection.begin()
@@ -77,8 +74,8 @@ def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = No
 
 
 def give_rows_up(executor: "Executor", plan: Plan, error: str) -> StepResult:
-    """Carry out what a plan that failed does besides its rows, which cannot be computed again from
-    where they were. The result has the error."""
+    """Carry out the rest of a failed plan whose rows cannot be repeated. The result has the
+    error."""
     bisection = _Bisection(executor, plan, None)
     bisection.do_rest_alone()
     result = combine(plan, bisection.done)
@@ -86,8 +83,8 @@ def give_rows_up(executor: "Executor", plan: Plan, error: str) -> StepResult:
 
 
 def give_all_up(plan: Plan, later: Iterable[Plan], error: str) -> StepResult:
-    """Make the result of a plan that failed where parts of it, and of the plans behind it, may have
-    been carried out, some on one stage and some on another: nothing of them counts."""
+    """Return the result of a failed plan of a model with stages. Some stages may have carried out
+    parts of it and of later plans, so nothing of them counts."""
     has_swaps = any(move.kind == "swap_out" for each in (plan, *later) for move in each.moves)
     return dataclasses.replace(combine(plan, []), error=error, lost_swaps=has_swaps)
 
@@ -120,14 +117,14 @@ class _Bisection:
             self.halve(0, num_rows)
 
     def run(self, first: int, last: int) -> None:
-        """Carry out the rows first..last-1 of the plan, in halves if they fail."""
+        """Carry out rows first to last - 1 of the plan, in halves if they fail."""
         error = self._try(self._part(self.plan.rows[first:last]))
         if error is None:
             return
         if last - first > 1:
             self.halve(first, last)
         elif self.do_rest_alone():
-            self.run(first, last)  # it may have been that
+            self.run(first, last)  # the rest of the plan may have failed
         else:
             self.errors[int(self.plan.rows[first])] = f"the step failed: {error}"
 
@@ -138,7 +135,7 @@ class _Bisection:
             self.run(middle, last)
 
     def _try(self, part: Plan) -> str | None:
-        """Carry out a part; what went wrong."""
+        """Carry out a part; return its error, if any."""
         self.executor.submit(part, self.masks if len(part.masked_rows) else None)
         result = self.executor.next_result()
         if result.error is None:
@@ -160,8 +157,8 @@ class _Bisection:
         return dataclasses.replace(part, moves=tuple(kept))
 
     def do_rest_alone(self) -> bool:
-        """Carry out what the plan does besides its rows, if this has swaps and was neither done nor
-        tried yet; returns whether it is done now."""
+        """Carry out the rest of the plan, if it has swaps and was not tried yet. Return whether it
+        is done now."""
         if self.done or self._has_tried_rest or not self._has_swaps:
             return False
         self._has_tried_rest = True
@@ -171,20 +168,20 @@ class _Bisection:
         self._is_without_swaps = True
         if self._try(self._part(nobody)) is None:
             return True
-        self._is_without_swaps = False  # it was something else
+        self._is_without_swaps = False  # the swaps were not to blame
         return False
 
 
 def _filled(move: Move) -> set[Place]:
-    """List the places that a load or a copy fills."""
+    """Return the places that a load or a copy fills."""
     if move.kind not in FILLING:
         return set()
     return {(move.kind, move.group, block) for block in move.destination.tolist()}
 
 
 def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Move:
-    """Keep of a load or copy what fills wanted blocks and was not done yet; of a swap all. wanted:
-    cache group and block."""
+    """Return the part of a load or copy that fills wanted (group, block) and is not done yet.
+    A swap is returned as it is."""
     if move.kind not in FILLING:
         return move
     kept = [
@@ -197,8 +194,8 @@ def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Mov
 
 
 def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
-    """Keep only these rows of a plan, and all that it does besides, also for rows that start with
-    it but compute nothing yet. gone: rows whose sequences have ended or went back."""
+    """Return a plan with only these rows, and with the rest of the plan, including rows that start
+    with it but compute nothing. gone: rows whose sequences have ended or were preempted."""
     if len(rows) == len(plan.rows):
         return plan
     kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
@@ -216,10 +213,21 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,
         masked_rows=plan.masked_rows[np.isin(plan.masked_rows, plan.sample_rows[samples])],
         drafts=tuple(draft for draft in plan.drafts if draft.row in row_set),
+        **_encoding_of(plan, row_set),
         forked=forked,
         started=tuple(start for start in plan.started if start.row in row_set),
         block_writes=_writes_of(plan.block_writes, row_set | {fork.child for fork in forked}),
     )
+
+
+def _encoding_of(plan: Plan, rows: Set[int]) -> dict[str, Any]:
+    """Keep what these rows read of encoder outputs, and the inputs of which they read some."""
+    reads = tuple(read for read in plan.encoder_reads if read.row in rows)
+    read_slots = {slot for read in reads for slot in read.slots.tolist()}
+    inputs = [
+        each for each in plan.encoder_inputs if not read_slots.isdisjoint(each.slots.tolist())
+    ]
+    return {"encoder_inputs": tuple(inputs), "encoder_reads": reads}
 
 
 def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
@@ -230,8 +238,7 @@ def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
 
 
 def _leftover(plan: Plan, released: Set[int]) -> Plan:
-    """Return what a plan without rows and moves does, for the next one to do. released: rows that
-    changed hands since."""
+    """Return the rest of a plan that the next plan is to do. released: rows released since."""
     started = tuple(start for start in plan.started if start.row not in released)
     forked = tuple(f for f in plan.forked if not {f.parent, f.child} & released)
     return dataclasses.replace(
@@ -246,7 +253,7 @@ def _leftover(plan: Plan, released: Set[int]) -> Plan:
 
 
 def with_leftover(plan: Plan, left: Plan) -> Plan:
-    """Return a plan that first does what one without rows was to do."""
+    """Return a plan that first does the rest of a plan without rows."""
     left = _leftover(left, set(plan.released.tolist()))
     first, then = left.block_writes, plan.block_writes
     return dataclasses.replace(
@@ -265,30 +272,27 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
 
 
 def reduce_plan(plan: Plan, left_out: Set[int], left: Plan | None) -> Plan:
-    """Return a plan without the rows that are left out, which first does what `left` was to do. If
-    that leaves it no rows of its own, it loses its copies too."""
+    """Return a plan without these rows that first does what `left` was to do.
+
+    A plan that loses all of its rows loses its copies, too: they were for these rows. It keeps its
+    other moves, since its result settles its blocks of host memory.
+    """
     reduced = leave_out(plan, left_out)
     if len(plan.rows) and not len(reduced.rows):
-        reduced = without_copies(reduced)
+        moves = tuple(move for move in reduced.moves if move.kind != "copy")
+        reduced = dataclasses.replace(reduced, moves=moves)
     return reduced if left is None else with_leftover(reduced, left)
 
 
-def without_copies(plan: Plan) -> Plan:
-    """Leave a plan that has lost its rows without the copies, which were for these. The other moves
-    are done in their turn: once a plan's result is there, its blocks of host memory go to stores,
-    or to whoever wants some."""
-    return dataclasses.replace(plan, moves=tuple(m for m in plan.moves if m.kind != "copy"))
-
-
 def leave_out(plan: Plan, rows: Set[int]) -> Plan:
-    """Leave these rows out of a plan."""
+    """Return a plan without these rows."""
     if not rows:
         return plan
     return restrict(plan, plan.rows[~np.isin(plan.rows, list(rows))], rows)
 
 
 def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None) -> StepResult:
-    """Combine the parts' results to one of the whole plan. Rows that no part sampled get token
+    """Combine results of parts into one of the whole plan. Rows that no part sampled get token
     0."""
     width = max((result.token_ids.shape[1] for _, result in parts), default=1)
     token_ids = np.zeros((len(plan.sample_rows), width), np.int32)
@@ -316,7 +320,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
 
 
 def _rows_alone(plan: Plan) -> Plan:
-    """Keep of a plan only what it does for its rows."""
+    """Return a plan without all that it does besides its rows."""
     nothing, idle = np.empty(0, np.int32), set(plan.idle_rows)
     written = set(plan.block_writes.row.tolist()) - idle
     return dataclasses.replace(

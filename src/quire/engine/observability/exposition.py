@@ -76,6 +76,7 @@ class Exposition(Collector):
     def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
         """Yield what the scheduler holds."""
         waiting, pins, tier, stores = view.num_waiting, view.pins, view.tier, view.stores
+        media = view.media
         gauge, counter = self._gauge, self._counter
         yield gauge("num_requests_running", "Running requests, which hold a row.", view.num_running)
         yield gauge("num_requests_waiting", "Waiting requests, which need a row.", waiting)
@@ -112,6 +113,15 @@ class Exposition(Collector):
             yield counter("kv_bytes_kept", "Bytes saved to stores.", stores.num_kept_bytes)
             help = "Prompt blocks looked up in stores that this engine had cached already."
             yield counter("kv_blocks_not_moved", help, stores.num_here)
+
+        if media is not None:
+            yield gauge("encoder_cache_slots", "Slots of the encoder cache.", media.num_slots)
+            help = "Slots of the encoder cache that hold outputs."
+            yield gauge("encoder_cache_used_slots", help, media.num_used_slots)
+            help = "Tokens of images and videos that were encoded."
+            yield counter("encoder_tokens", help, media.num_encoded_tokens)
+            help = "Reads of images and videos whose outputs were in the encoder cache."
+            yield counter("encoder_cache_hits", help, media.num_hits)
 
     def _of_ranks(self) -> Iterator[Metric]:
         """Yield what the processes that compute the model together do."""

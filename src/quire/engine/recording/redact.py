@@ -2,6 +2,7 @@
 
     token ids            zeros, as many; a sampled one is NEUTRAL unless it ends its sequence
     digests, salts, ...  keyed BLAKE2b; the key is random and is not written. Equal ones stay equal
+    images               their spans and digests, without pixels
     texts, logit bias    nothing: the scheduler does not look at them
     request ids, stop ids, numbers, times: as they are
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from quire.base.cache_config import CacheConfig
 from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
@@ -154,6 +156,8 @@ class Redaction:
             return {self.value(key): self.value(item, name) for key, item in value.items()}
         if isinstance(value, Candidates):
             return self.candidates(value, self._context.stops.get(id(value), ()))
+        if isinstance(value, MediaItem):
+            return msgspec.structs.replace(value.without_pixels, digest=self.data(value.digest))
         if isinstance(value, SamplingParams):
             if any(getattr(value, n) for n in DROPPED_PARAMS):
                 return msgspec.structs.replace(value, **dict.fromkeys(DROPPED_PARAMS))

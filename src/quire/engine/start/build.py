@@ -11,6 +11,7 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, public_settings
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
+from quire.base.media.families import whole_fields
 from quire.base.model_spec import ModelSpec, read_config
 from quire.base.speculation import (
     DRAFT_MODEL,
@@ -38,7 +39,6 @@ from quire.engine.executors.loaded import LoadedModel
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.step_budget import StepBudget
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.launch import Ranks
 from quire.engine.start.connect_stores import connect_stores
@@ -47,14 +47,13 @@ from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import build_text_side, check_same_tokens, read_vocabulary
 from quire.kv.manager import KVManager
-from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import checkpoint_files
 from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
 from quire.ops.threads import num_threads
 from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
-from quire.runner.memory_plan import block_bytes_of
-from quire.runner.step_size import first_budget
+from quire.runner.memory_plan import MemoryPlan, block_bytes_of
+from quire.runner.step_size import StepBudget, first_budget
 from quire.runner.warm.model import WarmModel
 from quire.runner.warm.start import start_warm
 from quire.scheduler.core.memory import Memory
@@ -373,6 +372,7 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
         num_stores=len(config.cache.stores) if built.host_limits else 0,
         num_stages=config.parallel.pipeline_parallel_size,
         kept=config.cache.kept,
+        takes_media=whole_fields(built.spec.raw) is not None,
     )
 
 

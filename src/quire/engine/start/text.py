@@ -1,9 +1,11 @@
 """The text side of an engine: what turns text into requests. It needs no torch."""
 
+import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quire.base.config import ModelConfig
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, ModelError
 from quire.base.settings import json_object
 from quire.engine.client.requests import RequestMaker
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
@@ -11,10 +13,16 @@ from quire.engine.start.preflight import tokenizer_place
 from quire.models.source import ModelSource
 from quire.render.answers.detect import check_names
 from quire.render.generation import read_generation_defaults
+from quire.render.media.model_files import takes_images
 from quire.render.renderer import Renderer
 from quire.render.template_pool import TemplatePool
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
+
+if TYPE_CHECKING:
+    from quire.render.media.media_renderer import MediaRenderer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     """
     check_names(config.tool_call_parser, config.reasoning_parser)
     tokenizer = _read_tokenizer(config, source)
+    media = None if tokenizer is None else _media_renderer(source, tokenizer)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     use_sampling = config.generation_config == "auto"
     override = json_object("override_generation_config", config.override_generation_config)
@@ -46,10 +55,25 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
             template_kwargs=json_object(
                 "default_chat_template_kwargs", config.default_chat_template_kwargs
             ),
+            media=media,
         ),
         tokenizer,
         RequestMaker(tokenizer, defaults, config.seed, maker_id, config.stream_interval),
     )
+
+
+def _media_renderer(source: ModelSource, tokenizer: Tokenizer) -> "MediaRenderer | None":
+    """Return what prepares images; None for a model without a vision tower. A model whose files for
+    images cannot be used answers texts only."""
+    if not takes_images(source.directory):
+        return None
+    from quire.render.media.media_renderer import MediaRenderer  # imports Pillow
+
+    try:
+        return MediaRenderer.from_directory(source.directory, tokenizer)
+    except ModelError as error:
+        logger.warning("images are not accepted: %s", error)
+        return None
 
 
 def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -> Vocabulary:

@@ -21,7 +21,7 @@ import numpy as np
 from quire.base.errors import RequestError
 from quire.base.messages import Request
 from quire.engine.observability.heartbeat import LoadReport
-from quire.kv.digest import root_digest
+from quire.kv.digest import marks_between, root_digest
 
 ROW_TOKENS = 256  # a sequence that is decoded counts as much as so many tokens of a prompt
 MUCH_MORE = 1.5
@@ -127,11 +127,12 @@ class CoreChoice:
         if not size:
             return
         token_ids = np.array(request.prompt_token_ids, "<i4")
-        digest = root_digest(b"", request.cache_salt, request.adapter_id, request.media_ids)
-        start = 0
+        digest = root_digest(b"", request.cache_salt, request.adapter_id)
+        start, marks = 0, request.marks
         for num_blocks in _marked_blocks(len(token_ids) // size):
             end = num_blocks * size
-            digest = hashlib.sha256(digest + token_ids[start:end].tobytes()).digest()
+            data = token_ids[start:end].tobytes() + marks_between(marks, start, end)
+            digest = hashlib.sha256(digest + data).digest()
             yield end, digest
             start = end
 

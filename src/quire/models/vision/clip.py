@@ -126,6 +126,18 @@ class LlavaTower(VisionTower):
         norm, constant = f"{PREFIX}.post_layernorm.", f"{PREFIX}.embeddings.position_ids"
         self.unused = (norm, constant, *later)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """See VisionTower."""
+        return self.spec.tower.side**2 + self.spec.keeps_class
+
+    @property
+    def numbers_per_token(self) -> int:
+        """See VisionTower. All states are kept, as the projector reads some of them."""
+        spec, num = self.spec, self.spec.tower.side**2
+        states = (len(self.blocks) + 1 + len(spec.layers)) * spec.tower.width
+        return spec.tower.numbers // num + 2 * states + 5 * self.width
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         return self.projected(image).flatten(0, 1)
@@ -167,6 +179,16 @@ class LlavaNextTower(LlavaTower):
     def __init__(self, spec: LlavaVisionSpec, factory: ParamFactory) -> None:
         super().__init__(spec, factory)
         self.newline = NamedVector(NEWLINE, spec.outputs, factory)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """See VisionTower. Tiles are many."""
+        return None
+
+    @property
+    def numbers_per_token(self) -> int:
+        """See VisionTower. Half of the features may belong to padding and become no tokens."""
+        return 2 * super().numbers_per_token
 
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower. The rows of the whole image come first, then those of the tiles."""

@@ -18,7 +18,7 @@ from quire.models.layers import Linear, ParamFactory
 from quire.models.vision.attention import Int64, axial_rotary_rows
 from quire.models.vision.fields import axial_theta, head_dim_of
 from quire.models.vision.layers import PatchLinear, VisionAttention, VisionMLP
-from quire.models.vision.tower import ImageArrays, VisionTower
+from quire.models.vision.tower import ImageArrays, VisionTower, numbers_of_patch
 from quire.ops.gelu import gelu
 
 NORM_EPS = 1e-6
@@ -141,6 +141,14 @@ class QwenTower(VisionTower):
         self.patches = PatchLinear(
             "visual.patch_embed.proj", kernel, spec.width, factory, bias=patch_bias
         )
+
+    @property
+    def numbers_per_token(self) -> int:
+        """See VisionTower."""
+        spec = self.spec
+        pixels = 3 * spec.frames_per_patch * spec.patch_size**2
+        own = numbers_of_patch(pixels, spec.width, spec.inner)
+        return spec.group * own + 2 * self.width
 
     def attention_of(self, name: str, factory: ParamFactory) -> VisionAttention:
         """Return the attention of a block."""

@@ -126,6 +126,16 @@ class Gemma3Tower(VisionTower):
         self.norm = LayerNorm(f"{PREFIX}.post_layernorm", tower.width, tower.eps, factory)
         self.projector = Gemma3Projector(spec, factory)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """See VisionTower. Each crop is an item of its own."""
+        return self.spec.pooled_side**2
+
+    @property
+    def numbers_per_token(self) -> int:
+        """See VisionTower."""
+        return self.spec.tower.numbers // self.spec.pooled_side**2 + 2 * self.width
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         tower, squares = self.spec.tower, len(image.pixels)

@@ -16,6 +16,7 @@ from quire.base.errors import ModelError
 from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm
 from quire.models.vision.fields import VISION_ACTIVATIONS, function_of, head_dim_of, vision_fields
 from quire.models.vision.layers import VisionAttention, VisionBlock, VisionMLP
+from quire.models.vision.tower import numbers_of_patch
 
 PREFIX = "vision_tower"
 
@@ -66,6 +67,12 @@ class SquareSpec:
     def side(self) -> int:
         """Return the number of patches on each side of a square."""
         return self.image_size // self.patch_size
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers a square takes, at most, while the tower computes it."""
+        pixels = 3 * self.image_size**2 // self.side**2  # with those that fill no patch
+        return (self.side**2 + 1) * numbers_of_patch(pixels, self.width, self.inner)
 
 
 def cut_into_patches(values: torch.Tensor, spec: SquareSpec) -> torch.Tensor:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from quire.base.media.encoder_size import EncoderSize
 from quire.models.layers import ParamFactory
 
 
@@ -60,6 +61,21 @@ class VisionTower(nn.Module):
         """Return the embeddings of one image, [num_tokens, W]."""
         raise NotImplementedError
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Return the most tokens of an item; None where its pixels have no fixed number."""
+        return None
+
+    @property
+    def size(self) -> EncoderSize:
+        """Return how much memory it takes besides its weights."""
+        return EncoderSize(self.width, self.numbers_per_token, self.most_tokens)
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Return how many numbers encoding holds at once, at most, for each token of an image."""
+        raise NotImplementedError
+
     def values(self, image: ImageArrays, channel_axis: int) -> torch.Tensor:
         """Return the model input for an image, in the shape of its pixels.
 
@@ -85,3 +101,13 @@ class VisionTower(nn.Module):
     def ignores(self, name: str) -> bool:
         """Return whether no layer needs this tensor, which the tower owns."""
         return self.names_of(name)[-1].startswith(self.unused)
+
+
+def numbers_of_patch(pixels: int, width: int, inner: int) -> int:
+    """Return how many numbers a tower holds at once for a patch, at most.
+
+    pixels: of the patch, in all channels and frames; they exist as indices, as values and cut.
+    width: of the residual stream, its norm, queries, keys, values and outputs. inner: of the
+    feed-forward layer: gate, up and their product.
+    """
+    return max(3 * pixels + width, 12 * width, 6 * width + 3 * inner)

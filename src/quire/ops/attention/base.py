@@ -6,7 +6,8 @@ B blocks of a group's pool, P tokens per block, L longest block table of the ste
 A step holds the tokens of S rows one after the other. Row s has `query_lens[s]` of them, which end
 at position `context_lens[s] - 1` of its sequence; keys and values of a row stand in the blocks that
 its block table names, position p in block `table[p // P]` at offset `p % P`.
-A token at position i attends to positions j with max(0, i - window + 1) <= j <= i.
+A token at position i attends to positions j with max(0, i - window + 1) <= j <= i, or j < end if it
+has an end after i.
 """
 
 from abc import ABC, abstractmethod
@@ -56,6 +57,9 @@ class AttentionStep:
     The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
     guessing_S: bool, rows that leave no states: their last tokens are guesses (kept_inputs.py).
     groups: those whose layers run, if not all; the blocks of others are left as they are.
+    ends_T: of tokens that attend in both directions, the position after the last key that each
+    sees, at most its row's context length; 0 for other tokens. None: the step has only those.
+    Tokens of a row see no less far than those before them. On the host, which knows it exactly.
     """
 
     positions_T: torch.Tensor
@@ -67,6 +71,7 @@ class AttentionStep:
     context_lens_host: Int32
     guessing_S: torch.Tensor | None = None
     groups: range | None = None
+    ends_T: Int32 | None = None
 
     def has(self, group: int) -> bool:
         """Tell whether the step is for layers of a cache group."""

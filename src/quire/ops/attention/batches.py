@@ -157,12 +157,16 @@ class BatchBuilder:
         blocks_RI = table_RL.gather(1, torch.minimum(columns_RI, last_block_R1))
         positions_RQ = step.positions_T[tokens].view(rows.size, num_queries)
         longest = int(step.context_lens_host[rows].max())
+        last_RQ = None
+        if step.ends_T is not None:
+            ends_T = to_device(step.ends_T, self._device)
+            last_RQ = torch.maximum(positions_RQ, ends_T[tokens].view_as(positions_RQ) - 1)
         return Batch(
             num_rows=rows.size,
             num_queries=num_queries,
             tokens=tokens,
             blocks=blocks_RI.flatten().to(torch.int64),
-            spans=tuple(self._spans(positions_RQ, first_block_R, longest)),
+            spans=tuple(self._spans(positions_RQ, first_block_R, longest, last_RQ)),
         )
 
     def _tokens(self, rows: Ints, starts: Ints, num_queries: int) -> slice | torch.Tensor:
@@ -177,17 +181,25 @@ class BatchBuilder:
         return first_R.clamp_(min=0) // self._block_size
 
     def _spans(
-        self, positions_RQ: torch.Tensor, first_block_R: torch.Tensor, longest: int
+        self,
+        positions_RQ: torch.Tensor,
+        first_block_R: torch.Tensor,
+        longest: int,
+        last_RQ: torch.Tensor | None,
     ) -> Iterator[Span]:
+        """Return the spans of a batch. last: of each query the last position that it sees; None:
+        its own."""
         num_queries = positions_RQ.shape[1]
         first_key_R1 = (first_block_R * self._block_size)[:, None, None]
         for first in range(0, num_queries, SPAN):
             end = min(first + SPAN, num_queries)
-            lens = (np.array(n) for n in (longest, num_queries, end))
+            seen_end = end if last_RQ is None else num_queries
+            lens = (np.array(n) for n in (longest, num_queries, seen_end))
             context = int(self._num_blocks(*lens)) * self._block_size
             keys_R1C = first_key_R1 + torch.arange(context, device=self._device)
             queries_RQ1 = positions_RQ[:, first:end, None]
-            hidden_RQC = keys_R1C > queries_RQ1
+            last_RQ1 = queries_RQ1 if last_RQ is None else last_RQ[:, first:end, None]
+            hidden_RQC = keys_R1C > last_RQ1
             if self._window is not None:
                 hidden_RQC |= keys_R1C <= queries_RQ1 - self._window
             bias_RQC = torch.zeros(hidden_RQC.shape, dtype=self._dtype, device=self._device)

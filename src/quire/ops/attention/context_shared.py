@@ -30,6 +30,7 @@ from quire.base.cuts import cut_block
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32, KVLayout
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.collective import RankGroup, all_gather, all_to_all
+from quire.ops.host_memory import to_device
 from quire.ops.registry import op
 
 MakeBackend = Callable[[KVLayout], AttentionBackend]
@@ -217,7 +218,10 @@ class ContextShared(AttentionBackend):
         tokens_T1 = torch.arange(num_tokens + 1, dtype=torch.int32, device=starts_S1.device)
         tokens_T = tokens_T1[:-1]
         # Behind the last row there may be tokens that belong to none, at any position.
-        seen_T = self._dealing.before(step.positions_T + 1) * (tokens_T < starts_S1[-1])
+        ends_T = step.positions_T + 1
+        if step.ends_T is not None:
+            ends_T = torch.maximum(ends_T, to_device(step.ends_T, ends_T.device))
+        seen_T = self._dealing.before(ends_T) * (tokens_T < starts_S1[-1])
         self._sees_none_T = seen_T == 0
         seen_T = seen_T.clamp(min=1)
         return replace(
@@ -230,6 +234,7 @@ class ContextShared(AttentionBackend):
             query_lens_host=np.ones(num_tokens, np.int32),
             context_lens_host=self._seen_at_most(step),
             guessing_S=None,
+            ends_T=None,
         )
 
     def _own_slots(self, step: AttentionStep) -> tuple[torch.Tensor, ...]:
@@ -259,8 +264,10 @@ class ContextShared(AttentionBackend):
         lens = step.query_lens_host.astype(np.int64)
         first = step.context_lens_host - lens
         within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
-        ends = torch.from_numpy(np.repeat(first, lens) + within + 1)
-        return self._dealing.before(ends).clamp(min=1).int().numpy()
+        ends = np.repeat(first, lens) + within + 1
+        if step.ends_T is not None:
+            ends = np.maximum(ends, step.ends_T)
+        return self._dealing.before(torch.from_numpy(ends)).clamp(min=1).int().numpy()
 
 
 def _side_by_side(q_CTNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

@@ -14,13 +14,14 @@ KV_FORMATS = ("float32", "bfloat16", "float16", "int8")  # of keys and values, b
 
 class StepAddresses(NamedTuple):
     """Where a step's lists stand, all int32: tables, whose rows are `table_stride` entries apart,
-    query starts and context lengths of `num_rows` rows."""
+    query starts and context lengths of `num_rows` rows, and the tokens' ends, 0 without any."""
 
     tables: int
     table_stride: int
     query_starts: int
     context_lens: int
     num_rows: int
+    ends: int = 0
 
 
 def kv_layer(

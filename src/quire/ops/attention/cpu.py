@@ -7,10 +7,11 @@ however its sequence was cut into chunks, and on any number of threads.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
+from quire.ops.attention.base import AttentionStep, DeltaHeads, Int32, KVLayout, Part
 from quire.ops.attention.core_calls import StepAddresses, cut_step, kv_layer
 from quire.ops.attention.core_states import StatesInCore
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
@@ -209,6 +210,7 @@ class CpuBackend(MovesBlocks):
             address(step.query_starts_S1, torch.int32),
             address(step.context_lens_S, torch.int32),
             len(step.context_lens_S),
+            0 if step.ends_T is None else _ends_address(step.ends_T, len(step.positions_T)),
         )
         cut_step(
             plan,
@@ -238,6 +240,13 @@ class CpuBackend(MovesBlocks):
         is_contiguous = of_number == 1 and (of_head == x.shape[2] or x.shape[1] == 1)
         assert is_contiguous, f"the heads of a token must be contiguous: {x.stride()}"
         return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
+
+
+def _ends_address(ends_T: Int32, num_tokens: int) -> int:
+    """Return where the ends of a step's tokens stand."""
+    assert ends_T.shape == (num_tokens,), f"needs an end per token, got {ends_T.shape}"
+    assert ends_T.dtype == np.int32 and ends_T.flags.c_contiguous, "needs int32, contiguous"
+    return int(ends_T.ctypes.data)
 
 
 def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:

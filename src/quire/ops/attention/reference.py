@@ -130,24 +130,34 @@ class ReferenceBackend(KeepsStates):
         for row, context_len in enumerate(self._step.context_lens_S.tolist()):
             tokens = slice(starts[row], starts[row + 1])
             softmax = OnlineSoftmax(q_TNH[tokens], scale, soft_cap, sinks_N)
-            self._add_row(softmax, layer, context_len, tables[row])
+            self._add_row(softmax, layer, context_len, tables[row], tokens)
             yield tokens, softmax
 
     def _add_row(
-        self, softmax: "OnlineSoftmax", layer: int, context_len: int, table: list[int]
+        self,
+        softmax: "OnlineSoftmax",
+        layer: int,
+        context_len: int,
+        table: list[int],
+        tokens: slice,
     ) -> None:
         """Take one row's keys and values, block by block, for its Q newest tokens."""
+        assert self._step is not None, "prepare() comes before run()"
         block_size = self._layout.block_size
         window = self._layout.groups[self._group_of_layer[layer]].window
         first_query = context_len - softmax.num_queries
         first_key = 0 if window is None else max(0, first_query - window + 1)
         device = self._layout.device
         query_Q1 = torch.arange(first_query, context_len, device=device)[:, None]
+        last_Q1 = query_Q1
+        if self._step.ends_T is not None:
+            ends_Q = torch.from_numpy(self._step.ends_T[tokens])
+            last_Q1 = torch.maximum(query_Q1, ends_Q.to(device)[:, None] - 1)
         for index in range(first_key // block_size, (context_len - 1) // block_size + 1):
             start = index * block_size
             length = min(block_size, context_len - start)
             key_P = torch.arange(start, start + length, device=device)
-            allowed_QP = key_P <= query_Q1
+            allowed_QP = key_P <= last_Q1
             if window is not None:
                 allowed_QP &= key_P > query_Q1 - window
             k_PKH, v_PKH = self._kv[layer][:, table[index], :length]

@@ -33,6 +33,7 @@ from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.states import left_table
+from quire.ops.host_memory import to_device
 from quire.ops.registry import op
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class TritonBackend(MovesBlocks):
         self._programs = 0 if cut else self._machine.num_programs
         self._work: list[Work | None] = [None] * len(layout.groups)
         self._step: AttentionStep | None = None
+        self._ends_T: torch.Tensor | None = None
         self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of groups of states
 
     def prepare(self, step: AttentionStep) -> None:
@@ -137,6 +139,7 @@ class TritonBackend(MovesBlocks):
     def prepare_states(self, step: AttentionStep) -> None:
         """See AttentionBackend."""
         self._step, self._tables = step, {}
+        self._ends_T = None if step.ends_T is None else to_device(step.ends_T, self._layout.device)
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -266,10 +269,10 @@ class TritonBackend(MovesBlocks):
             slot_bytes = 4 * num_heads * (size + 2)
             while cut.fewer is not None and slot_bytes * _slots(cut, step) > PARTS_BYTES:
                 cut = cut.fewer
-            work = self._plan.plan_work(cut, step, step.block_tables_SL[group])
+            work = self._plan.plan_work(cut, step, step.block_tables_SL[group], self._ends_T)
             self._work[group] = work
         return work
 
 
 def _slots(cut: "Cut", step: AttentionStep) -> int:
-    return cut.most(step.query_lens_host, step.context_lens_host).slots
+    return cut.most(step.query_lens_host, step.context_lens_host, step.ends_T is not None).slots

@@ -50,6 +50,7 @@ class WithinStep(AttentionBackend):
 
     def prepare(self, step: AttentionStep) -> None:
         """Take the lengths of a step's rows."""
+        assert step.ends_T is None, "all tokens of a row see each other"
         self._lengths = step.query_lens_host.tolist()
 
     @op("kv_write")

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from quire.ops.kernels.attention_merge import before_chunks, merge, merge_chunk, store_item
 from quire.ops.kernels.attention_plan import Cut, Work
-from quire.ops.kernels.attention_write import FORMATS, LayerKV
+from quire.ops.kernels.attention_write import FORMATS, LayerKV, load_rows, load_scales
 from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
 
 LOG2_E = math.log2(math.e)
@@ -98,6 +98,7 @@ def attention(
         sums_DN2,
         work.counts,
         work.items,
+        work.items if work.ends_T is None else work.ends_T,
         work.table_SL,
         out_TNH if sinks_N is None else sinks_N,
         out_TNH if kept_TN2 is None else kept_TN2,
@@ -112,6 +113,7 @@ def attention(
         HAS_SINKS=sinks_N is not None,
         KEEPS=kept_TN2 is not None,
         HAS_LONG=work.has_long,
+        HAS_ENDS=work.ends_T is not None,
         num_warps=_num_warps(work.cut, size, kv.kv_format, work.has_long),
         num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
         enable_fp_fusion=not work.cut.is_fixed,
@@ -177,6 +179,7 @@ def _attention_kernel(
     sums_ptr,
     counts_ptr,
     items_ptr,
+    ends_ptr,
     tables_ptr,
     sinks_ptr,
     kept_ptr,
@@ -198,6 +201,7 @@ def _attention_kernel(
     HAS_SINKS: tl.constexpr,
     KEEPS: tl.constexpr,
     HAS_LONG: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
     SHORT_TILE: tl.constexpr,
@@ -214,35 +218,35 @@ def _attention_kernel(
         if CHUNK > 0:
             _attend_fixed(
                 q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
-                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
-                SHORT_ROWS, SHORT_TILE, CHUNK, DOT,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                HAS_ENDS, SHORT_ROWS, SHORT_TILE, CHUNK, DOT,
             )  # fmt: skip
         elif HAS_LONG:
             if tl.load(item_ptr + 2) * GROUP > SHORT_ROWS:
                 _attend(
                     q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
-                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                    sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
-                    LONG_ROWS, LONG_TILE, DOT,
+                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                    table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
+                    HAS_SINKS, KEEPS, HAS_ENDS, LONG_ROWS, LONG_TILE, DOT,
                 )  # fmt: skip
             else:
                 _attend(
                     q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
-                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                    sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
-                    SHORT_ROWS, SHORT_TILE, DOT,
+                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                    table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale,
+                    NUM_KV_HEADS, GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
+                    HAS_SINKS, KEEPS, HAS_ENDS, SHORT_ROWS, SHORT_TILE, DOT,
                 )  # fmt: skip
         else:
             _attend(
                 q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
-                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
-                HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
-                SHORT_ROWS, SHORT_TILE, DOT,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                HAS_ENDS, SHORT_ROWS, SHORT_TILE, DOT,
             )  # fmt: skip
 
 
@@ -257,6 +261,7 @@ def _attend(
     parts_ptr,
     sums_ptr,
     item_ptr,
+    ends_ptr,
     table_ptr,
     sinks_ptr,
     kept_ptr,
@@ -276,6 +281,7 @@ def _attend(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     KEEPS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
@@ -289,6 +295,7 @@ def _attend(
         q_ptr, item_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, ROWS, DOT
     )
     query = position + offset
+    last_seen = _last_seen(ends_ptr, token, query, used, HAS_ENDS)
     lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -306,18 +313,18 @@ def _attend(
         if WINDOW > 0:
             maximum, total, values = _scan(
                 q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                first, whole, lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE,
-                WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
+                first, whole, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW,
+                BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
             )  # fmt: skip
         maximum, total, values = _scan(
             q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, whole,
-            edge, lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW,
-            FORMAT, HAS_CAP, TILE, DOT, False,
+            edge, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE,
+            WINDOW, FORMAT, HAS_CAP, TILE, DOT, False,
         )  # fmt: skip
     maximum, total, values = _scan(
         q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, edge, end,
-        lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
-        TILE, DOT, True,
+        lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW,
+        FORMAT, HAS_CAP, TILE, DOT, True,
     )  # fmt: skip
     store_item(
         values, maximum, total, out_ptr, parts_ptr, sums_ptr, kept_ptr, item_ptr, token, offset,
@@ -352,6 +359,14 @@ def _load_queries(
 
 
 @triton.jit
+def _last_seen(ends_ptr, token, query, used, HAS_ENDS: tl.constexpr):
+    """The last position that each query sees: its own, or that before its token's end."""
+    if HAS_ENDS:
+        query = tl.maximum(query, tl.load(ends_ptr + token, mask=used, other=0) - 1)
+    return query
+
+
+@triton.jit
 def _attend_fixed(
     q_ptr,
     k_ptr,
@@ -362,6 +377,7 @@ def _attend_fixed(
     parts_ptr,
     sums_ptr,
     item_ptr,
+    ends_ptr,
     table_ptr,
     sinks_ptr,
     kept_ptr,
@@ -381,6 +397,7 @@ def _attend_fixed(
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     KEEPS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -397,6 +414,8 @@ def _attend_fixed(
     q, token, offset, query_head, used = _load_queries(
         q_ptr, item_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, ROWS, DOT
     )
+    query = position + offset
+    last_seen = _last_seen(ends_ptr, token, query, used, HAS_ENDS)
     lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
     # The sinks of parts are for who merges them.
     is_final = tl.load(item_ptr + 6) < 0
@@ -407,7 +426,7 @@ def _attend_fixed(
         chunk_maximum, chunk_total, chunk_values = _scan(
             q, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
             tl.zeros([ROWS, WIDTH], tl.float32), k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
-            table_ptr, tl.maximum(chunk, first), stop, lowest, stop, position + offset, factor,
+            table_ptr, tl.maximum(chunk, first), stop, lowest, stop, query, last_seen, factor,
             cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
         )  # fmt: skip
         maximum, total, values = merge_chunk(
@@ -446,6 +465,7 @@ def _scan(
     lowest,
     end,
     query,
+    last_seen,
     factor,
     cap,
     HEAD_DIM: tl.constexpr,
@@ -472,15 +492,15 @@ def _scan(
         key += TILE
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
         key -= TILE
-        k = _load_rows(k_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+        k = load_rows(k_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * factor
         if FORMAT == 1:
-            scores *= _load_scales(k_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+            scores *= load_scales(k_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
         if HAS_CAP:
             # tanh(x) = 1 - 2 / (1 + e^(2x))
             scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * 2.8853900817779268))
         if MASKED:
-            seen = inside[None, :] & (key[None, :] <= query[:, None])
+            seen = inside[None, :] & (key[None, :] <= last_seen[:, None])
             if WINDOW > 0:
                 seen &= key[None, :] > query[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
@@ -493,50 +513,12 @@ def _scan(
         correction = tl.exp2(maximum - base)
         total = total * correction + tl.sum(weights, 1)
         if FORMAT == 1:
-            weights *= _load_scales(v_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
-        v = _load_rows(v_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+            weights *= load_scales(v_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+        v = load_rows(v_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
         values = values * correction[:, None]
         values = tl.dot(weights.to(DOT), v, values, input_precision="tf32x3")
         maximum = larger
     return maximum, total, values
-
-
-@triton.jit
-def _load_rows(
-    rows_ptr,
-    slot,
-    inside,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROW: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DOT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """The rows in the slots, [slots, WIDTH]; 0 for those that are not inside, if MASKED."""
-    h = tl.arange(0, WIDTH)
-    at = rows_ptr + (slot * ROW)[:, None] + h[None, :]
-    if MASKED:
-        x = tl.load(at, mask=inside[:, None] & (h < HEAD_DIM)[None, :], other=0)
-    elif WIDTH > HEAD_DIM:
-        x = tl.load(at, mask=(h < HEAD_DIM)[None, :], other=0)
-    else:
-        x = tl.load(at)
-    if FORMAT == 1:
-        x = x.to(tl.int8, bitcast=True).to(tl.float32)
-    elif FORMAT == 2:
-        x = x.to(tl.float8e4nv, bitcast=True)
-    return x.to(DOT)
-
-
-@triton.jit
-def _load_scales(
-    scales_ptr, slot, inside, HEAD_DIM: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr
-):
-    at = scales_ptr + slot * (ROW // 4) + HEAD_DIM // 4
-    if MASKED:
-        return tl.load(at, mask=inside, other=0.0)
-    return tl.load(at)
 
 
 def _config(
@@ -550,14 +532,15 @@ def _config(
     has_sinks: bool = False,
     keeps: bool = False,
     is_fixed: bool = False,
+    has_ends: bool = False,
 ) -> Config:
     stored = "*bf16" if kv_format == "auto" else "*u8"
     scales = "*fp32" if kv_format == "int8" else stored
     signature = {
         "q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, "k_scales_ptr": scales,
         "v_scales_ptr": scales, "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32",
-        "counts_ptr": "*i32", "items_ptr": "*i32", "tables_ptr": "*i32", "sinks_ptr": "*fp32",
-        "kept_ptr": "*fp32",
+        "counts_ptr": "*i32", "items_ptr": "*i32", "ends_ptr": "*i32", "tables_ptr": "*i32",
+        "sinks_ptr": "*fp32", "kept_ptr": "*fp32",
         "q_stride": "i32", "table_stride": "i32", "head_stride": "i64", "factor": "fp32",
         "cap": "fp32", "v_scale": "fp32",
     }  # fmt: skip
@@ -566,7 +549,7 @@ def _config(
     # Compiled ahead, whether this process interprets or not.
     constants |= {"DOT": DTYPES[torch.bfloat16]}
     constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": keeps}
-    constants |= {"HAS_LONG": has_long and not is_fixed}
+    constants |= {"HAS_LONG": has_long and not is_fixed, "HAS_ENDS": has_ends}
     return Config(
         _attention_kernel,
         signature,
@@ -586,6 +569,7 @@ CONFIGS = [
     _config(80, 1),
     _config(256, 2),
     _config(256, 2, window=4096, has_cap=True),
+    _config(256, 2, window=1024, has_ends=True),
     _config(128, kv_format="int8"),
     _config(128, has_long=False, kv_format="int8"),
     _config(128, kv_format="fp8"),
@@ -593,6 +577,7 @@ CONFIGS = [
     _config(64, 8, window=128, has_cap=True, has_sinks=True, is_fixed=True),
     _config(80, 1, is_fixed=True),
     _config(256, 2, is_fixed=True),
+    _config(256, 2, window=1024, is_fixed=True, has_ends=True),
     _config(256, 2, has_cap=True, is_fixed=True),
     _config(128, kv_format="int8", is_fixed=True),
     _config(64, kv_format="int8", is_fixed=True),

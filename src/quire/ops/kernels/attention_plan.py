@@ -23,6 +23,9 @@ tiles have the same rows, and a tile's first key is a multiple of `align`, which
 up. What depends on lengths is only who does a chunk: rows of up to `split_tiles` tiles have an item
 for each, others one item for all, which merges them by the same arithmetic (attention_merge.py).
 
+Tokens of spans that attend in both directions (AttentionStep.ends_T) see keys after their own. Then
+a tile's keys end where those of its last token do.
+
 One launch, a program per row: each reads all rows' lengths to find its row's place. Expected to
 take about 5 us for 256 rows, once per step and cache group.
 """
@@ -104,11 +107,14 @@ class Cut:
         """Tell whether a row needs tiles of another kind than the short ones."""
         return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
 
-    def most(self, query_lens: np.ndarray, context_lens: np.ndarray) -> "Most":
+    def most(
+        self, query_lens: np.ndarray, context_lens: np.ndarray, has_ends: bool = False
+    ) -> "Most":
         """Bound what a step with lengths up to these needs. Grows with each length. Unless the cut
-        is fixed, rows may share all tokens in any way."""
+        is fixed, rows may share all tokens in any way. has_ends: whether tokens have ends."""
         if self.is_fixed:
-            return self._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
+            fixed = replace(self, window=0) if has_ends else self
+            return fixed._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
         num_rows, num_tokens = len(query_lens), int(query_lens.sum())
         short, long = self.short_rows // self.group_size, self.long_rows // self.group_size
         if not self.has_long(query_lens):
@@ -153,7 +159,8 @@ class Most:
 
 @dataclass(frozen=True)
 class Work:
-    """One step's work of a cache group, on the device. has_long: whether there are long tiles."""
+    """One step's work of a cache group, on the device. has_long: whether there are long tiles.
+    ends: AttentionStep.ends_T, or None."""
 
     cut: Cut
     most: Most
@@ -162,15 +169,18 @@ class Work:
     items: torch.Tensor
     merges: torch.Tensor
     table_SL: torch.Tensor
+    ends_T: torch.Tensor | None = None
 
 
-def plan_work(cut: Cut, step: AttentionStep, table_SL: torch.Tensor) -> Work:
+def plan_work(
+    cut: Cut, step: AttentionStep, table_SL: torch.Tensor, ends_T: torch.Tensor | None = None
+) -> Work:
     """Launch the cutting of a step's rows; needs at least one row. Rows without tokens are left
-    out. The step's lengths on the device may be less than the host's."""
+    out. The step's lengths on the device may be less than the host's. ends: the step's, there."""
     query_lens, context_lens = step.query_lens_host, step.context_lens_host
     assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
     assert step.query_starts_S1.dtype == step.context_lens_S.dtype == torch.int32
-    most = cut.most(query_lens, context_lens)
+    most = cut.most(query_lens, context_lens, ends_T is not None)
     num_rows = len(query_lens)
     merges_at = HEADER + most.items * ITEM
     size = merges_at + most.merges * MERGE
@@ -183,15 +193,18 @@ def plan_work(cut: Cut, step: AttentionStep, table_SL: torch.Tensor) -> Work:
         lists[HEADER:merges_at].view(-1, ITEM),
         lists[merges_at:].view(-1, MERGE),
         table_SL if table_SL.stride(1) == 1 else table_SL.contiguous(),
+        ends_T,
     )
     width = max(32, next_power_of_2(num_rows))
     _plan_kernel[(num_rows,)](
         step.query_starts_S1,
         step.context_lens_S,
+        lists if ends_T is None else ends_T,
         lists,
         num_rows,
         merges_at,
         **_constants(cut),
+        HAS_ENDS=ends_T is not None,
         WIDTH=width,
         num_warps=4,
     )
@@ -315,10 +328,20 @@ def _first_key(position, WINDOW: tl.constexpr, ALIGN: tl.constexpr):
     return position * 0
 
 
+@triton.jit
+def _end_of_tile(ends_ptr, token, position, count, inside, HAS_ENDS: tl.constexpr):
+    """Where the keys end of a tile of `count` tokens from the position on, `token` in the step."""
+    end = position + count
+    if HAS_ENDS:
+        end = tl.maximum(end, tl.load(ends_ptr + token + count - 1, mask=inside, other=0))
+    return end
+
+
 @triton.jit(do_not_specialize=["num_rows", "merges_at"])
 def _plan_kernel(
     starts_ptr,
     context_lens_ptr,
+    ends_ptr,
     lists_ptr,
     num_rows,
     merges_at,
@@ -332,8 +355,11 @@ def _plan_kernel(
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    # Keys of a tile of a span reach beyond its window, as far as the row.
+    LIMIT: tl.constexpr = 0 if HAS_ENDS else WINDOW
     own = tl.program_id(0)
     rows = tl.arange(0, WIDTH)
     inside = rows < num_rows
@@ -341,10 +367,10 @@ def _plan_kernel(
     query_len = tl.load(starts_ptr + rows + 1, mask=inside, other=0) - begin
     context_len = tl.load(context_lens_ptr + rows, mask=inside, other=0)
     even_short, even_long = _even_chunks(
-        query_len, context_len, GROUP, WINDOW, ITEMS, ALIGN, SHORT_ROWS, LONG_ROWS
+        query_len, context_len, GROUP, LIMIT, ITEMS, ALIGN, SHORT_ROWS, LONG_ROWS
     )
     is_long, tile, tiles, chunk, chunks = _cut_row(
-        query_len, context_len, even_short, even_long, GROUP, WINDOW, SPLITS, SHORT_CHUNK,
+        query_len, context_len, even_short, even_long, GROUP, LIMIT, SPLITS, SHORT_CHUNK,
         LONG_CHUNK, ALIGN, SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
     items = tiles * chunks
@@ -365,19 +391,19 @@ def _plan_kernel(
     queries = tl.load(starts_ptr + own + 1) - start
     context = tl.load(context_lens_ptr + own)
     own_long, own_tile, own_tiles, own_chunk, own_chunks = _cut_row(
-        queries, context, even_short, even_long, GROUP, WINDOW, SPLITS, SHORT_CHUNK,
+        queries, context, even_short, even_long, GROUP, LIMIT, SPLITS, SHORT_CHUNK,
         LONG_CHUNK, ALIGN, SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
     items_ptr = lists_ptr + 8 + tl.where(own_long, long_at, short_at) * 8
     _write_items(
         items_ptr, own, start, queries, context, own_tile, own_tiles, own_chunk, own_chunks,
-        slot_at, WINDOW, ALIGN, FIXED_CHUNK,
+        slot_at, ends_ptr, WINDOW, ALIGN, FIXED_CHUNK, HAS_ENDS,
     )  # fmt: skip
     if own_chunks > 1:
         merges_ptr = lists_ptr + merges_at + merge_at * 4
         _write_merges(
             merges_ptr, start, queries, context, own_tile, own_chunk, own_chunks, slot_at,
-            WINDOW, ALIGN, FIXED_CHUNK,
+            ends_ptr, WINDOW, ALIGN, FIXED_CHUNK, HAS_ENDS,
         )  # fmt: skip
 
 
@@ -393,9 +419,11 @@ def _write_items(
     chunk,
     chunks,
     slot_at,
+    ends_ptr,
     WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
 ):
     """The last tiles first: they see most keys."""
     for first in range(0, tiles * chunks, 64):
@@ -405,7 +433,7 @@ def _write_items(
         count = tl.minimum(queries - token, tile)
         position = context - queries + token
         first_key = _first_key(position, WINDOW, ALIGN)
-        end = position + count
+        end = _end_of_tile(ends_ptr, start + token, position, count, inside, HAS_ENDS)
         if FIXED_CHUNK > 0:
             begin = (first_key // FIXED_CHUNK + i % chunks) * FIXED_CHUNK
             first_key = tl.maximum(first_key, begin)
@@ -435,9 +463,11 @@ def _write_merges(
     chunk,
     chunks,
     slot_at,
+    ends_ptr,
     WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
 ):
     for first in range(0, queries, 64):
         i = first + tl.arange(0, 64)
@@ -448,7 +478,8 @@ def _write_merges(
         first_key = _first_key(position, WINDOW, ALIGN)
         if FIXED_CHUNK > 0:
             first_key = first_key // FIXED_CHUNK * FIXED_CHUNK
-        keys = position + count - first_key
+        end = _end_of_tile(ends_ptr, start + token, position, count, inside, HAS_ENDS)
+        keys = end - first_key
         at = merges_ptr + i * 4
         tl.store(at, start + i, mask=inside)
         tl.store(at + 1, slot_at + i * chunks, mask=inside)
@@ -459,15 +490,23 @@ def _write_merges(
 _SIGNATURE = {
     "starts_ptr": "*i32",
     "context_lens_ptr": "*i32",
+    "ends_ptr": "*i32",
     "lists_ptr": "*i32",
     "num_rows": "i32",
     "merges_at": "i32",
 }
 
 
-def _config(group_size: int, window: int, width: int, is_fixed: bool = False) -> Config:
+def _config(
+    group_size: int, window: int, width: int, is_fixed: bool = False, has_ends: bool = False
+) -> Config:
     cut = Cut(is_fixed=is_fixed).of_group(group_size, window, 128)
-    return Config(_plan_kernel, _SIGNATURE, _constants(cut) | {"WIDTH": width}, num_warps=4)
+    return Config(
+        _plan_kernel,
+        _SIGNATURE,
+        _constants(cut) | {"HAS_ENDS": has_ends, "WIDTH": width},
+        num_warps=4,
+    )
 
 
 CONFIGS = [
@@ -476,4 +515,5 @@ CONFIGS = [
     _config(8, 4096, 1024),
     _config(4, 0, 256, is_fixed=True),
     _config(8, 128, 256, is_fixed=True),
+    _config(2, 1024, 32, has_ends=True),
 ]

@@ -201,6 +201,45 @@ def _write_token(
     store_heads(to_ptr, row, at, first, second, mask, head_mask, inverse, HALF, FORMAT)
 
 
+@triton.jit
+def load_rows(
+    rows_ptr,
+    slot,
+    inside,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DOT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The rows in the slots, [slots, WIDTH]; 0 for those that are not inside, if MASKED."""
+    h = tl.arange(0, WIDTH)
+    at = rows_ptr + (slot * ROW)[:, None] + h[None, :]
+    if MASKED:
+        x = tl.load(at, mask=inside[:, None] & (h < HEAD_DIM)[None, :], other=0)
+    elif WIDTH > HEAD_DIM:
+        x = tl.load(at, mask=(h < HEAD_DIM)[None, :], other=0)
+    else:
+        x = tl.load(at)
+    if FORMAT == 1:
+        x = x.to(tl.int8, bitcast=True).to(tl.float32)
+    elif FORMAT == 2:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    return x.to(DOT)
+
+
+@triton.jit
+def load_scales(
+    scales_ptr, slot, inside, HEAD_DIM: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr
+):
+    """The scales in the slots; 0 for those that are not inside, if MASKED."""
+    at = scales_ptr + slot * (ROW // 4) + HEAD_DIM // 4
+    if MASKED:
+        return tl.load(at, mask=inside, other=0.0)
+    return tl.load(at)
+
+
 def _config(heads: int, size: int, kv_format: str) -> Config:
     stored, row = ("*bf16", size) if kv_format == "auto" else ("*u8", size)
     row += 4 if kv_format == "int8" else 0

@@ -6,7 +6,7 @@ library keep numbers in local memory for angles beyond 10^5, which positions rea
 Bound by memory: 16 E bytes per token are written. Expected on an H200, at 4.3 TB/s: the time of a
 launch for a few tokens; 2 us for 8192 tokens with heads of 128, whose 20 million instructions in
 float64 take about as long.
-Shape legend: T tokens, E frequencies (half of a head), H = 2 E.
+Shape legend: T tokens, E frequencies (half of a head), H = 2 E, A axes of positions.
 """
 
 import torch
@@ -44,23 +44,33 @@ def _cos_sin(angle):
     return tl.where(is_left, -turned_cos, turned_cos), tl.where(is_lower, -turned_sin, turned_sin)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "axis_stride"])
 def _rotary_rows_kernel(
     positions_ptr,
     frequencies_ptr,
     out_ptr,
     num_tokens,
     num_frequencies,
+    axis_stride,  # between the positions of two axes
     SCALE: tl.constexpr,  # Triton would round an argument to float32
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
+    AXES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     at = tl.arange(0, WIDTH)
     is_token, is_frequency = token < num_tokens, at < num_frequencies
     position = tl.load(positions_ptr + token, mask=is_token, other=0).to(tl.float64)
     frequency = tl.load(frequencies_ptr + at, mask=is_frequency, other=0.0)[None, :]
-    cos, sin = _cos_sin(position[:, None] * frequency)
+    angle = position[:, None] * frequency
+    for axis in tl.static_range(1, AXES):  # of the frequencies of all axes one is not 0
+        positions_at = positions_ptr + axis * axis_stride + token
+        position = tl.load(positions_at, mask=is_token, other=0).to(tl.float64)
+        of_axis = frequencies_ptr + axis * num_frequencies + at
+        own = tl.load(of_axis, mask=is_frequency, other=0.0)[None, :]
+        angle += position[:, None] * own
+        frequency += own
+    cos, sin = _cos_sin(angle)
     # Of what is not turned the sine is 0, and the cosine 1 whatever the scale.
     cos = tl.where(frequency == 0.0, cos, cos * SCALE).to(tl.float32)
     sin = (sin * SCALE).to(tl.float32)
@@ -76,10 +86,12 @@ def rotary_rows(
     positions_T: torch.Tensor, frequencies_E: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Do as `quire.ops.rotary.rotary_rows` for what is computed in float32: [T, 1, 2 H] of it."""
-    assert positions_T.dim() == 1 and not positions_T.is_floating_point()
+    assert not positions_T.is_floating_point()
     assert frequencies_E.dtype == torch.float64 and frequencies_E.is_contiguous()
     positions_T = positions_T.contiguous()
-    num_tokens, num_frequencies = len(positions_T), len(frequencies_E)
+    num_tokens, num_frequencies = positions_T.shape[-1], frequencies_E.shape[-1]
+    num_axes = frequencies_E.shape[0] if frequencies_E.dim() == 2 else 1
+    assert positions_T.dim() == 1 or len(positions_T) == num_axes, "positions have these axes"
     out = torch.empty(
         num_tokens, 1, 4 * num_frequencies, dtype=torch.float32, device=positions_T.device
     )
@@ -92,9 +104,11 @@ def rotary_rows(
             out,
             num_tokens,
             num_frequencies,
+            num_tokens if positions_T.dim() == 2 else 0,
             SCALE=float(scale),
             TOKENS=tokens,
             WIDTH=width,
+            AXES=num_axes,
             num_warps=_num_warps(width),
         )
     return out
@@ -117,14 +131,16 @@ CONFIGS = [
             "out_ptr": "*fp32",
             "num_tokens": "i32",
             "num_frequencies": "i32",
+            "axis_stride": "i32",
         },
-        {"SCALE": scale, "TOKENS": _tokens(width), "WIDTH": width},
+        {"SCALE": scale, "TOKENS": _tokens(width), "WIDTH": width, "AXES": axes},
         num_warps=_num_warps(width),
     )
-    for positions, scale, width in (
-        ("i64", 1.0, 64),
-        ("i32", 1.0, 64),
-        ("i64", 1.37, 32),
-        ("i64", 1.0, 128),
+    for positions, scale, width, axes in (
+        ("i64", 1.0, 64, 1),
+        ("i32", 1.0, 64, 1),
+        ("i64", 1.37, 32, 1),
+        ("i64", 1.0, 128, 1),
+        ("i64", 1.0, 64, 3),
     )
 ]

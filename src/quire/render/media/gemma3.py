@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from quire.render.media.image_files import Pixels
-from quire.render.media.image_ops import resize
+from quire.render.media.image_ops import Float32, resize
 from quire.render.media.processor import (
     HALF,
     ImageSettings,
@@ -49,6 +49,11 @@ class GemmaImages:
         }
         given = {ours: config[name] for ours, name in names.items() if config.get(name) is not None}
         return cls(settings, **given)
+
+    @property
+    def table(self) -> Float32:
+        """Return the value table of the settings."""
+        return self.settings.table
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the image and its crops, uint8 [1 + crops, H, W, 3]."""

@@ -44,8 +44,7 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
         )
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_size(image, limits)
-            return _to_rgb(ImageOps.exif_transpose(image))
+            return to_pixels(image, limits)
     except UnidentifiedImageError:
         known = ", ".join(FORMATS)
         raise RequestError(f"the image is in none of the formats {known}; convert it.") from None
@@ -53,6 +52,34 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
         raise RequestError(f"the image is too large: {error}") from None
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise RequestError(f"the image file is damaged: {error}") from None
+
+
+def to_pixels(image: Image.Image, limits: ImageLimits) -> Pixels:
+    """Return a picture upright as RGB, uint8 [H, W, 3]. Raises RequestError for its size."""
+    _check_size(image, limits)
+    return _to_rgb(ImageOps.exif_transpose(image))
+
+
+def pixels_of(source: object) -> Pixels:
+    """Return the pixels of a picture or an array of the program, uint8 [H, W, 3]. Raises
+    RequestError for other objects."""
+    if isinstance(source, Image.Image):
+        try:
+            return to_pixels(source, ImageLimits())
+        except (OSError, SyntaxError) as error:  # its file is read only now
+            raise RequestError(f"the picture cannot be read: {error}") from None
+    return checked_array(source, 3, "an image", "[H, W, 3]")
+
+
+def checked_array(source: object, num_axes: int, what: str, shape: str) -> Pixels:
+    """Return an object as a uint8 array with three channels. Raises RequestError."""
+    found = np.asarray(source)
+    if found.dtype != np.uint8 or found.ndim != num_axes or found.shape[-1] != 3 or not found.size:
+        raise RequestError(
+            f"{what} must be a picture of Pillow or a uint8 array {shape}, got"
+            f" {type(source).__name__} of {found.dtype} {list(found.shape)}."
+        )
+    return found
 
 
 def _check_size(image: Image.Image, limits: ImageLimits) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from quire.render.media.image_files import Pixels
-from quire.render.media.image_ops import center_crop, resize, size_by_short_edge
+from quire.render.media.image_ops import Float32, center_crop, resize, size_by_short_edge
 from quire.render.media.processor import (
     CLIP_MEAN,
     CLIP_STD,
@@ -62,6 +62,11 @@ class LlavaImages:
         """Return the processor that `preprocessor_config.json` describes."""
         return cls(_settings(config), patch_size, num_extra_tokens)
 
+    @property
+    def table(self) -> Float32:
+        """Return the value table of the settings."""
+        return self.settings.table
+
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the image as one square, uint8 [1, H, W, 3]."""
         if self.settings.do_pad:
@@ -86,6 +91,11 @@ class LlavaNextImages:
         """Return the processor that `preprocessor_config.json` describes."""
         grids = tuple((height, width) for height, width in config.get("image_grid_pinpoints") or ())
         return cls(_settings(config), patch_size, num_extra_tokens, grids or GRIDS)
+
+    @property
+    def table(self) -> Float32:
+        """Return the value table of the settings."""
+        return self.settings.table
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the square and the tiles, uint8 [1 + tiles, H, W, 3].

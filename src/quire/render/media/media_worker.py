@@ -15,6 +15,7 @@ from quire.base.errors import RequestError
 from quire.render.job_process import MAX_ANSWER_BYTES, JobKind
 from quire.render.job_worker import LENGTH, serve_jobs
 from quire.render.media.image_files import ImageLimits, decode_image
+from quire.render.media.image_ops import Float32
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import MediaSettings, image_processor
 
@@ -45,10 +46,9 @@ def pack_job(data: bytes, settings: MediaSettings, limits: ImageLimits) -> bytes
     return _pack([asdict(settings), asdict(limits)], data)
 
 
-def unpack_answer(answer: bytes, settings: MediaSettings) -> ProcessedImage:
-    """Return the image in an answer. The table is rebuilt from the settings."""
+def unpack_answer(answer: bytes, table: Float32) -> ProcessedImage:
+    """Return the image in an answer. table: of the settings, which the job's process has too."""
     (shape, grid, num_tokens), pixels = _unpack(answer)
-    table = image_processor(settings).settings.table
     return ProcessedImage(
         np.frombuffer(pixels, np.uint8).reshape(shape), table, tuple(grid), num_tokens
     )

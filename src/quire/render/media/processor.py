@@ -36,8 +36,8 @@ class ImageProcessor(Protocol):
     """Preprocessing of one model family."""
 
     @property
-    def settings(self) -> "ImageSettings":
-        """Return the settings, whose table belongs to every processed image."""
+    def table(self) -> Float32:
+        """Return the value table of every processed image, float32 [3, 256]."""
         ...
 
     def process(self, image: Pixels) -> ProcessedImage:

@@ -1,55 +1,57 @@
 """Choose the image processor of a model.
 
-Input: a model's `config.json`, and its `preprocessor_config.json` and `processor_config.json` as
-dicts. Output: `MediaSettings`, which travel to the decoding process, and the processor they give.
+Input: the model's files (`model_files.py`). Output: `MediaSettings`, which travel to the decoding
+process, and the processor that they give.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quire.base.errors import ModelError
+from quire.base.plugins import IMAGE_PROCESSORS, all_names, load_plugin
 from quire.render.media.gemma3 import GemmaImages
 from quire.render.media.llava import LlavaImages, LlavaNextImages
+from quire.render.media.model_files import FAMILIES, QWEN, QWEN3, ModelFiles, is_known
 from quire.render.media.processor import ImageProcessor
 from quire.render.media.qwen_vl import QwenImages
+from quire.render.media.videos import QwenVideos
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 LLAVA: dict[str, type[LlavaImages] | type[LlavaNextImages]] = {
     "llava": LlavaImages,
     "llava_next": LlavaNextImages,
 }
-FAMILIES = (*QWEN, "gemma3", *LLAVA)
 
 
 @dataclass(frozen=True)
 class MediaSettings:
     """What decides how a model's images are preprocessed.
 
-    config: the image processor's settings. patch_size, num_extra_tokens: of the tower; only the
-    LLaVA families use them.
+    config: the image processor's settings; for a processor of another package all files of the
+    model by their names in `ModelFiles`. patch_size, num_extra_tokens: of the tower; only the LLaVA
+    families use them. video: the settings that differ for videos.
     """
 
     model_type: str
     config: dict[str, Any]
     patch_size: int = 14
     num_extra_tokens: int = 0
+    video: dict[str, Any] = field(default_factory=dict)
 
 
-def media_settings(
-    model: dict[str, Any], preprocessor: dict[str, Any], processor: dict[str, Any]
-) -> MediaSettings:
-    """Return the settings of a model from its three files; a missing file is an empty dict.
-
-    Raises ModelError for a model whose images have no processor.
-    """
-    model_type = str(model.get("model_type"))
+def media_settings(files: ModelFiles) -> MediaSettings:
+    """Return the settings of a model. Raises ModelError for a model whose images have no
+    processor."""
+    model_type, processor = str(files.config.get("model_type")), files.processor
     _check_family(model_type)
-    config = {**(processor.get("image_processor") or {}), **preprocessor}
+    if model_type not in FAMILIES:
+        return MediaSettings(model_type, asdict(files))
+    config = {**(processor.get("image_processor") or {}), **files.preprocessor}
     if model_type == "gemma3" and processor.get("image_seq_length") is not None:
         config.setdefault("image_seq_length", processor["image_seq_length"])
-    if model_type not in LLAVA:
-        return MediaSettings(model_type, config)
-    return MediaSettings(model_type, config, *_tower_layout(model, processor))
+    if model_type in LLAVA:
+        return MediaSettings(model_type, config, *_tower_layout(files.config, processor))
+    video = {**(processor.get("video_processor") or {}), **files.video}
+    return MediaSettings(model_type, config, video=video)
 
 
 def image_processor(settings: MediaSettings) -> ImageProcessor:
@@ -59,15 +61,28 @@ def image_processor(settings: MediaSettings) -> ImageProcessor:
         return QwenImages.from_config(settings.config)
     if settings.model_type == "gemma3":
         return GemmaImages.from_config(settings.config)
-    family = LLAVA[settings.model_type]
-    return family.from_config(settings.config, settings.patch_size, settings.num_extra_tokens)
+    if settings.model_type in LLAVA:
+        family = LLAVA[settings.model_type]
+        return family.from_config(settings.config, settings.patch_size, settings.num_extra_tokens)
+    found = load_plugin(IMAGE_PROCESSORS, settings.model_type, FAMILIES)
+    made: ImageProcessor = found(ModelFiles(**settings.config))
+    return made
+
+
+def video_processor(settings: MediaSettings) -> QwenVideos | None:
+    """Return the processor of videos; None for a model that takes none. Models without a file for
+    videos use the one for images."""
+    if settings.model_type not in QWEN:
+        return None
+    config = settings.video or settings.config
+    return QwenVideos.from_config(config, counts_all=settings.model_type in QWEN3)
 
 
 def _check_family(model_type: str) -> None:
-    if model_type not in FAMILIES:
+    if not is_known(model_type):
         raise ModelError(
             f"there is no image processor for models of type {model_type!r};"
-            f" use a model of one of the types {', '.join(FAMILIES)}."
+            f" use a model of one of the types {all_names(IMAGE_PROCESSORS, FAMILIES)}."
         )
 
 

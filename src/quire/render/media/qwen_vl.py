@@ -14,7 +14,7 @@ from PIL import Image
 
 from quire.base.errors import RequestError
 from quire.render.media.image_files import Pixels
-from quire.render.media.image_ops import resize
+from quire.render.media.image_ops import Float32, resize
 from quire.render.media.processor import (
     CLIP_MEAN,
     CLIP_STD,
@@ -49,6 +49,11 @@ class QwenImages:
         )  # fmt: skip
         own = ("patch_size", "temporal_patch_size", "merge_size")
         return cls(settings, **{name: config[name] for name in own if config.get(name)})
+
+    @property
+    def table(self) -> Float32:
+        """Return the value table of the settings."""
+        return self.settings.table
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return patches, uint8 [patches, 3, patch_size, patch_size]; see the module's header."""

@@ -38,7 +38,9 @@ def path_for(config: EngineConfig, source: ModelSource) -> Path | None:
 
 
 def can_be_kept(spec: ModelSpec) -> bool:
-    """Tell whether a start with such a model, of quire's own classes, can do without torch."""
+    """Tell whether a start with such a model, of quire's own classes, can do without torch. A
+    vision tower cannot."""
     kinds = {group.kind for group in spec.cache_groups}
     is_own = spec.implementation == QUIRE and PART_OF not in spec.raw
-    return is_own and spec.pooling is None and kinds <= {FULL, WINDOW}
+    is_text = spec.pooling is None and spec.encoder is None
+    return is_own and is_text and kinds <= {FULL, WINDOW}

@@ -13,10 +13,10 @@ from quire.base.messages import Request
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
 from quire.base.step_progress import StepProgress
-from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource
 from quire.ops.threads import num_threads
 from quire.ops.torch_import import import_torch
+from quire.runner.memory_plan import MemoryPlan
 from quire.runner.warm.rows import is_plain, is_plain_request
 from quire.runner.warm.warm_runner import WarmRunner
 

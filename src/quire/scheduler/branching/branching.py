@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from quire.base.errors import REQUEST_FAILED
 from quire.base.plan import RowFork, StepResult
+from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
-from quire.scheduler.beams import Beam
+from quire.scheduler.beams import Beam, BeamSearch
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import InFlightStep, PlanBuilder
@@ -47,6 +48,25 @@ class Branching:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
 
     # ---- groups ------------------------------------------------------------------------------
+
+    def group_of(self, leader: Sequence, num_members: int) -> SequenceGroup:
+        """See Forking."""
+        params, request = leader.request.params, leader.request
+        group = SequenceGroup(num_members, [leader], order=[leader])
+        if params.use_beam_search:
+            group.search = BeamSearch(
+                width=num_members,
+                max_output=leader.limit - leader.num_prompt_tokens,
+                stop_token_ids=frozenset(request.stop_token_ids),
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+            )
+            group.row_params = SamplingParams(
+                temperature=0.0, max_tokens=None, logprobs=group.search.num_kept
+            )
+            # A mask removes forbidden tokens from a beam's candidates, not from a user's logprobs.
+            group.row_params.use_beam_search = bool(request.grammar)
+        return group
 
     def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
         """Fork the leaders among the rows that sample: the new rows, which sample too, and the rows

@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.messages import Draft, Drafted
-from quire.base.plan import RowDraft
+from quire.base.plan import RowDraft, StepResult
 from quire.base.speculation import most_guesses
+from quire.scheduler.core.extension import EndAtToken
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.plans import InFlightStep, PlanBuilder
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Int32, RowTable, Sequence
+from quire.scheduler.core.sequence import Int32, RowTable, Sequence, State
+from quire.scheduler.decisions import OutputsBuilder
 
 Int64 = npt.NDArray[np.int64]
 Worth = Callable[[RowTable, Int64], Int64]
@@ -98,6 +100,61 @@ class Drafts:
                 num_tokens[at] += num
                 budget -= num
         builder.is_guessing &= len(builder.drafts) > 0
+
+    def accepted(
+        self, step: InFlightStep, result: StepResult, outputs: OutputsBuilder
+    ) -> dict[int, list[int]]:
+        """See DraftTokens."""
+        sampling = step.sampling
+        for draft in step.plan.drafts:
+            sequence = sampling[draft.row]
+            if draft.row not in step.left_out and sequence.state is not State.ENDED:
+                outputs.update_of(sequence).num_guessed = len(draft.token_ids)
+        pairs = zip(sampling, result.num_accepted.tolist(), result.token_ids, strict=True)
+        return {row: tokens[1:count].tolist() for row, count, tokens in pairs if count > 1}
+
+    def settle(
+        self,
+        step: InFlightStep,
+        sequences: npt.NDArray[np.object_],
+        accepted: dict[int, list[int]],
+        outputs: OutputsBuilder,
+        end: EndAtToken,
+        now: float,
+    ) -> list[int]:
+        """See DraftTokens."""
+        holders, given = {sequence.row: sequence for sequence in sequences}, list[int]()
+        for draft in step.plan.drafts:
+            sequence = holders.get(draft.row)
+            if sequence is None or sequence.row < 0:
+                continue
+            more = accepted.get(draft.row, [])
+            num_tried = len(draft.token_ids)
+            self._rows.end_try(draft.row, num_tried, num_tried - len(more))
+            given.append(0)
+            is_over = False
+            for token_id in more:
+                self._rows.take_tokens(np.array([draft.row]), np.array([token_id], np.int32))
+                outputs.update_of(sequence).token_ids.append(token_id)
+                given[-1] += 1
+                if is_over := sequence.is_over(token_id):
+                    break
+            if self._memory.kv.has_states:
+                self._name_passed(sequence)
+            if is_over:
+                end(sequence, token_id, outputs, now)
+            elif self._memory.take_back(sequence):
+                self._rows.set_capacity(draft.row, sequence.blocks.capacity)
+        return given
+
+    def _name_passed(self, sequence: Sequence) -> None:
+        """Name the blocks that accepted drafts have filled: a passed state is kept by its name."""
+        table, row, size = self._rows.table, sequence.row, self._memory.block_size
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
+        if num_tokens >= table.index_at[row]:
+            count = num_tokens // size
+            self._memory.name_full_blocks([sequence], [count])
+            self._rows.set_index_at(np.array([row]), np.array([(count + 1) * size]))
 
     def _find(self, draft: Draft) -> Sequence | None:
         """Find the sequence of a draft, if it holds a row."""

@@ -1,13 +1,11 @@
-"""Who gets a row: waiting sequences, while budget, rows and blocks last.
+"""Admission: waiting sequences get rows while budget, rows and blocks last.
 
-An admission leaves blocks free for those that run to grow into (`memory.Headroom`). A sequence that
-was preempted `MOST_PREEMPTIONS` times waits until all that run, and itself, could grow to their
-limits. Nobody of its priority or a lower one comes in before it, so it is not preempted again for
-one of them. If no other request runs, nothing is kept free from a sequence.
+An admission leaves blocks free into which running rows grow (`memory.Headroom`). A sequence that
+was preempted `MOST_PREEMPTIONS` times waits until it and all running sequences could grow to their
+limits. If no other request runs, nothing is kept free.
 """
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
@@ -16,16 +14,16 @@ from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory, Needs
 from quire.scheduler.core.plans import Blocks, PlanBuilder, SharedBlocks
 from quire.scheduler.core.preemption import Preemption
-from quire.scheduler.core.queue import WaitingQueue
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Int64, Sequence, SequenceGroup
+from quire.scheduler.core.sequence import Sequence
+from quire.scheduler.sharing import competing_head, pass_over_heads
 
 MOST_PREEMPTIONS = 3
 
 
 class Admission:
-    """Gives rows and first tokens to waiting sequences. token_budget: most tokens of a step;
-    most_prefill: of one sequence in a step, 0 for any number."""
+    """Gives rows and first tokens to waiting sequences. token_budget: most tokens of a step.
+    most_prefill: most tokens of one sequence in a step; 0 for no limit."""
 
     def __init__(
         self,
@@ -41,8 +39,8 @@ class Admission:
         self.token_budget, self._most_prefill = token_budget, most_prefill
 
     def admit(self, builder: PlanBuilder, budget: int, now: float) -> None:
-        """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait.
-        Prompts under way that were deferred take their turn."""
+        """Give rows to waiting sequences in the queue's order; none passes one that must wait.
+        Deferred prompts take their turn."""
         deferred, queue = deque(builder.deferred), self._lifecycle.queue
         while budget > 0:
             if deferred:
@@ -62,15 +60,14 @@ class Admission:
     def bring_in(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
-        """Admit a waiting sequence; the tokens that it gets, None if it must wait."""
+        """Admit a waiting sequence. Return its tokens in this plan, or None if it must wait."""
         if not self._rows.num_free or sequence.num_pending_lost:
             return None
         bring = self._start if sequence.host_blocks is None else self._resume
         return bring(sequence, builder, budget, now)
 
     def fits_now(self, sequence: Sequence) -> bool:
-        """Tell whether a new request at the head of the queue could be admitted with a budget of
-        its own."""
+        """Return whether a new request could be admitted if it had a step's budget of its own."""
         if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
             return False
         if self._must_wait_for_prompt(sequence):
@@ -83,7 +80,7 @@ class Admission:
         return memory.could_fit(memory.needs_to_start(sequence, hit, num_new), reserve, hit.blocks)
 
     def reserve(self, sequence: Sequence) -> int:
-        """Count the blocks that must stay free if this waiting sequence is admitted."""
+        """Return the number of blocks that an admission of this sequence must leave free."""
         group, num_running = sequence.group, self._rows.num_running
         num_own = 0 if group is None else len(group.running)
         if num_running == num_own:
@@ -94,8 +91,8 @@ class Admission:
         return reserve
 
     def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder, hit: Blocks = ()) -> None:
-        """Name the full blocks of known tokens that are computed once this plan has run. hit:
-        blocks that a row begins with."""
+        """Name the full blocks of known tokens that are computed after this plan. hit: blocks that
+        the only row begins with."""
         table, size = self._rows.table, self._memory.block_size
         num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
         named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
@@ -108,8 +105,7 @@ class Admission:
     def _start(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
-        """Admit a sequence that has computed nothing but what it finds in the index; the tokens
-        that it gets, None if it must wait."""
+        """Admit a sequence with its prefix hit, as `bring_in` does."""
         if self._must_wait_for_prompt(sequence):
             return None
         memory, lifecycle, reserve = self._memory, self._lifecycle, self.reserve(sequence)
@@ -123,6 +119,9 @@ class Admission:
                 lifecycle.park(sequence)
                 return 0
             num_new = min(num_new, self._most_prefill or num_new)
+            num_new = memory.chunk_limit.limit(sequence, hit.num_tokens, num_new, builder)
+            if num_new == 0:
+                return None
             if memory.keeps_nothing and num_new < sequence.num_known_tokens:
                 return None  # its tokens see each other: it waits for a step that has room for all
             needs = memory.needs_to_start(sequence, hit, num_new)
@@ -147,8 +146,7 @@ class Admission:
         return num_new
 
     def _load(self, sequence: Sequence, builder: PlanBuilder) -> None:
-        """Plan the loads of a hit that the sequence has just been given. If its row fails, nobody
-        is to rely on them."""
+        """Plan the loads of a hit. If the row fails, the loaded blocks are distrusted."""
         loads = self._memory.kv.take_loads()
         builder.add_moves(MoveKind.LOAD, loads)
         loaded = [destination for _, destination in loads]
@@ -157,30 +155,21 @@ class Admission:
     def _resume(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
-        """Bring a group back that was swapped out, with rows for all; the tokens that its members
-        get, None if it must wait."""
+        """Resume all swapped members of a group, as `bring_in` does."""
         if not sequence.has_something_to_compute:
             self._lifecycle.park(sequence)
             return 0
         members = [m for m in sequence.members if m.host_blocks is not None]
         if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
             return None
-        needs = self._memory.needs_to_return(members, self.reserve(sequence))
-        if not self._memory.make_room(needs):
+        if not self._preemption.resume(members, self.reserve(sequence), builder, now):
             return None
-        builder.add_moves(MoveKind.LOAD, self._memory.swap_in(members))
-        for member in members:
-            started = self._lifecycle.start(member, member.num_swapped_tokens, now)
-            builder.started.append(started)
-            builder.add_table(member)
-            held = [table.live_blocks for table in member.blocks.tables]
-            builder.shared.append(SharedBlocks(member.row, held, [[] for _ in held]))
-            self._rows.share(member.row)
         used, size = 0, self._memory.block_size
         for member in members:
             computed = member.num_swapped_tokens
             room = size - computed % size  # one new block at most
             num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
+            num_new = self._memory.chunk_limit.limit(member, computed, num_new, builder)
             if num_new > 0:
                 self._preemption.ensure_capacity(member, computed + num_new, builder, now)
                 self._grant(member, num_new, builder)
@@ -190,20 +179,26 @@ class Admission:
     def _grant(
         self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()
     ) -> None:
-        """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
-        rows = np.array([sequence.row])
-        self._rows.advance(sequence.row, sequence.num_computed_tokens + num_new)
+        """Plan the next tokens of a row, whose blocks are allocated. hit: as `name_full_blocks`."""
+        rows, first = np.array([sequence.row]), sequence.num_computed_tokens
+        self._memory.chunk_limit.grant(sequence, first, num_new, builder)
+        self._rows.advance(sequence.row, first + num_new)
         builder.add_rows(rows, np.array([num_new]))
         if self._memory.names.is_indexed(sequence):
             self.name_full_blocks(rows, builder, hit)
 
     def _continue_deferred(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
-        """Give a deferred prompt the tokens that budget and free blocks allow; how many."""
+        """Plan the tokens of a deferred prompt that budget and free blocks allow; return how
+        many."""
         memory = self._memory
-        num_new = min(budget, self._rows.need_of(sequence))
+        num_new, first = min(budget, self._rows.need_of(sequence)), sequence.num_computed_tokens
+        num_new = memory.chunk_limit.limit(sequence, first, num_new, builder)
+        if num_new == 0:
+            return 0
         appended = memory.grow(sequence, num_new)
         if appended is None:
             num_new = min(num_new, memory.kv.num_free_slots(sequence.blocks))
+            num_new = memory.chunk_limit.limit(sequence, first, num_new, builder)
             appended = memory.grow(sequence, num_new) if num_new > 0 else None
         if appended is None:
             return 0
@@ -213,9 +208,8 @@ class Admission:
         return num_new
 
     def _park_idle(self, head: Sequence, builder: PlanBuilder, now: float) -> bool:
-        """Take the row of an open prompt that only waits for its next piece, for the head of the
-        queue, which is not of a lower class; whether there was one. Without this, clients that say
-        nothing would hold up all others."""
+        """Park one open prompt that waits for its next piece and is not of a higher class than the
+        head of the queue. Return whether there was one. So idle clients never block others."""
         if head.num_pending_lost:
             return False
         rows = self._rows.idle()
@@ -229,7 +223,7 @@ class Admission:
     # ---- does it fit -------------------------------------------------------------------------
 
     def _worst_growth(self, sequence: Sequence) -> int:
-        """Count the blocks that all that run, and this sequence's request, lack up to their
+        """Return the number of blocks that all running rows and this request lack up to their
         limits."""
         idle, growth = set(self._rows.idle().tolist()), self._memory.growth
         members = [sequence] if sequence.group is None else sequence.group.unfinished
@@ -241,93 +235,23 @@ class Admission:
         return lacking
 
     def _group_needs(self, sequence: Sequence) -> Needs | None:
-        """Return what the whole group of a waiting sequence needs to come in, for the first of its
-        members: those that follow need nothing. None if there are too few rows."""
+        """Return the need of a whole waiting group, to be checked for its first member; nothing for
+        the members after it. None if there are too few rows."""
         group = sequence.group
         if group is None or group.running:
             return ()
         waiting = group.unfinished
-        if self._rows.num_free < len(waiting) + _num_to_come(group):
+        num_to_come = group.num_members - len(group.members)
+        if self._rows.num_free < len(waiting) + num_to_come:
             return None
         longest = max(member.num_known_tokens for member in waiting)
         return self._memory.needs_of_all(sequence, longest, len(waiting))
 
     def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
-        """Tell whether a member that comes back would compute what another one is just
-        computing."""
+        """Return whether a returning member would compute a prompt that another member computes
+        just now."""
         group, size = sequence.group, self._memory.block_size
         if group is None or not group.running:
             return False
         shared = sequence.num_prompt_tokens // size * size
         return max(member.num_computed_tokens for member in group.running) < shared
-
-
-def _num_to_come(group: SequenceGroup) -> int:
-    return group.num_members - len(group.members)
-
-
-def share_budget(
-    running: Rows,
-    queue: WaitingQueue,
-    rows: Int64,
-    need: Int64,
-    budget: int,
-    fits: Callable[[Sequence], bool],
-) -> tuple[Int64, list[Sequence]]:
-    """Share the tokens of a step: those that each running row gets ([N], like rows and need), and
-    the deferred prompts, by rank. budget: tokens of the step. fits: whether a new request could be
-    admitted now."""
-    is_prompt = need > 1
-    granted = np.where(is_prompt, 0, need)
-    through = np.cumsum(granted)
-    granted = np.clip(budget - (through - granted), 0, granted)
-    left = budget - int(granted.sum())
-    if left <= 0:
-        return granted, []
-    places = np.flatnonzero(is_prompt)
-    ranked = [
-        (queue.rank(s), i) for s, i in zip(running.sequences(rows[places]), places, strict=True)
-    ]
-    order = [i for _, i in sorted(ranked)]
-    prompts = running.sequences(rows[order])
-    pass_over_heads(queue, prompts[0])
-    head = competing_head(queue, prompts[0])
-    if head is not None and not fits(head):
-        head = None
-    deferred = []
-    for i, prompt in zip(order, prompts, strict=True):
-        if head is not None and is_before(queue, head, prompt):
-            deferred.append(prompt)
-            continue
-        granted[i] = min(left, need[i])
-        left -= int(granted[i])
-    return granted, deferred
-
-
-def competing_head(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
-    """Return the head of the queue, if it comes before this prompt under way."""
-    head = queue.peek()
-    return head if head is not None and is_before(queue, head, prompt) else None
-
-
-def pass_over_heads(queue: WaitingQueue, prompt: Sequence) -> None:
-    """Pass over the new sequences at the head that do not come before this prompt under way, which
-    may bring others to the head."""
-    head = queue.peek()
-    while head is not None and not is_before(queue, head, prompt):
-        if head.priority > prompt.priority or queue.is_preempted(head):
-            return
-        queue.pass_over(head)
-        passed, head = head, queue.peek()
-        if head is passed:
-            return
-
-
-def is_before(queue: WaitingQueue, head: Sequence, sequence: Sequence) -> bool:
-    """Tell whether the head of the queue comes before a prompt under way. One that was preempted
-    does not, in its class: it would soon be preempted again."""
-    if head.priority != sequence.priority:
-        return head.priority < sequence.priority
-    if queue.is_preempted(head):
-        return False
-    return queue.rank(head) < queue.rank(sequence)

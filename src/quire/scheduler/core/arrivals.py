@@ -1,53 +1,91 @@
-"""New requests: what becomes of them before they wait, and the pieces that open ones still get.
+"""What clients ask for: new requests, pieces of open prompts, cancelling; and time limits.
 
-    total += length of the piece
-
-While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample;
-the last piece closes it. An open prompt without anything to compute is parked, in nobody's way; so
-is a request that is blocked by something else, such as a grammar that is not compiled yet.
+While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample.
+The last piece closes the prompt. A request is parked while it has nothing to compute, or while
+something that it needs is not ready, such as its grammar.
 """
 
-import heapq
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from quire.base.errors import REQUEST_FAILED, TIMED_OUT
+from quire.base.errors import REQUEST_FAILED, RequestError
 from quire.base.events import Appended, GrammarTaken
-from quire.base.messages import Append, GrammarReady, Request
-from quire.base.step_outputs import Failure, Finish
-from quire.scheduler.core.extension import Extension
+from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
+from quire.base.step_outputs import CANCELLED, Failure, Finish
+from quire.base.validation import check_open
+from quire.scheduler.core.extension import Extension, Forking, RequestCompletion, of_kind
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import PATIENCE
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Blocker, Sequence, SequenceGroup, State
+from quire.scheduler.core.sequence import Blocker, Sequence, State
+from quire.scheduler.time_limits import TimeLimits
+
+
+def limit_of(request: Request, num_prompt: int, max_model_len: int) -> int:
+    """Return the length at which a sequence with a prompt of this length ends."""
+    return min(num_prompt + (request.params.max_tokens or max_model_len), max_model_len)
 
 
 class Arrivals:
-    """Makes sequences of requests and lets them in. max_model_len: most tokens of a sequence."""
+    """Makes sequences of requests and lets them in. features: those that are attached.
+    max_model_len: most tokens of a sequence."""
 
     def __init__(
         self,
         rows: Rows,
         memory: Memory,
         lifecycle: Lifecycle,
-        extensions: Seq[Extension],
+        forking: Forking,
+        features: Seq[object],
         max_model_len: int,
     ) -> None:
         self.time_limits = TimeLimits()
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
-        self._extensions = extensions
+        self._forking, self._features = forking, features
         self._max_model_len = max_model_len
         self._num_arrivals = 0
 
+    def accept(self, request: Request, now: float) -> Sequence:
+        """Make the sequence of a request. Raises RequestError if it can never be served, and
+        EngineBusy if it cannot be served now."""
+        if request.request_id in self._lifecycle.sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        num_prompt = len(request.prompt_token_ids)
+        if not 1 <= num_prompt < self._max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
+                f" {self._max_model_len - 1} are possible. Shorten it or raise max_model_len."
+            )
+        num, most_output = request.params.num_samples, request.params.max_tokens
+        if num > self._rows.table.num_rows:
+            raise RequestError(
+                f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
+                " fewer (n, best_of) or raise max_num_seqs."
+            )
+        for completion in of_kind(self._features, RequestCompletion):
+            request = completion.complete(request)
+        has_room = [each.accept(request) for each in of_kind(self._features, Extension)]
+        sequence = self.new_sequence(request, now)
+        if any(has_room):
+            return sequence
+        if request.is_open:
+            check_open(request.params)
+        elif not self.fits_at_all(sequence, sequence.limit, num):
+            raise RequestError(
+                f"{num_prompt} prompt tokens and {num} x {most_output or self._max_model_len}"
+                " output tokens need more KV blocks than the pool has without pinned prefixes."
+                " Lower max_tokens or enlarge kv_cache_memory_bytes."
+            )
+        return sequence
+
     def new_sequence(self, request: Request, now: float) -> Sequence:
-        """Make the sequence of a request, or of its group the leader. Nobody knows it yet."""
+        """Make the sequence of a request, or the leader of its group. No table holds it yet."""
         num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
         limit = self._max_model_len
         if not request.is_open:
-            limit = self._limit_of(num_prompt, request.params.max_tokens)
+            limit = limit_of(request, num_prompt, self._max_model_len)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrivals,
@@ -64,27 +102,27 @@ class Arrivals:
             keep_s=request.keep_s,
         )
         if num > 1 or request.params.use_beam_search:
-            sequence.group = SequenceGroup.of(sequence, num)
+            sequence.group = self._forking.group_of(sequence, num)
         return sequence
 
     def enter(self, sequence: Sequence, now: float) -> None:
-        """Queue a new sequence, or park it until it has what it needs first."""
+        """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
-        for extension in self._extensions:
+        for extension in of_kind(self._features, Extension):
             extension.enter(sequence, now)
         is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
         self._lifecycle.enter(sequence, is_parked, now)
         self.time_limits.add(sequence)
 
     def append(self, message: Append, now: float) -> None:
-        """Take a piece of a prompt. One that makes it too long ends the request with an error."""
+        """Append a piece to an open prompt. If the prompt gets too long, the request fails."""
         sequence = self._lifecycle.sequences.get(message.request_id)
         if sequence is None or not sequence.is_open:
             return  # it has ended
         num_prompt = sequence.num_prompt_tokens + len(message.token_ids)
         limit, num_needed = self._max_model_len, num_prompt + 1
         if message.is_last:
-            limit = self._limit_of(num_prompt, sequence.request.params.max_tokens)
+            limit = limit_of(sequence.request, num_prompt, self._max_model_len)
             num_needed = limit
         is_too_long = num_prompt >= self._max_model_len
         if is_too_long or not self.fits_at_all(sequence, num_needed, 1):
@@ -100,8 +138,8 @@ class Arrivals:
             self._lifecycle.unpark(sequence)
 
     def take_ready(self, message: GrammarReady, now: float) -> None:
-        """Let a request in that is ready now, unless it lacks something else. One that could not be
-        made ready ends with an error."""
+        """Queue a request that is ready now, unless something else blocks it. If it could not be
+        made ready, it fails."""
         sequence = self._lifecycle.sequences.get(message.request_id)
         if sequence is None or Blocker.READY not in sequence.blockers:
             return  # it has ended
@@ -114,13 +152,32 @@ class Arrivals:
         if sequence.has_something_to_compute:
             self._lifecycle.unpark(sequence)
 
+    def cancel(self, message: Cancel, now: float) -> None:
+        """End a request whose client is told so."""
+        for member in self._unfinished(message.request_id):
+            self._lifecycle.drop(member, CANCELLED, now)
+
+    def abort(self, message: Abort, now: float) -> None:
+        """End a request, or one of its sequences; index -1 is all."""
+        for member in self._unfinished(message.request_id):
+            if message.index in (-1, member.index):
+                self._lifecycle.end(member, message.finish_reason, now)
+
+    def drop_late(self, now: float) -> None:
+        """End the requests whose time limit is over."""
+        for sequence, finish in self.time_limits.take_late(self._lifecycle.sequences, now):
+            for member in self._unfinished(sequence.request.request_id):
+                self._lifecycle.drop(member, finish, now)
+
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
-        """Tell whether so many sequences of this request fit into what is not reserved."""
+        """Return whether `num` sequences of this request and length fit at all."""
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
 
-    def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Return the number of tokens at which a sequence ends."""
-        return min(num_prompt + (max_tokens or self._max_model_len), self._max_model_len)
+    def _unfinished(self, request_id: str) -> list[Sequence]:
+        """Return the sequences of a request that have not ended; none for an unknown request."""
+        sequence = self._lifecycle.sequences.get(request_id)
+        members = [] if sequence is None else sequence.members
+        return [member for member in members if member.state is not State.ENDED]
 
     def _too_long(self, num_prompt: int) -> str:
         return (
@@ -128,52 +185,3 @@ class Arrivals:
             f" the pinned prefixes (max_model_len {self._max_model_len}); send less, lower"
             " max_tokens, or enlarge kv_cache_memory_bytes."
         )
-
-
-class TimeLimits:
-    """The times at which requests with a limit are late. deadlines: a heap."""
-
-    def __init__(self) -> None:
-        self.deadlines: list[tuple[float, int, str]] = []  # when, arrival, request id
-
-    def add(self, sequence: Sequence) -> None:
-        """Watch a new request, if it has a limit."""
-        request = sequence.request
-        if request.timeout_s > 0:
-            began = request.received_s or sequence.arrival_s
-            entry = began + request.timeout_s, sequence.arrival, request.request_id
-            heapq.heappush(self.deadlines, entry)
-
-    def next_s(self, sequences: Mapping[str, Sequence]) -> float | None:
-        """Return when the next of these may be late; None if none has a limit."""
-        while self.deadlines and self._alive(sequences, *self.deadlines[0][1:]) is None:
-            heapq.heappop(self.deadlines)
-        return self.deadlines[0][0] if self.deadlines else None
-
-    def take_late(
-        self, sequences: Mapping[str, Sequence], now: float
-    ) -> list[tuple[Sequence, Finish]]:
-        """Find the requests whose time is over, with an error that tells where the time went."""
-        late = []
-        while self.deadlines and self.deadlines[0][0] <= now:
-            sequence = self._alive(sequences, *heapq.heappop(self.deadlines)[1:])
-            if sequence is not None:
-                late.append((sequence, Finish("timeout", error=_failure(sequence, now))))
-        return late
-
-    @staticmethod
-    def _alive(sequences: Mapping[str, Sequence], arrival: int, request_id: str) -> Sequence | None:
-        """Return the sequence of an entry, unless it has ended; its id may be another's now."""
-        sequence = sequences.get(request_id)
-        return sequence if sequence is not None and sequence.arrival == arrival else None
-
-
-def _failure(sequence: Sequence, now: float) -> Failure:
-    num_tokens = sum(member.num_output_tokens for member in sequence.members)
-    began = sequence.request.received_s or sequence.arrival_s
-    return Failure(
-        TIMED_OUT,
-        f"the request took longer than its timeout_s={sequence.request.timeout_s:g}"
-        f" ({now - began:.3f} s, {num_tokens} output tokens); raise timeout_s, lower"
-        " max_tokens, or try again when the server is less busy.",
-    )

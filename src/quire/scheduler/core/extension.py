@@ -1,7 +1,8 @@
-"""How a feature attaches to the scheduler: four small interfaces, and the core names no feature.
+"""How a feature attaches to the scheduler: small interfaces, and the core names no feature.
 
     HitSource        where the beginning of a prompt may come from      asked by Memory
     CacheListener    hears which blocks get names, copies some out      called by Memory
+    ChunkLimit       how many tokens of a sequence a plan computes      asked by the planner
     Extension        accompanies sequences from arrival to end          called by SchedulerCore
     StepExtension    acts at certain times and between steps            called by SchedulerCore
 
@@ -24,11 +25,12 @@ from quire.base.plan import Plan, StepResult
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks
 from quire.scheduler.core.plans import InFlightStep, PlanBuilder
-from quire.scheduler.core.sequence import Int32, Sequence
+from quire.scheduler.core.sequence import Int32, Sequence, SequenceGroup
 from quire.scheduler.decisions import OutputsBuilder
 
 Handler = Callable[[Any, float], None]  # of a control message, at a time
 Collector = Callable[[float], Any | None]  # at a time: what has changed, if anything
+EndAtToken = Callable[[Sequence, int, OutputsBuilder, float], None]
 Kind = TypeVar("Kind")
 
 
@@ -87,6 +89,15 @@ class CacheListener:
         """Forget all names: the index has just been emptied."""
 
 
+class RequestCompletion:
+    """Completes requests before anything else looks at them."""
+
+    def complete(self, request: Request) -> Request:
+        """Return a request with what it takes over from others. Raises RequestError if it
+        cannot take that over."""
+        return request
+
+
 class Extension:
     """Accompanies sequences. `leave` and `forget` are called only for sequences that have this
     extension among their `watchers`."""
@@ -115,8 +126,35 @@ class Extension:
         of their tokens."""
 
 
+class ChunkLimit:
+    """Limits chunks: how many of a sequence's next tokens a plan may compute now.
+
+    limited: sequences with rows of which the next tokens may be limited; rows of others are not
+    asked for. min_tokens: for which a step has time in any case.
+    """
+
+    limited: Collection[Sequence] = ()
+
+    @property
+    def min_tokens(self) -> int:
+        return 0
+
+    def limit(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
+        """Return how many of `num` tokens, from the index `first` on, a plan may compute; 0 if the
+        sequence must wait. What these need besides blocks is claimed for the plan. The sequence may
+        have no row yet."""
+        return num
+
+    def grant(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> None:
+        """Plan what the next tokens of a row need, as `limit` has claimed it."""
+
+
 class Forking(Protocol):
     """Forks rows of one request, for several answers and for beams."""
+
+    def group_of(self, leader: Sequence, num_members: int) -> SequenceGroup:
+        """Return the group of a new request that has one sequence so far."""
+        ...
 
     def fork_leaders(self, samples: Int32, builder: PlanBuilder, now: float) -> tuple[Int32, Int32]:
         """Fork the leaders among rows that sample. Return the new rows, and the rows whose logits
@@ -142,6 +180,26 @@ class DraftTokens(Protocol):
 
     def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
         """Let rows of a plan verify drafts, within a budget; these are added to num_tokens."""
+        ...
+
+    def accepted(
+        self, step: InFlightStep, result: StepResult, outputs: OutputsBuilder
+    ) -> dict[int, list[int]]:
+        """Report the drafts of a step. Return the accepted tokens by row, without those of rows
+        that accepted none."""
+        ...
+
+    def settle(
+        self,
+        step: InFlightStep,
+        sequences: npt.NDArray[np.object_],
+        accepted: dict[int, list[int]],
+        outputs: OutputsBuilder,
+        end: EndAtToken,
+        now: float,
+    ) -> list[int]:
+        """Append accepted tokens to these sequences, and take back rejected ones. Return the number
+        of tokens for each draft. end: ends a sequence by its last token."""
         ...
 
 

@@ -9,9 +9,8 @@
                   RUNNING --preempt---+ | start
                      ^------------------+            end: from everywhere, to ENDED
 
-A branch of a running sequence begins as RUNNING. `TRANSITIONS` lists all that may happen, and
-`_move` is the only function that sets `state`: another transition is a bug, and asserts at once.
-This is the only writer of the queue and of the events.
+A branch of a running sequence begins as RUNNING. Only `_move` sets `state`, and it asserts that
+the transition is one of `TRANSITIONS`. Only this file writes the queue and the events.
 """
 
 from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
@@ -19,10 +18,10 @@ from quire.base.plan import RowStart
 from quire.base.prefix import PrefixReport
 from quire.base.step_outputs import Finish
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import Suspects
 from quire.scheduler.core.queue import MakePolicy, SchedulerProgress, WaitingQueue
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence, SequenceGroup, State
+from quire.scheduler.suspects import Suspects
 
 NEW, WAITING, PARKED = State.NEW, State.WAITING, State.PARKED
 RUNNING, SWAPPED, ENDED = State.RUNNING, State.SWAPPED, State.ENDED
@@ -49,13 +48,12 @@ def _move(sequence: Sequence, state: State) -> None:
 
 
 class Lifecycle:
-    """sequences: those that have not ended, by request id, of groups the leader.
+    """The states of sequences, the queue and the events.
 
-    unforked: groups that run and hold rows for members to come; searches: requests that are beam
-    searches; long_stop_lists: sequences with more stop ids than a row holds. admitted: new ones
-    whose clients were not told yet what their prompts found. dropped: who was ended without a
-    step's result, with what to tell. ended: all since somebody took them. suspects: who is to be
-    planned alone.
+    sequences: not ended, by request id; a group's leader. unforked: running groups with reserved
+    rows. searches: ids of beam searches. long_stop_lists: sequences with more stop ids than a row
+    holds. admitted: sequences whose prefix hit is yet to be reported. dropped: sequences ended
+    without a result, with their finish. ended: sequences that ended since `take_ended`.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Lifecycle:
     # ---- transitions -------------------------------------------------------------------------
 
     def enter(self, sequence: Sequence, is_parked: bool, now: float) -> None:
-        """Let a new sequence wait in the queue, or outside it if it lacks something first."""
+        """Queue a new sequence, or park it."""
         request = sequence.request
         self.sequences[request.request_id] = sequence
         if request.params.use_beam_search:
@@ -100,7 +98,7 @@ class Lifecycle:
         )
 
     def start(self, sequence: Sequence, num_computed: int, now: float) -> RowStart:
-        """Give a sequence of the queue a row; returns what the plan tells the device of it."""
+        """Give a queued sequence a row; return what the plan tells the device."""
         self.queue.remove(sequence)
         started = self._rows.start(sequence, num_computed, self._memory.names.is_indexed(sequence))
         _move(sequence, State.RUNNING)
@@ -114,8 +112,7 @@ class Lifecycle:
         return started
 
     def branch(self, leader: Sequence, row: int, now: float) -> Sequence:
-        """Make a new member of a running group on one of its reserved rows, which holds nothing
-        yet."""
+        """Make a new member of a running group on one of its reserved rows, without blocks."""
         group = leader.group
         assert group is not None, "only a group has members to come"
         child = Sequence(
@@ -155,8 +152,8 @@ class Lifecycle:
     def preempt(
         self, victim: Sequence, for_request_id: str, now: float, is_swapped: bool = False
     ) -> set[int]:
-        """Take the rows and blocks of a running sequence and its group, which come before all new
-        ones from now on; returns the rows. is_swapped: host memory has what they have computed."""
+        """Take the rows and blocks of a running sequence and its group, and queue them before all
+        new ones. Return the rows. is_swapped: they were copied to host memory."""
         members = [member for member in victim.members if member.row >= 0]
         rows, num_lost = self._take_rows(members, is_swapped)
         for member in members:
@@ -168,20 +165,19 @@ class Lifecycle:
         return rows
 
     def park(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue until what it lacks has come."""
+        """Take a sequence out of the queue until it can be computed."""
         self.queue.remove(sequence)
         _move(sequence, State.PARKED)
 
     def park_running(self, sequence: Sequence, for_request_id: str, now: float) -> None:
-        """Take the row of a sequence that waits for more of its prompt. It loses nothing that it
-        was waiting for, so this does not count among its preemptions."""
+        """Take the row of a sequence that waits for more of its prompt. This is no preemption: it
+        could compute nothing."""
         _, num_lost = self._take_rows([sequence], is_swapped=False)
         _move(sequence, State.PARKED)
         self._tell_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Let a sequence into the queue: what it lacked has come. One that is blocked by
-        something else waits on."""
+        """Queue a parked sequence, unless something still blocks it."""
         if sequence.blockers:
             return
         _move(sequence, State.WAITING if sequence.host_blocks is None else State.SWAPPED)
@@ -191,14 +187,13 @@ class Lifecycle:
             self.queue.push(sequence)
 
     def forget_swapped(self, sequence: Sequence) -> None:
-        """Give up what a sequence has in host memory, if it cannot be relied on."""
+        """Drop a sequence's host blocks, whose contents may be wrong."""
         self._memory.free_swapped(sequence)
         if sequence.state is State.SWAPPED:
             _move(sequence, State.WAITING)
 
     def end(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End a sequence: `reason` is that of a `Finish`. The request ends with the last of its
-        sequences."""
+        """End a sequence. reason: as in `Finish`. The request ends with its last sequence."""
         for watcher in sequence.watchers:
             watcher.leave(sequence, reason, now)
         if sequence.state is State.RUNNING:
@@ -218,47 +213,47 @@ class Lifecycle:
             self._end_request(sequence, reason, now)
 
     def drop(self, sequence: Sequence, finish: Finish, now: float) -> None:
-        """End a sequence without a step's result; the next outputs tell its client."""
+        """End a sequence without a step's result; the next outputs report it."""
         self.dropped.append((sequence, finish))
         self.end(sequence, finish.reason, now)
 
     # ---- what is told ------------------------------------------------------------------------
 
     def take_events(self) -> list[Event]:
-        """Hand out what has happened since the last call."""
+        """Return the events since the last call."""
         events, self.events = self.events, []
         return events
 
     def take_admitted(self) -> list[Sequence]:
-        """Hand out whose clients are to be told what their prompts found."""
+        """Return the sequences whose prefix hit is to be reported."""
         admitted, self.admitted = self.admitted, []
         return admitted
 
     def take_dropped(self) -> list[tuple[Sequence, Finish]]:
-        """Hand out whose clients are to be told that they were ended."""
+        """Return the dropped sequences since the last call."""
         dropped, self.dropped = self.dropped, []
         return dropped
 
     def take_ended(self) -> list[Sequence]:
-        """Hand out who has ended since the last call."""
+        """Return the sequences that ended since the last call."""
         ended, self.ended = self.ended, []
         return ended
 
     def report_prefix(
         self, sequence: Sequence, report: PrefixReport, is_hit: bool, now: float
     ) -> None:
-        """Tell what the prompt of a request that was just admitted found in the cache."""
+        """Note what the prompt of a newly admitted request found in the cache."""
         sequence.report = report
-        if (is_hit or report.miss) and not sequence.is_beam:  # of a search all is told at the end
+        if (is_hit or report.miss) and not sequence.is_beam:  # a search reports at its end
             self.admitted.append(sequence)
         self.events.append(PrefixFound(now, sequence.request.request_id, report))
 
     def tell(self, event: Event, is_first: bool = False) -> None:
-        """Note what has happened. is_first: before all else that this door's call has told."""
+        """Add an event. is_first: before all other events of this call."""
         self.events.insert(0 if is_first else len(self.events), event)
 
     def _take_rows(self, members: list[Sequence], is_swapped: bool) -> tuple[set[int], int]:
-        """Free rows and blocks of running sequences; the rows, and how many tokens are lost."""
+        """Free rows and blocks of running sequences. Return the rows, and the tokens lost."""
         rows, num_lost = set(), 0
         for member in members:
             rows.add(member.row)
@@ -271,7 +266,7 @@ class Lifecycle:
         return rows, num_lost
 
     def _end_branching(self, sequence: Sequence) -> None:
-        """Free the rows that its group holds for members to come."""
+        """Free the reserved rows of a sequence's group."""
         group = sequence.group
         if group is not None and group.reserved_rows:
             self._rows.give_back(group.reserved_rows)

@@ -1,19 +1,16 @@
-"""KV memory as the scheduler sees it: one question, "does this need fit", and who takes what.
+"""KV memory as the scheduler sees it: does a need fit, and which sequence gets which blocks.
 
-A need is a number of blocks for each cache group. It fits now if so many are free besides a reserve
-for those that run to grow into; it fits at all if the pools have so many besides what is pinned.
+A need is a number of blocks per cache group.
 
-    free now    needs + reserve  <= free blocks      who is admitted, or comes back from the host
-    at all      needs + reserved <= all blocks       who is accepted
+    fits now       needs + reserve  <= free blocks      to admit or resume a sequence
+    fits at all    needs + reserved <= all blocks       to accept a request
 
-What a prompt may begin with comes from a list of hit sources (extension.py), which may also hold
-blocks that they give up when others need them: `fits` asks, `make_room` evicts.
+Hit sources (extension.py) find the cached beginning of a prompt. They may hold blocks that they
+give up when others need them: `fits` asks, `make_room` evicts.
 
-This is the only place of the scheduler that sees pools. Another manager can stand in its place: a
-class of this one that changes what a sequence needs (`needs_to_start`), what is kept from others
-(`fits`), and what it takes and gives back (`start`, `free`). One that reserves, as Orca's does
-(P 6.1), needs the whole limit when it starts a sequence, and keeps what those that run have not
-used of theirs.
+Only this file of the scheduler sees pools. A subclass can follow another rule of memory by what it
+needs (`needs_to_start`), keeps free (`fits`), takes and returns (`start`, `free`). For example,
+Orca's manager (P 6.1) reserves a sequence's whole limit when it starts.
 """
 
 from collections.abc import Iterable
@@ -25,9 +22,8 @@ from quire.base.cache_group import STATE, STEP
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
-from quire.kv.swapping import swap_in, swap_out
 from quire.kv.table import Appended
-from quire.scheduler.core.extension import CacheListener, HitSource, overriding
+from quire.scheduler.core.extension import CacheListener, ChunkLimit, HitSource, overriding
 from quire.scheduler.core.names import BlockNaming, Digester
 from quire.scheduler.core.sequence import Sequence
 
@@ -51,15 +47,14 @@ class Excess(NamedTuple):
 
 @dataclass(slots=True)
 class Headroom:
-    """Blocks that an admission leaves free for those that run to grow into, or they would soon
-    preempt each other, and what comes back would be preempted again (text H calls this a cascade).
+    """Blocks that an admission leaves free, so that running rows can grow without preempting each
+    other in a cascade (text H).
 
-    A watermark, a fixed share of the pool (P's engine has 1 %), and headroom per running row: a
-    block more for every preemption, 5 % less for every sequence that ends. So admission slows down
-    while preemption is frequent, and it settles where a few in a hundred sequences are preempted,
-    whatever the lengths are.
+    A watermark, a fixed share of the pool, plus blocks per running row: one more after each
+    preemption, 5 % less after each end. So admission slows down while preemption is frequent, and
+    a few in a hundred sequences are preempted, whatever their lengths.
 
-    blocks_per_row: how much every running row is expected to grow before something ends.
+    blocks_per_row: expected growth of each running row before some sequence ends.
     """
 
     num_blocks: int
@@ -67,12 +62,12 @@ class Headroom:
     blocks_per_row: float = 0.0
 
     def take_preemption(self, num_rows: int) -> None:
-        """Leave more free; num_rows still run. The headroom never exceeds half the pool."""
+        """Leave more free: at most half the pool. num_rows: rows that still run."""
         most = self.num_blocks / 2 / max(1, num_rows)
         self.blocks_per_row = min(self.blocks_per_row + STEP_UP, most)
 
     def take_end(self) -> None:
-        """Leave less free: a sequence has ended."""
+        """Leave less free after a sequence has ended."""
         self.blocks_per_row *= STEP_DOWN
 
     def blocks(self, num_rows: int) -> int:
@@ -80,15 +75,17 @@ class Headroom:
 
 
 class Memory:
-    """The KV manager with all that decides who gets its blocks.
+    """The KV manager, and the rules by which sequences get its blocks.
 
-    chunk: most tokens that one step computes of a sequence; fingerprint: identifies the contents of
-    the cache. sources: in the order in which they are asked; listeners: of names and copies.
-    reserved: blocks, by cache group, that only certain tables may take. copied: (group, block) that
-    rows of the plan being made copy from; kept_copied: those of them with a reference of their own
-    until the plan is made, because who held them was evicted. spent: tables to free once the plan
-    is made, which copies from them.
+    chunk: most tokens that one step computes of a sequence. fingerprint: identifies the contents of
+    the cache. sources: in the order of calls. reserved: blocks per cache group for certain tables.
+
+    Of the plan being made: copied is the (group, block) pairs that it copies from, and kept_copied
+    those held until it is made because their table was evicted. spent: tables to free after it.
+    chunk_limit: what else limits the tokens of a plan.
     """
+
+    chunk_limit: ChunkLimit = ChunkLimit()  # limits nothing, also after an old snapshot
 
     def __init__(
         self,
@@ -121,15 +118,18 @@ class Memory:
         return [group.kind for group in self.kv.groups]
 
     def attach(self, feature: object) -> None:
-        """Connect a source or a listener; the order of attaching is the order of calls."""
+        """Connect a source, a listener or the chunk limit. The order of attaching is the order of
+        calls."""
         if isinstance(feature, HitSource):
             self.sources.append(feature)
         if isinstance(feature, CacheListener):
             self.listeners.append(feature)
+        if isinstance(feature, ChunkLimit):
+            self.chunk_limit = feature
         self._connect()
 
     def _connect(self) -> None:
-        """Find the methods to call: those that are not a default, which would do nothing."""
+        """Find the methods that a feature overrides; the defaults do nothing."""
         sources, listeners = self.sources, self.listeners
         self._finding = overriding(sources, HitSource, "find")
         self._begun = overriding(sources, HitSource, "begin")
@@ -138,17 +138,17 @@ class Memory:
         self._planned = overriding(listeners, CacheListener, "end_plan")
 
     def reserve(self, blocks: Needs) -> None:
-        """Keep so many blocks, by cache group, from all but the tables that they are meant for."""
+        """Reserve blocks, by cache group, for the tables that they are meant for."""
         self.reserved = list(blocks)
 
     def continue_with(self, digester: Digester) -> None:
-        """Continue from a snapshot, which has no digester and no subscribers."""
+        """Continue from a snapshot, which holds no digester and no subscribers."""
         self.names.digester, self.names.new = digester, None
         self._connect()
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether a prompt is computed in one step, because nothing is kept of its parts."""
+        """Whether a prompt must be computed in one step."""
         return STEP in self._kinds
 
     @property
@@ -158,13 +158,13 @@ class Memory:
     # ---- does it fit -------------------------------------------------------------------------
 
     def fits(self, needs: Needs, reserve: int = 0) -> bool:
-        """Tell whether this need can be met now, with `reserve` blocks of each group to spare; of
-        states fewer, since sequences that grow do not take more and more of them."""
+        """Return whether this need fits now and leaves `reserve` blocks of each group free. Of
+        states it leaves fewer: a sequence does not take more states as it grows."""
         return self.kv.fits(self._with_reserve(needs, reserve))
 
     def could_fit(self, needs: Needs, reserve: int = 0, hit: Tables = ()) -> bool:
-        """Tell whether this need can be met if sources give up what they can. hit: blocks, by cache
-        group, that it begins with, which would be no gain."""
+        """Return whether this need fits once sources have given up what they can. hit: blocks, by
+        cache group, that the sequence begins with; to free them would gain nothing."""
         if self.fits(needs, reserve):
             return True
         gain = self.kv.num_evictable(hit)
@@ -172,13 +172,13 @@ class Memory:
         return self.fits(lacking, reserve)
 
     def fits_at_all(self, needs: Needs, reserved: Needs | None = None) -> bool:
-        """Tell whether the pools are large enough beside what is reserved, or would be."""
+        """Return whether this need fits into the pools without the reserved blocks."""
         kept = self.reserved if reserved is None else reserved
         pools = zip(needs, kept, self.kv.pools, strict=True)
         return all(need + held <= pool.num_blocks for need, held, pool in pools)
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
-        """Find a cache group in which this need exceeds a share of the blocks."""
+        """Return the first cache group in which this need exceeds a share of the blocks."""
         for need, pool in zip(needs, self.kv.pools, strict=True):
             most = int(share * pool.num_blocks + EPSILON)
             if need > most:
@@ -186,12 +186,12 @@ class Memory:
         return None
 
     def needs_to_start(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> Needs:
-        """Return what a waiting sequence takes that begins with a hit."""
+        """Return the need of a waiting sequence that begins with a hit."""
         return self.kv.needs_with_hit(sequence.num_known_tokens, hit, num_new)
 
     def needs_of_all(self, sequence: Sequence, num_tokens: int, num: int) -> Needs:
-        """Return what `num` sequences of a request need, besides what they share of reserved
-        blocks, when each has so many tokens."""
+        """Return the need of `num` sequences of a request, each of this length, without the
+        reserved blocks that they share."""
         shared = sequence.num_prompt_tokens // self.block_size
         needs: Needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
         for source in self.sources:
@@ -200,17 +200,17 @@ class Memory:
         return needs
 
     def needs_of_prefix(self, num_tokens: int) -> list[int]:
-        """Return what a prompt of so many tokens may hold that stays: of states, the last one."""
+        """Return the need of a pinned prefix of this length; it keeps only its last state."""
         needs = self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
         return [1 if k == STATE else need for k, need in zip(self._kinds, needs, strict=True)]
 
     def needs_to_stand(self, blocks: Seq[SequenceBlocks]) -> Needs:
-        """Return what these hold together, and one block more for each."""
+        """Return the blocks that these hold together, plus one for each."""
         return [num + len(blocks) for num in self.kv.num_distinct(blocks)]
 
     def needs_to_return(self, members: Seq[Sequence], reserve: int) -> Needs:
-        """Return what members that were swapped out need to come back now, with a block more each
-        and a reserve, which does not keep out who would have all that is not reserved."""
+        """Return the need of swapped members that resume, with a block more each and a reserve. It
+        never exceeds what is not reserved, or a large group could never resume."""
         needs = self.needs_to_stand([member.swapped for member in members])
         held = zip(self.kv.pools, self.reserved, strict=True)
         room = [pool.num_blocks - kept for pool, kept in held]
@@ -218,8 +218,8 @@ class Memory:
         return [min(n, most) for n, most in zip(wanted, room, strict=True)]
 
     def make_room(self, needs: Needs, reserve: int = 0, spared: Sequence | None = None) -> bool:
-        """Evict what sources hold until this need can be met; whether it can. Nothing is evicted if
-        all of it would not be enough."""
+        """Evict what sources hold until this need fits. If that cannot be enough, evict nothing and
+        return False. spared: as in `HitSource.evict_one`."""
         if not self.could_fit(needs, reserve):
             return False
         while not self.fits(needs, reserve):
@@ -228,9 +228,8 @@ class Memory:
         return True
 
     def evict_one(self, spared: Sequence | None = None) -> bool:
-        """Free what the first source that holds something can best do without; whether there was
-        something. Blocks that the plan being made copies from stay until it is made: blocks that
-        are freed may be written by it."""
+        """Let the first source that holds something evict; return whether one did. Blocks that the
+        plan being made copies from are held until it is made: it may write into freed blocks."""
         copied, self.copied = self.copied, []
         for g, block_id in copied:
             if self.kv.pools[g].num_refs(block_id):
@@ -247,7 +246,7 @@ class Memory:
         ]
 
     def growth(self, num_tokens: int, limit: int) -> int:
-        """Count the blocks that a sequence of so many tokens lacks up to its limit."""
+        """Return the number of blocks that a sequence of this length lacks up to its limit."""
         return -(-limit // self.block_size) - num_tokens // self.block_size
 
     # ---- who takes what ----------------------------------------------------------------------
@@ -256,7 +255,7 @@ class Memory:
         return self.kv.new_sequence()
 
     def find_hit(self, sequence: Sequence) -> KVBlocks:
-        """Find the cached blocks that this sequence may begin with."""
+        """Return the cached blocks that this sequence may begin with."""
         best: KVBlocks | None = None
         for source, find in self._finding:
             if source.entries:
@@ -264,44 +263,49 @@ class Memory:
         return best or KVBlocks(0, tuple([] for _ in self.kv.groups))
 
     def num_found_tokens(self, sequence: Sequence) -> int:
-        """Count the tokens of such a hit, whatever it costs to load."""
+        """Return the number of tokens of such a hit, whatever it costs to load."""
         found = (source.num_tokens(sequence) for source in self.sources if source.entries)
         return max(found, default=0)
 
     def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
-        """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
-        by cache group, or None if they are not there."""
+        """Allocate the blocks of a waiting sequence's hit and next tokens. Return the changes by
+        cache group, or None if blocks are lacking."""
         if self.kv.has_states:
-            self.kv.keep_states(sequence.blocks, *self._states_to_keep(sequence, hit))
+            self.kv.states.keep_states(sequence.blocks.tables, *self._states_to_keep(sequence, hit))
         if hit.num_loads:
             for listener in self.listeners:
                 listener.loaded(sequence, hit.num_tokens // self.block_size)
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
 
     def begin(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
-        """Tell the sources that a sequence has got its row with this hit."""
+        """Tell the sources that a sequence got its row with this hit."""
         for source, begin in self._begun:
             if source.entries:
                 begin(sequence, hit, now)
 
     def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> tuple[set[int], int]:
-        """Choose the logical blocks behind which a sequence leaves its state: one at the prompt's
-        end, which comes second here; and the last that all but the states were found of, where
-        others have parted from it, unless one had ended there whose state was evicted."""
+        """Return the logical blocks behind which a sequence leaves its state, and the last block of
+        its prompt, which is one of them. The other is where its blocks part from those of other
+        prompts, unless a sequence ended there whose state was evicted."""
         digests, num_tokens = self.names.readable(sequence)
         prompt_end = (sequence.num_prompt_tokens - 1 - PROMPT_TAIL) // self.block_size - 1
-        parted = self.kv.num_computed_blocks(digests, num_tokens, self.kv.is_state_or_cached) - 1
+        kv, states = self.kv, self.kv.states
+
+        def is_found(g: int, digest: bytes) -> bool:
+            return g in states.groups or kv.is_cached(g, digest)
+
+        parted = kv.num_computed_blocks(digests, num_tokens, is_found) - 1
         last_found = hit.num_tokens // self.block_size - 1
         kept = {prompt_end} if prompt_end > last_found else set()
         near = 1 + -(-PROMPT_TAIL // self.block_size)
         ends = digests[max(0, parted + 1 - near) : parted + 1]
-        if parted - last_found >= near and not self.kv.worth.was_left(ends):
+        if parted - last_found >= near and not states.worth.was_left(ends):
             kept.add(parted)
         return kept, prompt_end
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
-        """Give a running sequence room for its next tokens, as `start` does. What sources hold is
-        evicted for it."""
+        """Allocate blocks for the next tokens of a running sequence, as `start` does. Evict what
+        sources hold if blocks are lacking."""
         blocks, num_unsure = sequence.blocks, sequence.num_tried_tokens
         blocks.advance(sequence.num_computed_tokens)
         grow = self.kv.allocate_slots
@@ -314,9 +318,8 @@ class Memory:
     def grow_by_guesses(
         self, sequence: Sequence, num: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
-        """Give a running sequence room for so many guesses behind what the plan that is being made
-        computes; what changed by cache group, None if there are too few blocks. reserve: how many
-        are to be left of each group."""
+        """Allocate blocks for draft tokens after the tokens of the plan being made, as `grow` does.
+        reserve: blocks of each group to leave free."""
         num_computed, grow = sequence.num_computed_tokens, self.kv.append_guesses
         while (appended := grow(sequence.blocks, num_computed, num, reserve)) is None:
             if not self.evict_one():
@@ -325,28 +328,28 @@ class Memory:
         return appended
 
     def take_back(self, sequence: Sequence) -> bool:
-        """Free the room of guesses that were wrong, and states that were passed by right ones;
-        whether there is less room now."""
+        """Free the blocks of rejected drafts, and the states that accepted drafts have passed.
+        Return whether the sequence has fewer blocks now."""
         num_tokens, blocks = sequence.num_computed_tokens, sequence.blocks
         had_more = blocks.num_tokens > num_tokens
         if had_more:
             self.kv.truncate(blocks, num_tokens)
         if self.kv.has_states:
             blocks.advance(num_tokens)
-            self.kv.end_guesses(blocks)
+            self.kv.states.end_guesses(blocks.tables)
         return had_more
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child hold what its parent holds. They share it until one of them writes."""
+        """Let the child share its parent's blocks until one of them writes."""
         child.blocks = self.kv.fork(parent.blocks)
 
     def free(self, sequence: Sequence) -> None:
-        """Free what a sequence holds on the device."""
+        """Free the device blocks of a sequence."""
         self.kv.free(sequence.blocks)
 
     def name_full_blocks(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[list[int]]]:
-        """Enter the first `count` blocks of each in the index; the new ones, by cache group, of
-        each."""
+        """Enter the first `count` blocks of each sequence in the index. Return the new ones, by
+        sequence and cache group."""
         self.names.extend(sequences, counts)
         firsts = [s.blocks.num_indexed for s in sequences] if self._named else ()
         index = self.kv.index_blocks
@@ -358,51 +361,19 @@ class Memory:
 
     # ---- host memory -------------------------------------------------------------------------
 
-    def swap_out(self, members: Seq[Sequence]) -> list[Copies] | None:
-        """Exchange what these hold for host blocks; the copies by cache group, None if host memory
-        has no room."""
-        done = swap_out(self.kv, [member.blocks for member in members])
-        if done is None:
-            return None
-        for member, blocks in zip(members, done[0], strict=True):
-            member.host_blocks = blocks
-        return done[1]
-
-    def swap_in(self, members: Seq[Sequence]) -> list[Copies]:
-        """Exchange them back. The device must have the blocks."""
-        blocks, copies = swap_in(self.kv, [member.swapped for member in members])
-        for member, mine in zip(members, blocks, strict=True):
-            member.blocks, member.host_blocks = mine, None
-        return copies
-
     def free_swapped(self, sequence: Sequence) -> None:
-        """Free what a sequence holds in host memory, if it does."""
+        """Free the host blocks of a sequence, if it has any."""
         if sequence.host_blocks is not None:
             self.kv.free(sequence.host_blocks)
             sequence.host_blocks = None
 
-    def undo(self, member: Sequence, copies: Iterable[tuple[int, int, int, int]]) -> None:
-        """Take back what the plan that is being made has done to the member's tables. copies: of
-        this plan, on write: group, row, from, to. They have not been carried out, and their sources
-        are still held by those who share them."""
-        for group, row, source, destination in copies:
-            if row == member.row:
-                pool, table = self.kv.pools[group], member.blocks.tables[group]
-                table.blocks[table.blocks.index(destination)] = source
-                pool.acquire(source)
-                pool.release(destination)
-        num_tokens = member.num_kept_tokens
-        if member.blocks.num_tokens > num_tokens:
-            self.kv.truncate(member.blocks, num_tokens)
-        member.blocks.advance(num_tokens)
-
     def settle(self, step_id: int) -> list[Name]:
-        """Take what the plan of this step has copied to host memory as being there."""
+        """Settle what the plan of this step copied to host memory; return the names."""
         return [] if self.kv.tier is None else self.kv.tier.settle(step_id)
 
     def copies_out(self) -> list[Copies]:
-        """Find host blocks for what the plan that is being made evicts, and for what stores wait
-        for; the copies, by cache group."""
+        """Return the copies to host memory, by cache group, of what the plan being made evicts and
+        of what listeners add."""
         if self.kv.tier is None:
             return []
         copies = self.kv.tier.take_evicted()
@@ -411,14 +382,15 @@ class Memory:
         return copies
 
     def end_plan(self, step_id: int, now: float) -> None:
-        """Note that a plan is made: what it copies belongs to it."""
-        self.kv.end_plan()
+        """Note that a plan is made: the copies so far are part of it."""
+        if self.kv.has_states:
+            self.kv.states.end_plan()
         self.end_turn(now)
         if self.kv.tier is not None:
             self.kv.tier.end_plan(step_id)
 
     def end_turn(self, now: float) -> None:
-        """Note that a plan is made, or that nobody could compute anything."""
+        """Note that a plan is made, or that there was nothing to compute."""
         for blocks in self.spent:
             self.kv.free(blocks)
         for g, block_id in self.kept_copied:
@@ -428,13 +400,13 @@ class Memory:
             end(now)
 
     def free_after_plan(self, blocks: SequenceBlocks) -> None:
-        """Free tables that the plan being made may copy from: a plan may write into blocks that are
-        freed while it is made, and writes what it loads before it copies."""
+        """Free tables once the plan being made is made. It may copy from them, and it may write
+        into blocks that are freed earlier."""
         self.kv.set_evictable(blocks, False)
         self.spent.append(blocks)
 
     def _note_copies(self, appended: Seq[Appended]) -> None:
-        """Take note of what a row of the plan that is being made copies, by cache group."""
+        """Note which blocks the plan being made copies from."""
         for g, one in enumerate(appended):
             for source, _ in one.copies:
                 self.copied.append((g, source))
@@ -442,17 +414,17 @@ class Memory:
     # ---- what is not to be used --------------------------------------------------------------
 
     def distrust(self, blocks: Seq[Iterable[int]]) -> None:
-        """Take the names of these blocks, by cache group, and of all that is being copied out."""
+        """Remove the names of these blocks, by cache group, and of unsettled host blocks."""
         self.kv.unindex_blocks(blocks)
         if self.kv.tier is not None:
             self.kv.tier.forget_unsettled()
 
     def forget(self, sequence: Sequence) -> None:
-        """Take away all that the index has of a sequence's tokens."""
+        """Remove the names of all blocks of a sequence."""
         self.kv.forget(sequence.digests)
 
     def reset(self, fingerprint: bytes, now: float) -> None:
-        """Forget all names; those to come begin with this fingerprint."""
+        """Remove all names; new names begin with this fingerprint."""
         self.kv.reset_prefix_cache()
         for listener in self.listeners:
             listener.reset(now)

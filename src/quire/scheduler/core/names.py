@@ -1,7 +1,8 @@
 """Names of blocks, and the hits that are found by them.
 
 A block's name is the digest of all tokens up to its end; it begins with the root of its request, so
-that salts, adapters and images keep apart what must not be shared. In steady decode a sixteenth of
+that salts and adapters keep apart what must not be shared. Marks (`kv/digest.py`) identify tokens
+further than their ids do. In steady decode a sixteenth of
 the rows fills a block in every step; these are named together, since a call of their own for each
 would be most of the time of a step. After `ResetPrefixCache` all names change (`rename`):
 
@@ -22,7 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.base.messages import MeasuredRates, Request
-from quire.kv.digest import BlockHash, extend_by_one, extend_digests, root_digest
+from quire.kv.digest import BlockHash, Mark, extend_by_one, extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.core.extension import HitSource
 from quire.scheduler.core.sequence import Int32, Sequence
@@ -39,6 +40,7 @@ class Prefix:
     known_tokens: Int32
     digests: list[bytes] = field(default_factory=list)
     row: int = -1
+    marks: Seq[Mark] = ()
 
 
 Named = Sequence | Prefix
@@ -53,10 +55,14 @@ class Digester:
     def __call__(self, named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         """Extend the digests of each to its first `count` blocks."""
         rows = [each.row for each in named]
-        lacks_one = [len(s.digests) == n - 1 for s, n in zip(named, counts, strict=True)]
+        lacks_one = [  # and that one has no marks
+            len(s.digests) == n - 1 and not (s.marks and s.marks[-1][0] >= (n - 1) * block_size)
+            for s, n in zip(named, counts, strict=True)
+        ]
         if len(named) < 2 or min(rows) < 0 or not all(lacks_one):
             for s, n in zip(named, counts, strict=True):
-                extend_digests(s.digests, s.root, s.known_tokens, block_size, n, self.block_hash)
+                known, marks = s.known_tokens, s.marks
+                extend_digests(s.digests, s.root, known, block_size, n, self.block_hash, marks)
             return
         first = named[0]
         assert isinstance(first, Sequence), "only a sequence holds a row"
@@ -91,7 +97,7 @@ class BlockNaming:
         salt = request.cache_salt
         if num > 1 and not self._caches:
             salt = f"{salt} of group {arrival} alone"
-        return root_digest(self.fingerprint, salt, request.adapter_id, request.media_ids)
+        return root_digest(self.fingerprint, salt, request.adapter_id)
 
     def extend(self, named: Seq[Named], counts: Seq[int], size: int | None = None) -> None:
         """Name the first `count` blocks of each, as far as they have no names. size: tokens of a
@@ -121,9 +127,9 @@ class BlockNaming:
         found = sequence.prefix_digests.get(num_tokens)
         if found is None:
             request = sequence.request
-            parts = request.cache_salt, request.adapter_id, request.media_ids
-            root = root_digest(self.fingerprint, *parts)
+            root = root_digest(self.fingerprint, request.cache_salt, request.adapter_id)
             prefix = Prefix(sequence.arrival, root, sequence.known_tokens)
+            prefix.marks = sequence.marks
             self.extend([prefix], [1], size=num_tokens)
             found = sequence.prefix_digests[num_tokens] = prefix.digests[0]
         return found

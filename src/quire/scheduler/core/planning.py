@@ -1,10 +1,9 @@
-"""Making a plan: the rows that run, then those that are admitted, then who samples.
+"""Making a plan: grant tokens to running rows, admit waiting sequences, choose who samples.
 
-A plan first serves the rows that run, by priority and then by arrival, then admits waiting
-sequences (admission.py). A row that needs a block that is not there preempts the latest arrival of
-the lowest priority (P 4.5), all or nothing; in such a step nobody is admitted. Blocks are
-allocated, and full blocks of known tokens enter the index, when the plan is made: later requests of
-the same plan hit them (T algorithm 2, inner loop).
+Running rows come first, by priority and arrival; then waiting sequences (admission.py). A row that
+lacks a block preempts the latest arrival of the lowest priority (P 4.5); then the plan admits no
+sequence. Blocks are allocated and full blocks of known tokens are named when the plan is made, so
+later requests of the same plan hit them (T algorithm 2, inner loop).
 """
 
 from collections import deque
@@ -15,7 +14,7 @@ import numpy as np
 
 from quire.base.events import Planned
 from quire.base.plan import Move, MoveKind, Plan
-from quire.scheduler.core.admission import Admission, share_budget
+from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.extension import DraftTokens, Forking
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
@@ -24,14 +23,14 @@ from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import SchedulerProgress
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Int32, Int64, State
+from quire.scheduler.sharing import share_budget
 
 NO_ROWS: Int32 = np.empty(0, np.int32)
-PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens
+PROMPT_TOKENS = 16  # tokens of prompts that each step has room for, at least
 
 
 class Planner:
-    """Makes plans, and keeps those that are in flight, oldest first. next_step_id: of the next
-    plan."""
+    """Makes plans, and keeps the plans in flight, oldest first."""
 
     def __init__(
         self,
@@ -49,11 +48,11 @@ class Planner:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
         self._progress, self._branching = progress, branching
         self._preemption, self._admission, self._drafts = preemption, admission, drafts
-        self._token_budget = admission.token_budget  # the most; a step may have time for less
+        self._token_budget = admission.token_budget  # at most; a step may have time for less
         self._swaps: list[Move] = []  # out of the device's memory, for the next plan
 
     def plan(self, now: float) -> Plan | None:
-        """Make the next plan; None if nobody can compute anything now."""
+        """Make the next plan; None if no sequence can compute anything now."""
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
         suspects = self._lifecycle.suspects.until
         if suspects and self._plan_suspect(builder, now):
@@ -64,14 +63,14 @@ class Planner:
         needs = self._rows.take_turns(self._rows.needs(rows))
         most = self._step_budget(needs)
         budget = most - self._serve_running(builder, rows, needs, most, now)
-        # If nothing is planned, those who gave way were the only ones with something to do.
+        # If nothing was planned, the preempted rows were the only ones with something to do.
         if not builder.has_preempted or budget == most:
             self._admission.admit(builder, budget, now)
         return self._close(builder, most, now)
 
     def flush(self, now: float) -> Plan | None:
-        """Make a plan that only copies to host memory what the device's index has and nobody holds,
-        as much as fits; None if there is nothing."""
+        """Make a plan that only copies cached blocks to host memory, as many as fit; None if there
+        are none."""
         tier = self._memory.kv.tier
         while tier is not None and tier.evict_some():
             builder = PlanBuilder(self.next_step_id)
@@ -84,8 +83,8 @@ class Planner:
         return None
 
     def offload(self, now: float) -> Plan | None:
-        """Make a plan that only copies to host memory what stores wait for; None if there is
-        nothing that can be copied."""
+        """Make a plan that only copies to host memory what listeners add; None if that is
+        nothing."""
         tier = self._memory.kv.tier
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
@@ -97,16 +96,17 @@ class Planner:
         return plan
 
     def _step_budget(self, needs: Int64) -> int:
-        """Return the most tokens of the next plan: what a step has time for, but always all that
-        decode and a few of a prompt."""
+        """Return the most tokens of the next plan: what a step has time for, but always all
+        decoding rows and PROMPT_TOKENS more."""
         step_tokens = self._memory.rates.step_tokens
         if not step_tokens:
             return self._token_budget
         num_decoding = int(np.count_nonzero(needs == 1))
-        return min(self._token_budget, max(step_tokens, num_decoding + PROMPT_TOKENS))
+        least = num_decoding + max(PROMPT_TOKENS, self._memory.chunk_limit.min_tokens)
+        return min(self._token_budget, max(step_tokens, least))
 
     def _plan_suspect(self, builder: PlanBuilder, now: float) -> bool:
-        """Plan for one suspect alone, the first that can compute something; whether there is
+        """Plan the first suspect that can compute something, alone; return whether there is
         one."""
         for sequence in list(self._lifecycle.suspects.until):
             if sequence.row >= 0:
@@ -125,19 +125,22 @@ class Planner:
     def _serve_running(
         self, builder: PlanBuilder, rows: Int64, need: Int64, budget: int, now: float
     ) -> int:
-        """Grant tokens to rows that run; returns how many. need: [N] what they could use."""
+        """Grant tokens to running rows and return how many. need: [N] what they could use."""
         table = self._rows.table
         if len(rows) == 0:
             return 0
+        limited = self._memory.chunk_limit.limited
+        need = self._within_limits(rows, need, builder) if limited else need
         if need.sum() > budget:
             queue, fits = self._lifecycle.queue, self._admission.fits_now
             need, builder.deferred = share_budget(self._rows, queue, rows, need, budget, fits)
+            need = self._within_limits(rows, need, builder) if limited else need
         target = table.computed[rows] + need
         short = np.flatnonzero(target > table.capacity[rows])
         if len(short) and not self._append_blocks(rows[short], target[short], builder):
             for i in short:
                 sequence = table.sequences[rows[i]]
-                if sequence is None:  # it gave way meanwhile
+                if sequence is None:  # it was preempted meanwhile
                     continue
                 if not self._preemption.ensure_capacity(sequence, int(target[i]), builder, now):
                     need[i], target[i] = 0, table.computed[rows[i]]
@@ -148,6 +151,8 @@ class Planner:
         if not need.all():
             busy = np.flatnonzero(need)
             rows, need, target = rows[busy], need[busy], target[busy]
+        if limited:
+            self._grant(rows, need, builder)
         self._rows.advance(rows, target)
         builder.add_rows(rows, need)
         full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
@@ -155,13 +160,28 @@ class Planner:
             self._admission.name_full_blocks(full, builder)
         return int(need.sum())
 
-    def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
-        """Give one new block to each of these rows, if each has filled its blocks and needs one
-        more, and no row is preempted for it; whether that was so. target: [N] tokens that they
-        will have computed.
+    def _within_limits(self, rows: Int64, need: Int64, builder: PlanBuilder) -> Int64:
+        """Return how many of the needed tokens of each row the plan may compute."""
+        chunks, table, need = self._memory.chunk_limit, self._rows.table, need.copy()
+        limited = np.isin(rows, [sequence.row for sequence in chunks.limited])
+        for i in np.flatnonzero(limited & (need > 0)).tolist():
+            first = int(table.computed[rows[i]])
+            need[i] = chunks.limit(table.sequences[rows[i]], first, int(need[i]), builder)
+        return need
 
-        In steady decode a sixteenth of the rows needs this in every step, each in the same way; a
-        call of its own for each would be most of the time of a step.
+    def _grant(self, rows: Int64, need: Int64, builder: PlanBuilder) -> None:
+        """Plan what the next tokens of limited rows need besides blocks."""
+        chunks, table = self._memory.chunk_limit, self._rows.table
+        limited = np.isin(rows, [sequence.row for sequence in chunks.limited])
+        for row, num in zip(rows[limited].tolist(), need[limited].tolist(), strict=True):
+            chunks.grant(table.sequences[row], int(table.computed[row]), num, builder)
+
+    def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
+        """Give one new block to each of these rows, if each needs just that and no row must be
+        preempted. Return whether that was so. target: [N] their computed tokens after this plan.
+
+        In steady decode a sixteenth of the rows needs this in every step. One call for each would
+        take most of the time of a step.
         """
         table, capacity = self._rows.table, self._rows.table.capacity[rows]
         # A shared block is not in a row's capacity: such a row needs a copy of it as well.
@@ -177,15 +197,15 @@ class Planner:
         return True
 
     def _close(self, builder: PlanBuilder, most: int, now: float) -> Plan | None:
-        """Freeze the plan; rows whose last known or pending token is computed will sample. most:
+        """Freeze the plan. Rows that compute their last known or pending token will sample. most:
         tokens that the step has time for."""
         table = self._rows.table
         rows, num_tokens = builder.all_rows()
-        if self._drafts.drafted and not builder.has_preempted:  # before it is asked who was evicted
+        if self._drafts.drafted and not builder.has_preempted:  # it may evict
             self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
-            self._swaps = builder.swaps  # who gave way was the only one with something to do
+            self._swaps = builder.swaps  # only preempted rows had something to do
             self._memory.end_turn(now)
             return None
         self._memory.end_plan(builder.step_id, now)
@@ -217,6 +237,7 @@ class Planner:
             moves=builder.moves(),
             drafts=tuple(builder.drafts),
             is_guessing=builder.is_guessing,
+            **builder.extras,
         )
         if self._rows.num_stages > 1:
             plan = replace(plan, last_ids=self._rows.last_ids(rows, plan.last_positions))
@@ -237,7 +258,7 @@ class Planner:
         self.in_flight.append(step)
 
     def _without_beams(self, rows: Int32) -> Int32:
-        """Return those of the rows that will get a token, rather than candidates to choose from."""
+        """Return the rows that sample a token, not candidates for a beam search."""
         if not self._lifecycle.searches:
             return rows
         return rows[[not sequence.is_beam for sequence in self._rows.table.sequences[rows]]]

@@ -1,26 +1,27 @@
-"""Room for a row that grows, and who gives way for it: the latest arrival of the lowest priority,
-all or nothing, with its whole group (P 4.5).
+"""Preemption for a row that grows, and the return of swapped rows (P 4.5).
 
-What gives way is swapped to host memory or computed again. Its blocks are copied before the step's
-forward pass, so that they can be given away in the same plan; shared blocks are copied once and
-stay shared. Copies that bring blocks back are part of the plan in which the rows run again.
+The victim is the latest arrival of the lowest priority, all or nothing, with its whole group. It is
+swapped to host memory or recomputed, whichever is cheaper. A plan copies swapped blocks before its
+forward pass, so other rows can get them in the same plan. Shared blocks are copied once and stay
+shared. The plan in which the rows resume loads them.
 
     swapping        2 x bytes of the blocks / bandwidth of a copy
     recomputation   computed tokens / tokens per second of a prefill
 
-Both rates are measured and come through `control`. Where one is not known, it is recomputation.
+Both rates are measured and come through `control`. If one is unknown, the victim is recomputed.
 """
 
 from quire.base.plan import MoveKind
+from quire.kv.swapping import swap_in, swap_out, undo_copies
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
-from quire.scheduler.core.plans import PlanBuilder
+from quire.scheduler.core.plans import PlanBuilder, SharedBlocks
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence
 
 
 class Preemption:
-    """Decides who gives way, and how. mode: `swap`, `recompute`, or `auto` for what costs less."""
+    """Preempts and resumes rows. mode: `swap`, `recompute`, or `auto` for the cheaper one."""
 
     def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle, mode: str) -> None:
         self._rows, self._memory, self._lifecycle, self._mode = rows, memory, lifecycle, mode
@@ -28,9 +29,9 @@ class Preemption:
     def ensure_capacity(
         self, sequence: Sequence, target: int, builder: PlanBuilder, now: float
     ) -> bool:
-        """Make room up to `target` tokens, preempting the last that run if that is needed; whether
-        the sequence has it now. Nobody gives way for one with guesses in flight, which may be wrong
-        and then need none of it: their result comes first."""
+        """Allocate blocks up to `target` tokens, and preempt rows if blocks are lacking. Return
+        whether the sequence has them now. No row is preempted for one with drafts in flight: if
+        they are rejected, it needs fewer blocks."""
         num_new = target - sequence.num_computed_tokens
         while (appended := self._memory.grow(sequence, num_new)) is None:
             if self._rows.is_trying(sequence):
@@ -43,14 +44,13 @@ class Preemption:
         return True
 
     def _victim(self) -> Sequence:
-        """Choose who gives way next, of all that run: another rule goes here."""
+        """Return the next victim. Another rule of preemption goes here."""
         return self._rows.last_running
 
     def preempt(
         self, victim: Sequence, for_request_id: str, builder: PlanBuilder, now: float
     ) -> None:
-        """Take the rows and blocks of the victim and its group. What they have computed is swapped
-        to host memory with the plan, or it will be computed again."""
+        """Take the rows and blocks of the victim and its group, swapping them if possible."""
         members = [member for member in victim.members if member.row >= 0]
         is_swapped = self._may_be_swapped(members) and self._swap_out(members, builder)
         rows = self._lifecycle.preempt(victim, for_request_id, now, is_swapped)
@@ -59,25 +59,23 @@ class Preemption:
         builder.has_preempted = True
 
     def _may_be_swapped(self, members: list[Sequence]) -> bool:
-        """Tell whether these may be swapped out: not before a group is forked, not while some of it
-        waits, and not if it would need more room to come back than what is reserved leaves. Nor a
-        prompt that never samples, nor states of rows whose guesses are in flight."""
+        """Return whether these members should be swapped out. Not before a group is forked, while
+        some of it waits, or if it could never resume next to the reserved blocks. Nor a prompt that
+        never samples, nor states of rows with drafts in flight."""
         first, blocks = members[0], [member.blocks for member in members]
         group, memory = first.group, self._memory
         if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
             return False
-        if (
-            not first.samples
-            or memory.kv.has_states
-            and any(self._rows.is_trying(m) for m in members)
-        ):
-            return False  # the states will be behind guesses that nobody knows to be right
+        if not first.samples:
+            return False
+        if memory.kv.has_states and any(self._rows.is_trying(m) for m in members):
+            return False  # their states are behind drafts that may be rejected
         if any(memory.reserved) and not memory.fits_at_all(memory.needs_to_stand(blocks)):
             return False
         return self.swapping_is_cheaper(members)
 
     def swapping_is_cheaper(self, members: list[Sequence]) -> bool:
-        """Tell whether these running members should be swapped out rather than computed again."""
+        """Return whether swapping these running members costs less than recomputing them."""
         kv, rates = self._memory.kv, self._memory.rates
         if self._mode != "auto":
             return self._mode == "swap"
@@ -91,12 +89,36 @@ class Preemption:
         return 2 * num_bytes / rates.copy_bytes_per_s < recompute_s
 
     def _swap_out(self, members: list[Sequence], builder: PlanBuilder) -> bool:
-        """Copy what the members have computed to host memory; False if that has no room. They still
-        hold their rows."""
+        """Copy what the members have computed to host memory; return False if it has no room. The
+        members still hold their rows."""
+        kv = self._memory.kv
         for member in members:
-            self._memory.undo(member, reversed(builder.copies))
-        copies = self._memory.swap_out(members)
-        if copies is None:
+            copies = [(g, s, d) for g, row, s, d in reversed(builder.copies) if row == member.row]
+            undo_copies(kv, member.blocks, copies, member.num_kept_tokens)
+        done = swap_out(kv, [member.blocks for member in members])
+        if done is None:
             return False
-        builder.add_moves(MoveKind.SWAP_OUT, copies)
+        for member, blocks in zip(members, done[0], strict=True):
+            member.host_blocks = blocks
+        builder.add_moves(MoveKind.SWAP_OUT, done[1])
+        return True
+
+    def resume(
+        self, members: list[Sequence], reserve: int, builder: PlanBuilder, now: float
+    ) -> bool:
+        """Bring swapped members back to the device, with a row for each. Return False if the device
+        has too few blocks."""
+        if not self._memory.make_room(self._memory.needs_to_return(members, reserve)):
+            return False
+        found, copies = swap_in(self._memory.kv, [member.swapped for member in members])
+        builder.add_moves(MoveKind.LOAD, copies)
+        for member, blocks in zip(members, found, strict=True):
+            member.blocks, member.host_blocks = blocks, None
+        for member in members:
+            started = self._lifecycle.start(member, member.num_swapped_tokens, now)
+            builder.started.append(started)
+            builder.add_table(member)
+            held = [table.live_blocks for table in member.blocks.tables]
+            builder.shared.append(SharedBlocks(member.row, held, [[] for _ in held]))
+            self._rows.share(member.row)
         return True

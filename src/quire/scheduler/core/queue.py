@@ -1,12 +1,12 @@
-"""Sequences that wait for a row: priority classes; in each the preempted ones, then the tenant that
-was served least, then what its policy says. First in, first out is the default (T algorithm 1);
-other policies are in `scheduler/policy`, and packages can bring one (docs/extend/policies.md).
+"""The waiting queue: priority classes, in each the preempted sequences, then the least served
+tenant, then the order of its policy. The default is first in, first out (T algorithm 1). Others are
+in `scheduler/policy`, and packages can bring one (docs/extend/policies.md).
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import Sequence
 
-# When so many times the tokens before a request have been computed, its turn has come.
+# A request's turn has come when this many times the tokens before it have been computed.
 PATIENCE = 1.8
 
 
@@ -26,12 +26,11 @@ class Progress(Protocol):
     num_planned_tokens: int  # so far: the scheduler's own clock
 
     def remaining(self, sequence: Sequence) -> int:
-        """Count the tokens that a sequence lacks until it samples, without those of its present
-        hit."""
+        """Return the tokens that a sequence lacks until it samples, without its current hit."""
         ...
 
     def num_tokens_under_way(self) -> int:
-        """Count the tokens that all that run lack until they sample."""
+        """Return the tokens that all running sequences lack until they sample."""
         ...
 
 
@@ -47,7 +46,7 @@ class Policy(Protocol):
         ...
 
     def pass_over(self, sequence: Sequence) -> None:
-        """Pass over the one at the head for now: a prompt under way goes first."""
+        """Pass over the head for now: a running prompt goes first."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
@@ -55,14 +54,13 @@ class Policy(Protocol):
         ...
 
     def rank(self, sequence: Sequence) -> int:
-        """Rank the one at the head, or one whose prompt is being computed. Where these compete for
-        the tokens of a step, the smallest rank gets them."""
+        """Return the rank of the head, or of a running prompt. The smallest rank is served first
+        when they compete for the tokens of a step."""
         ...
 
     def waiting(self) -> list[Sequence]:
-        """List all for those who watch, in the order in which they are likely to be admitted as
-        far as that is known without asking for `remaining`: a look-up names blocks, and would make
-        a run that is watched another one."""
+        """Return all sequences for observers, in the likely order of admission. Do not call
+        `remaining`: it names blocks, so a watched run would differ from another one."""
         ...
 
     def __len__(self) -> int: ...
@@ -104,17 +102,16 @@ MOST_ABSENT = 4096  # tenants without a request whose counters are kept
 
 @dataclass(slots=True)
 class Tenant:
-    """slot: its place among the counters. num_requests: unfinished ones."""
+    """slot: its place among the counters. num_requests: its unfinished requests."""
 
     slot: int
     num_requests: int = 0
 
 
 class LeastServed:
-    """The one of some tenants that was served least; of equals, the one that was added first.
+    """Finds the least served tenant; among equals, the one that was added first.
 
-    Counters only grow, so that an entry can be too small but never too large: it is put right when
-    it comes to the top.
+    Counters only grow, so an entry is never too large. It is corrected when it comes to the top.
     """
 
     def __init__(self) -> None:
@@ -128,8 +125,8 @@ class LeastServed:
         self._num_added += 1
 
     def first(self, names: Collection[str], served: Callable[[str], int]) -> str:
-        """Return the least served of `names`, all of which were added; the others are forgotten."""
-        if len(self._heap) > 2 * len(names) + 64:  # of those that left and came back several times
+        """Return the least served of `names`, all of which were added, and forget the others."""
+        if len(self._heap) > 2 * len(names) + 64:  # many have left and come back
             self._numbers = {name: self._numbers[name] for name in names}
             self._heap = [(served(name), number, name) for name, number in self._numbers.items()]
             heapq.heapify(self._heap)
@@ -144,22 +141,22 @@ class LeastServed:
 
 
 class Tenants:
-    """The counters of all tenants that have a request, and of those that left last."""
+    """The counters of all tenants with a request, and of the last that left."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        self._absent: OrderedDict[str, None] = OrderedDict()  # who left first comes first
+        self._absent: OrderedDict[str, None] = OrderedDict()  # the first that left comes first
         self._present: set[str] = set()
         self._least = LeastServed()
         self._served = np.zeros(16, np.int64)
         self._free_slots = list(range(15, -1, -1))
 
     def served(self, name: str) -> int:
-        """Return a tenant's counter, in tokens; the smallest comes first."""
+        """Return the number of tokens that a tenant was served."""
         return int(self._served[self._tenants[name].slot])
 
     def enter(self, name: str) -> int:
-        """Count a request of this tenant that has come; returns the tenant's slot."""
+        """Count a new request of this tenant; return the tenant's slot."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(self._new_slot())
@@ -167,7 +164,7 @@ class Tenants:
             self._absent.pop(name, None)
             if self._present:
                 least = self.served(self._least.first(self._present, self.served))
-                # One less: of equals, who comes back goes first.
+                # One less: among equals, a returning tenant goes first.
                 self._served[tenant.slot] = max(self._served[tenant.slot], least - 1)
             self._present.add(name)
             self._least.add(name, self.served(name))
@@ -205,22 +202,20 @@ class Tenants:
 Rank = tuple[int, int, int]
 
 
+@dataclass(slots=True)
 class _Class:
-    """The waiting sequences of one priority. preempted: by arrival; new: by tenant, none empty."""
+    """The waiting sequences of one priority. preempted: by arrival. new: by tenant, none empty."""
 
-    __slots__ = ("least", "new", "preempted")
-
-    def __init__(self) -> None:
-        self.preempted: dict[int, Sequence] = {}
-        self.new: dict[str, Policy] = {}
-        self.least = LeastServed()
+    preempted: dict[int, Sequence] = field(default_factory=dict)
+    new: dict[str, Policy] = field(default_factory=dict)
+    least: LeastServed = field(default_factory=LeastServed)
 
 
 class WaitingQueue:
-    """One policy per priority class and tenant; a class with a lower number goes first, as a whole.
+    """One policy per priority class and tenant. A class with a lower number goes first, as a whole.
 
-    Nobody passes the one at the head, so that a large request does not starve, and so that nothing
-    of its priority or a lower one comes in while a group is swapped out (P 4.5).
+    No sequence passes the head, so a large request never starves, and no request of its priority or
+    a lower one is admitted while a group is swapped out (P 4.5).
     """
 
     def __init__(self, make_policy: MakePolicy, progress: Progress) -> None:
@@ -245,7 +240,7 @@ class WaitingQueue:
         self._num += 1
 
     def requeue(self, sequence: Sequence) -> None:
-        """Take a preempted sequence back: it comes before all new ones of its class."""
+        """Add a preempted sequence before all new ones of its class."""
         self._class_of(sequence).preempted[sequence.arrival] = sequence
         self._num += 1
 
@@ -270,21 +265,21 @@ class WaitingQueue:
         self._num -= 1
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Rank new sequences and prompts under way where they compete: the smallest is served
-        first. Not for those that were preempted."""
+        """Return the rank of a new sequence or a running prompt; the smallest is served first. Not
+        for preempted sequences."""
         served = self.tenants.served(sequence.request.tenant)
         return sequence.priority, served, self._ranks.rank(sequence)
 
     def pass_over(self, sequence: Sequence) -> None:
-        """Pass over the new one at the head for now: a prompt under way goes first."""
+        """Pass over the new head for now: a running prompt goes first."""
         self._classes[sequence.priority].new[sequence.request.tenant].pass_over(sequence)
 
     def is_preempted(self, sequence: Sequence) -> bool:
-        """Tell whether this waiting sequence has run before."""
+        """Return whether this waiting sequence was preempted."""
         return sequence.arrival in self._classes[sequence.priority].preempted
 
     def waiting(self) -> list[Sequence]:
-        """List all, by class, the preempted before the new ones."""
+        """Return all sequences by class, preempted ones before new ones."""
         found: list[Sequence] = []
         for priority in sorted(self._classes):
             waits = self._classes[priority]
@@ -294,7 +289,7 @@ class WaitingQueue:
         return found
 
     def _next_policy(self, waits: _Class) -> Policy:
-        """Return the policy of the tenant that was served least."""
+        """Return the policy of the least served tenant."""
         return waits.new[waits.least.first(waits.new, self.tenants.served)]
 
     def _class_of(self, sequence: Sequence) -> _Class:
@@ -306,20 +301,19 @@ class WaitingQueue:
 
 
 class SchedulerProgress:
-    """num_planned_tokens: so far; the scheduler's own clock."""
+    """The `Progress` of a scheduler."""
 
     def __init__(self, rows: Rows, memory: Memory) -> None:
         self.num_planned_tokens = 0
         self._rows, self._memory = rows, memory
 
     def remaining(self, sequence: Sequence) -> int:
-        """Count the tokens that a sequence lacks until it samples; prefix hits left out, as of
-        now."""
+        """See Progress."""
         if sequence.row >= 0:
             table = self._rows.table
             return int(table.total[sequence.row] - table.computed[sequence.row])
         return sequence.num_known_tokens - self._memory.num_found_tokens(sequence)
 
     def num_tokens_under_way(self) -> int:
-        """Count the tokens that those that run lack until they sample."""
+        """See Progress."""
         return int(self._rows.needs(self._rows.running).sum())

@@ -1,6 +1,6 @@
-"""Rows: who holds which, in what order they run, and every number of theirs.
+"""Rows: their sequences, their running order, and all their numbers.
 
-The only place where a column is assigned. Other files read `table`.
+Only this file assigns a column of `RowTable`. Other files read it.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ FORKED_COLUMNS = (
 
 @dataclass(slots=True)
 class RowChanges:
-    """What the next plan tells the device of rows: which were released, forks of beams, and tokens
-    of beams and of prompts that have grown."""
+    """What the next plan tells the device: released rows, forked beams, and the host's tokens of
+    beams and of prompts that have grown."""
 
     released: list[int] = field(default_factory=list)
     forks: list[RowFork] = field(default_factory=list)
@@ -29,10 +29,9 @@ class RowChanges:
 class Rows:
     """The row table, the running order, and what changed since the last plan.
 
-    running: [N] rows in order of priority, then arrival; free: the last one is taken first.
-    most_prefill: tokens that a row gets in one step, 0 for any number. num_stages: of the model;
-    with several, a row is in no plan until its last token is known here, from where the first stage
-    gets it.
+    running: [N] rows by priority, then arrival. free: the last one is taken first. most_prefill:
+    most tokens of a row in one step; 0 for no limit. num_stages: of the model. With several, a row
+    is planned only once the host knows its last token and can give it to the first stage.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Rows:
         self.running: Int64 = np.empty(0, np.int64)
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
-        self.num_trying = 0  # rows with guesses in flight
+        self.num_trying = 0  # rows with drafts in flight
         self._most_prefill = most_prefill or NEVER
         self.num_stages = num_stages
 
@@ -58,19 +57,19 @@ class Rows:
 
     @property
     def last_running(self) -> Sequence:
-        """Who gives way first."""
+        """The sequence to preempt first."""
         found: Sequence = self.table.sequences[self.running[-1]]
         return found
 
     def sequences(self, rows: Int64 | None = None) -> list[Sequence]:
-        """List who holds these rows; all that run, if none are given."""
+        """Return the sequences of these rows, or of all running rows."""
         found: list[Sequence] = self.table.sequences[
             self.running if rows is None else rows
         ].tolist()
         return found
 
     def needs(self, rows: Int64) -> Int64:
-        """Count the tokens that each of these rows could compute now."""
+        """Return the number of tokens that each of these rows could compute now."""
         table = self.table
         most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
         need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
@@ -81,8 +80,8 @@ class Rows:
         return need
 
     def take_turns(self, needs: Int64) -> Int64:
-        """Return the needs of the next plan: with several stages, as many rows that decode as leave
-        each stage a plan of them. needs: of all that run."""
+        """Return the needs of the next plan, from those of all running rows. With several stages it
+        has only a share of the decoding rows, so that each stage has a plan to work on."""
         decoding = np.flatnonzero(needs == 1)
         most = -(-self.num_running // self.num_stages)
         if len(decoding) > most:
@@ -91,7 +90,7 @@ class Rows:
         return needs
 
     def last_ids(self, rows: Int32, positions: Int32) -> Int32:
-        """Return known tokens of rows, one of each."""
+        """Return one known token of each row."""
         found: Int32 = self.table.tokens[rows, positions]
         return found
 
@@ -99,18 +98,18 @@ class Rows:
         return int(self.needs(np.array([sequence.row]))[0])
 
     def is_trying(self, sequence: Sequence) -> bool:
-        """Tell whether guesses of a sequence that holds a row are in flight."""
+        """Return whether drafts of a running sequence are in flight."""
         return bool(self.table.tried[sequence.row])
 
     @property
     def is_any_unsure(self) -> bool:
-        """Whether rows that may be planned have guesses in flight: what the host takes for their
-        length is a bound."""
+        """Whether rows that may be planned have drafts in flight, so that the host knows only a
+        bound of their length."""
         table = self.table
         return bool(self.num_trying and (table.tried[~table.is_held] > 0).any())
 
     def idle(self) -> Int64:
-        """List the rows of open prompts that have computed all that they may."""
+        """Return the rows of open prompts that have nothing to compute."""
         rows = self.running[self.table.num_open[self.running] > 0]
         found: Int64 = rows[self.needs(rows) == 0]
         return found
@@ -118,8 +117,8 @@ class Rows:
     # ---- who holds a row ---------------------------------------------------------------------
 
     def start(self, sequence: Sequence, num_computed: int, is_indexed: bool) -> RowStart:
-        """Give a sequence a row, and its group those for members to come; returns what the plan
-        tells the device. is_indexed: its full blocks enter the index."""
+        """Give a sequence a row, and reserve rows for the members that its group lacks. Return what
+        the plan tells the device. is_indexed: its full blocks enter the index."""
         table, request, params = self.table, sequence.request, sequence.params
         row = sequence.row = self.free.pop()
         known = sequence.saved_tokens
@@ -159,11 +158,11 @@ class Rows:
             sample_index=sequence.index,
             stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
+            media=request.spans,
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child's row begin as a copy of its parent's. Both look who shares before they
-        write."""
+        """Let the child's row begin as a copy of its parent's row. They share blocks."""
         table = self.table
         for name in FORKED_COLUMNS:
             column = getattr(table, name)
@@ -173,20 +172,19 @@ class Rows:
         self.share(np.array([parent.row, child.row]))
 
     def hand_to(self, sequence: Sequence) -> None:
-        """Note who holds a row, from now on."""
+        """Note the sequence of a row."""
         table, row = self.table, sequence.row
         table.sequences[row] = sequence
         table.arrival[row], table.priority[row] = sequence.arrival, sequence.priority
         table.tenant[row] = sequence.tenant
 
     def run(self, rows: list[int]) -> None:
-        """Let rows run whose sequences are in the table."""
+        """Add rows, whose sequences are in the table, to the running ones."""
         order, table = np.concatenate([self.running, np.asarray(rows, np.int64)]), self.table
         self.running = order[np.lexsort((table.arrival[order], table.priority[order]))]
 
     def release(self, sequence: Sequence) -> None:
-        """Take the row of a sequence, which keeps its known tokens; pending ones will still
-        arrive."""
+        """Take the row of a sequence. It keeps its known tokens; pending tokens still arrive."""
         row, table = sequence.row, self.table
         tried = int(table.tried[row])
         sequence.num_pending_lost = int(table.total[row] - table.known[row]) - tried
@@ -204,41 +202,40 @@ class Rows:
             changes.host_tokens = [told for told in changes.host_tokens if told.row != row]
 
     def give_back(self, rows: list[int]) -> None:
-        """Free reserved rows that nobody has started."""
+        """Free reserved rows."""
         self.free += rows
 
     def take_changes(self) -> RowChanges:
-        """Hand out what the next plan is to tell the device."""
+        """Return the changes that the next plan tells the device, and forget them."""
         changes, self.changes = self.changes, RowChanges()
         return changes
 
     # ---- blocks ------------------------------------------------------------------------------
 
     def set_capacity(self, rows: Int64 | int, num_tokens: Int64 | int) -> None:
-        """Note how many tokens the blocks of these rows hold."""
+        """Set the number of tokens that the blocks of these rows hold."""
         self.table.capacity[rows] = num_tokens
 
     def share(self, rows: Int64 | int) -> None:
-        """Note that others hold the last blocks of these rows, too: the next write must look who
-        shares."""
+        """Note that the last blocks of these rows are shared: the next write must ask memory."""
         self.table.capacity[rows] = self.table.computed[rows]
 
     def set_index_at(self, rows: Int64, num_tokens: Int64) -> None:
-        """Note the length at which the next full block of each row enters the index."""
+        """Set the length at which the next full block of each row enters the index."""
         self.table.index_at[rows] = num_tokens
 
     # ---- tokens ------------------------------------------------------------------------------
 
     def advance(self, rows: Int64 | int, computed: Int64 | int) -> None:
-        """Note what these rows will have computed once the plan that is being made has run."""
+        """Set the computed tokens of these rows after the plan being made."""
         self.table.computed[rows] = computed
 
     def expect_tokens(self, rows: Int32) -> None:
-        """Count a pending token more for each of these rows, which sample."""
+        """Add a pending token to each of these rows, which sample."""
         self.table.total[rows] += 1
 
     def take_tokens(self, rows: Int32, token_ids: Int32) -> Int64:
-        """Let the oldest pending token of each row become known; returns the lengths with it."""
+        """Make the oldest pending token of each row known; return the known lengths."""
         table, known = self.table, self.table.known[rows]
         table.tokens[rows, known] = token_ids
         known = known + 1
@@ -246,8 +243,8 @@ class Rows:
         return known
 
     def try_tokens(self, row: int, num_tokens: int, is_held: bool) -> None:
-        """Count guesses that the plan that is being made computes behind a row's tokens. is_held:
-        the row's next plan waits for the result of this one."""
+        """Add draft tokens that the plan being made computes after a row's tokens. is_held: the
+        row's next plan waits for this one's result."""
         table = self.table
         self.num_trying += not table.tried[row]
         table.computed[row] += num_tokens
@@ -256,7 +253,7 @@ class Rows:
         table.is_held[row] |= is_held
 
     def end_try(self, row: int, num_tokens: int, num_rejected: int) -> None:
-        """Take back those of a plan's guesses that were wrong; the others are pending tokens."""
+        """Take back the rejected drafts of a plan; the accepted ones are pending tokens."""
         table = self.table
         table.computed[row] -= num_rejected
         table.total[row] -= num_rejected
@@ -270,15 +267,14 @@ class Rows:
         self.table.is_held[row] = False
 
     def put_token(self, row: int, token_id: int) -> None:
-        """Let a token become known that was chosen on the host, for a row that expects none."""
+        """Add a known token that the host chose, to a row without pending tokens."""
         table, known = self.table, int(self.table.known[row])
         table.tokens[row, known] = token_id
         table.known[row] = table.total[row] = known + 1
         self.changes.host_tokens.append(HostTokens(row, known, np.array([token_id], np.int32)))
 
     def extend_prompt(self, sequence: Sequence, token_ids: Int32) -> None:
-        """Add a piece to an open prompt, whether it holds a row or not. Its limit and whether it is
-        still open have been set."""
+        """Add a piece to an open prompt, with or without a row. `limit` and `is_open` are set."""
         row, table = sequence.row, self.table
         if row < 0:
             sequence.saved_tokens = np.concatenate([sequence.saved_tokens, token_ids])

@@ -1,19 +1,18 @@
 """The unified scheduler: continuous batching on two counters with a token budget (T 4.4, 4.5.1).
 
-Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no
-clock and makes no I/O, so the list of calls is the run. A door returns all that it has decided.
+Only the four doors `add`, `control`, `schedule` and `update` change its state, and each returns all
+that it decides. The scheduler reads no clock and does no I/O, so the list of calls is the run.
 
-The state has owners, each the only writer of what it owns; they see those above them, never below:
+Each owner is the only writer of its state, and uses only the owners above it:
 
-    rows        every number of the rows, and their order              rows.py
-    memory      who gets which blocks; the question "does it fit"      memory.py
-    lifecycle   what state a sequence is in, the queue, the events     lifecycle.py
-    arrivals    sequences of new requests, and when they are late      arrivals.py
-    drafts      which draft tokens rows may verify                     drafts.py
-    planner     the plans in flight, and how the next one is made      planning.py
+    rows        all numbers of the rows, and the running order     rows.py
+    memory      blocks, and whether a need fits                    memory.py
+    lifecycle   states of sequences, the queue, the events         lifecycle.py
+    arrivals    new requests, and their deadlines                  arrivals.py
+    drafts      draft tokens                                       branching/drafts.py
+    planner     the plans in flight                                planning.py
 
-Features attach to it (extension.py); it names none of them. `depth` plans may be in flight; no
-other code knows how many.
+Features attach to it (extension.py); it names none of them.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,6 @@ from quire.base.messages import (
     ResetPrefixCache,
 )
 from quire.base.plan import Plan, StepResult
-from quire.base.step_outputs import CANCELLED
-from quire.base.validation import check_open
 from quire.kv.digest import root_digest
 from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.arrivals import Arrivals
@@ -56,17 +53,15 @@ from quire.scheduler.core.planning import Planner
 from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import Fifo, MakePolicy, SchedulerProgress
 from quire.scheduler.core.rows import Rows
-from quire.scheduler.core.sequence import Sequence, State
 from quire.scheduler.core.step_results import StepResults
 from quire.scheduler.decisions import Decisions, OutputsBuilder
 
 
 class SchedulerCore:
-    """Decides who computes how many tokens in each step, and which blocks they use.
+    """Decides which sequences compute how many tokens in each step, and which blocks they use.
 
-    max_num_seqs rows, max_num_batched_tokens per plan, sequences up to max_model_len tokens.
-    memory: may be another manager's (memory.py). num_stages: of the model, each of which carries
-    out all plans.
+    memory: may be of a subclass with other rules. num_stages: of the model; each carries out all
+    plans. depth: most plans in flight.
     """
 
     def __init__(
@@ -92,8 +87,8 @@ class SchedulerCore:
         self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill, num_stages)
         self.progress = progress = SchedulerProgress(rows, memory)
         self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
-        self.arrivals = Arrivals(rows, memory, lifecycle, self.extensions, max_model_len)
         forking = make_forking(rows, memory, lifecycle)
+        self.arrivals = Arrivals(rows, memory, lifecycle, forking, self.features, max_model_len)
         mode, budget = config.preemption_mode, self.token_budget
         self.preemption = preemption = Preemption(rows, memory, lifecycle, mode)
         self.admission = Admission(rows, memory, lifecycle, preemption, budget, most_prefill)
@@ -102,12 +97,12 @@ class SchedulerCore:
             rows, memory, lifecycle, progress, forking, preemption, self.admission, drafts
         )
         failures = Failures(rows, memory, lifecycle, self.extensions)
-        self._results = StepResults(rows, memory, lifecycle, forking, failures)
+        self._results = StepResults(rows, memory, lifecycle, forking, drafts, failures)
         self._collectors: list[Collector] = []  # of what subscribers hear of
         self.attach()
 
     def attach(self, *features: object) -> None:
-        """Connect features, which are called in this order (extension.py)."""
+        """Connect features (extension.py). The order of attaching is the order of calls."""
         for feature in features:
             self.features.append(feature)
             self.memory.attach(feature)
@@ -118,15 +113,15 @@ class SchedulerCore:
         self._handlers = self._own_handlers()
 
     def _own_handlers(self) -> dict[type, list[Handler]]:
-        """Return who carries out which control messages: the core first."""
+        """Return the handlers of control messages by type: the core's first."""
         found: dict[type, list[Handler]] = {
             ResetPrefixCache: [lambda message, now: self._reset_cache(message.epoch, now)],
             Append: [self.arrivals.append],
             GrammarReady: [self.arrivals.take_ready],
             MeasuredRates: [lambda message, now: self._measure(message)],
             Drafted: [lambda message, now: self.drafts.take(message)],
-            Cancel: [self._cancel],
-            Abort: [self._abort],
+            Cancel: [self.arrivals.cancel],
+            Abort: [self.arrivals.abort],
         }
         for extension in self.extensions:
             for kind, handler in extension.handlers().items():
@@ -147,15 +142,14 @@ class SchedulerCore:
 
     @property
     def may_repeat_steps(self) -> bool:
-        """Whether a step that failed can be run again: keys and values are written where they were,
-        states over those that were read, and stages before the one that failed have gone on. If
-        not, `update` takes its result as it is."""
+        """Whether a failed step can be run again. States are overwritten in place, and earlier
+        stages have gone on; then `update` takes the result as it is."""
         return not self.memory.kv.has_states and not self.has_stages
 
     @property
     def has_stages(self) -> bool:
-        """Whether some of what carries out plans may have gone on when a step fails: then nothing
-        counts of the plans behind it."""
+        """Whether other stages may have gone on when a step fails: then all later plans in flight
+        are void."""
         return self.rows.num_stages > 1
 
     @property
@@ -170,24 +164,25 @@ class SchedulerCore:
         """Queue a request, or refuse it if this engine can never serve it."""
         self._expire(now)
         try:
-            sequence = self._accept(request, now)
+            sequence = self.arrivals.accept(request, now)
         except RequestError as error:
             return self._decisions(now, refusal=error)
         self.arrivals.enter(sequence, now)
         return self._decisions(now)
 
     def control(self, message: Control, now: float) -> Decisions:
-        """Carry out a control message. Unknown request ids have ended by themselves."""
+        """Carry out a control message. A request that has ended is ignored."""
         for handler in self._handlers.get(type(message), ()):
             handler(message, now)
         return self._decisions(now)
 
     def schedule(self, now: float) -> Decisions:
-        """Make the next plan, if there is something to plan before a result comes in."""
+        """Make the next plan, if something can be planned before a result comes."""
         in_flight = self.planner.in_flight
         if len(in_flight) >= self.depth:
             return self._decisions(now)
-        self._drop_late(now)
+        if self.arrivals.time_limits.deadlines:
+            self.arrivals.drop_late(now)
         self._tell_ended()
         self._expire(now)
         plan = self.planner.plan(now)
@@ -223,7 +218,7 @@ class SchedulerCore:
     def _decisions(
         self, now: float, outputs: OutputsBuilder | None = None, **decided: Any
     ) -> Decisions:
-        """Gather what this call has decided. outputs: if clients are told of what was dropped."""
+        """Gather what this call has decided. outputs: reports dropped requests, too."""
         self._tell_ended()
         lifecycle = self.lifecycle
         if outputs is not None:
@@ -255,78 +250,21 @@ class SchedulerCore:
         return [note for collect in self._collectors if (note := collect(now)) is not None]
 
     def _tell_ended(self) -> None:
-        """Let watchers forget who has ended."""
+        """Let watchers forget the sequences that have ended."""
         for sequence in self.lifecycle.take_ended():
             for watcher in sequence.watchers:
                 watcher.forget(sequence)
 
-    def _accept(self, request: Request, now: float) -> Sequence:
-        """Make a request's sequence. Raises RequestError if it can never be served, and EngineBusy
-        if only not now."""
-        if request.request_id in self.lifecycle.sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
-        num_prompt = len(request.prompt_token_ids)
-        if not 1 <= num_prompt < self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
-                f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
-            )
-        num, most_output = request.params.num_samples, request.params.max_tokens
-        if num > self.rows.table.num_rows:
-            raise RequestError(
-                f"{num} sequences are more than max_num_seqs={self.rows.table.num_rows}; request"
-                " fewer (n, best_of) or raise max_num_seqs."
-            )
-        has_room = [extension.accept(request) for extension in self.extensions]
-        sequence = self.arrivals.new_sequence(request, now)
-        if any(has_room):
-            return sequence
-        if request.is_open:
-            check_open(request.params)
-        elif not self.arrivals.fits_at_all(sequence, sequence.limit, num):
-            raise RequestError(
-                f"{num_prompt} prompt tokens and {num} x {most_output or self.max_model_len}"
-                " output tokens need more KV blocks than the pool has without pinned prefixes."
-                " Lower max_tokens or enlarge kv_cache_memory_bytes."
-            )
-        return sequence
-
-    def _cancel(self, message: Cancel, now: float) -> None:
-        for member in self._open_members(message.request_id):
-            self.lifecycle.drop(member, CANCELLED, now)
-
-    def _abort(self, message: Abort, now: float) -> None:
-        """End a request, or one of its sequences; index -1 is all."""
-        for member in self._open_members(message.request_id):
-            if message.index in (-1, member.index):
-                self.lifecycle.end(member, message.finish_reason, now)
-
     def _measure(self, rates: MeasuredRates) -> None:
         self.memory.rates = rates
-
-    def _drop_late(self, now: float) -> None:
-        """End the requests whose time limit is over."""
-        limits = self.arrivals.time_limits
-        if not limits.deadlines:
-            return
-        for sequence, finish in limits.take_late(self.lifecycle.sequences, now):
-            for member in sequence.members:
-                if member.state is not State.ENDED:
-                    self.lifecycle.drop(member, finish, now)
 
     def _expire(self, now: float) -> None:
         for extension in self.step_extensions:
             if extension.next_s is not None and extension.next_s <= now:
                 extension.expire(now)
 
-    def _open_members(self, request_id: str) -> list[Sequence]:
-        """List the sequences of a request that have not ended; none of one that is not known."""
-        sequence = self.lifecycle.sequences.get(request_id)
-        members = [] if sequence is None else sequence.members
-        return [member for member in members if member.state is not State.ENDED]
-
     def _reset_cache(self, epoch: str, now: float) -> None:
-        """Forget all names, and let those to come be others (names.py)."""
+        """Remove all names; new names have another root (names.py)."""
         self.memory.reset(root_digest(self.memory.names.fingerprint, epoch), now)
         for sequence in self.lifecycle.sequences.values():
             rename(sequence, self.memory.names, epoch)

@@ -1,9 +1,8 @@
 """Sequence state: numbers as arrays indexed by row, and `Sequence`, a view of one row.
 
 A sequence's progress is `computed` chasing `total` (T 4.4.2). `total` counts the prompt, the known
-output and the pending tokens, which plans in flight will sample; `known` leaves those out. Both
-move when a plan is made. A sequence that holds no row (waiting, preempted) keeps its known tokens
-itself and has computed nothing.
+output and the pending tokens, which plans in flight will sample; `known` leaves those out. A
+sequence without a row keeps its known tokens itself and has computed nothing.
 
     token index   0 ........ prompt ........ known ...... total ......... limit
                   |-- computed -->|          |- pending -|    not sampled yet |
@@ -22,6 +21,7 @@ from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
+from quire.kv.digest import Mark
 from quire.kv.manager import SequenceBlocks
 from quire.scheduler.beams import BeamSearch, Hypothesis
 
@@ -33,7 +33,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Watcher(Protocol):
-    """Somebody who is told when a sequence ends (`extension.Extension`)."""
+    """Hears when a sequence ends (`extension.Extension`)."""
 
     def leave(self, sequence: "Sequence", reason: str, now: float) -> None: ...
 
@@ -41,18 +41,17 @@ class Watcher(Protocol):
 
 
 class Blocker(StrEnum):
-    """What a sequence waits for outside the queue. Others have names of their own, as members of a
-    StrEnum, too: recordings keep such names as they are."""
+    """What a parked sequence waits for. Extensions have a StrEnum of their own."""
 
     READY = "ready"  # its grammar is not compiled, or its model not loaded, yet
 
 
 class State(Enum):
-    """Where a sequence is in its life; the transitions are the methods of `Lifecycle`."""
+    """The state of a sequence; the methods of `Lifecycle` are the transitions."""
 
     NEW = "new"  # made, and not entered yet
     WAITING = "waiting"  # in the queue, with nothing computed
-    PARKED = "parked"  # outside the queue, until what it lacks has come
+    PARKED = "parked"  # outside the queue, until it can be computed
     RUNNING = "running"  # holds a row
     SWAPPED = "swapped"  # in the queue, with what it has computed in host memory
     ENDED = "ended"
@@ -61,14 +60,12 @@ class State(Enum):
 class RowTable:
     """The numbers of all rows. One array per number; steady decode is arithmetic on them.
 
-    capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
-    enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
-    which no stop token counts; tried: guessed tokens of plans in flight, which `computed` and
-    `total` count; is_held: it is in no plan until it is known which of them were right;
-    is_masked: a mask says which tokens it may choose; samples: the prompt's last token brings an
-    output token; epoch: how often the row changed hands, so that a result is not taken for
-    another's. stop_ids: [rows, NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid
-    up to `known`.
+    capacity: tokens that the allocated blocks hold. index_at: length at which the next full block
+    enters the index. num_open: 1 while more of the prompt is to come. min_known: length before
+    which no stop token counts. tried: draft tokens in flight, which `computed` and `total` count.
+    is_held: the row waits for their result. is_masked: a mask restricts its tokens. samples: its
+    prompt gets an answer. epoch: number of sequences that the row had. stop_ids: [rows,
+    NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid up to `known`.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -97,10 +94,9 @@ class RowTable:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One line of tokens of a request. row is -1 while it holds none.
+    """One sequence of a request. row is -1 while it holds none.
 
-    group, index: the sequences that share its prompt, None for a request for one sequence; and
-    which of them it is.
+    group: the sequences of a request for several, None otherwise. index: its number among them.
     """
 
     request: Request
@@ -153,6 +149,11 @@ class Sequence:
         return [self] if self.group is None else list(self.group.members)
 
     @property
+    def marks(self) -> tuple[Mark, ...]:
+        """What identifies its tokens besides their ids (kv/digest.py), in order."""
+        return self.request.marks
+
+    @property
     def samples(self) -> bool:
         """Whether it samples once its prompt is computed."""
         return self.request.pin_s is None
@@ -168,14 +169,14 @@ class Sequence:
 
     @property
     def has_something_to_compute(self) -> bool:
-        """Whether there is more than what an open prompt keeps back."""
+        """Whether it has tokens to compute; an open prompt keeps its last one back."""
         has_slots = self.num_swapped_tokens if self.host_blocks is not None else 0
         return self.num_known_tokens - self.is_open > has_slots
 
     @property
     def num_readable_tokens(self) -> int:
-        """How many of its first tokens it may take from a cache, what it computed itself included.
-        Of a prompt that is scored these are the scored ones: no step tells the scores of others."""
+        """The number of its first tokens that it may take from a cache. If the tokens of its prompt
+        are scored, only those whose scores are known."""
         if not self.reads_cache and self.num_preemptions == 0:
             return 0
         is_scored = self.num_prompt_logprobs >= self.num_prompt_tokens - 1
@@ -212,8 +213,7 @@ class Sequence:
         return self.saved_tokens
 
     def tokens_between(self, first: int, last: int) -> Int32:
-        """Return some of the known tokens; a view while it holds a row, for less than all of them
-        cost."""
+        """Return some of the known tokens; a view while it holds a row."""
         if self.row >= 0:
             return self.table.tokens[self.row, first:last]
         return self.saved_tokens[first:last]
@@ -224,36 +224,39 @@ class Sequence:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Computed tokens that it keeps when it is swapped out. A beam whose candidates are on
-        their way will not get them, and must compute its last token again. Guesses may be wrong."""
+        """Computed tokens that it keeps when it is swapped out, without drafts in flight. A beam
+        loses candidates in flight, so it must compute its last token again."""
         if self.is_beam:
             return min(self.num_computed_tokens, self.num_known_tokens - 1)
         return self.num_computed_tokens - self.num_tried_tokens
 
     @property
     def num_tried_tokens(self) -> int:
-        """Guesses of plans in flight: how much shorter it may turn out to be."""
+        """Draft tokens in flight: how much shorter it may turn out to be."""
         return int(self.table.tried[self.row]) if self.row >= 0 else 0
 
     def watch(self, watcher: Watcher) -> None:
-        """Tell this one of the sequence's end, too."""
+        """Let this watcher hear of the sequence's end."""
         if watcher not in self.watchers:
             self.watchers = (*self.watchers, watcher)
 
     def stops_at(self, token_id: int) -> bool:
-        """Tell whether this token, having just become the last known one, ends the sequence."""
+        """Return whether this token, the last known one, is a stop token that counts."""
         enough = self.num_output_tokens >= self.request.params.min_tokens
         return enough and token_id in self.request.stop_token_ids
+
+    def is_over(self, token_id: int) -> bool:
+        """Return whether this token, the last known one, ends the sequence."""
+        return self.stops_at(token_id) or self.num_known_tokens >= self.limit
 
 
 @dataclass(eq=False, slots=True)
 class SequenceGroup:
     """The sequences of one request, which share its prompt (branching.py).
 
-    num_members: how many it has when it is complete. members: the leader first, then by index.
-    reserved_rows: for members that are not there yet.
-    search, order, candidates: of a beam search: its state, the beams best first, and what the step
-    gave them so far, by index. row_params: how its rows sample.
+    num_members: members of the complete group. members: the leader first, then by index.
+    reserved_rows: for members to come. Of a beam search: search is its state, order the beams, best
+    first, candidates what the step gave them so far, by index, row_params how its rows sample.
     """
 
     num_members: int
@@ -263,26 +266,6 @@ class SequenceGroup:
     order: list[Sequence] = field(default_factory=list)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     row_params: SamplingParams | None = None
-
-    @classmethod
-    def of(cls, leader: Sequence, num_members: int) -> "SequenceGroup":
-        """Make the group of a request, as long as it has one sequence."""
-        params = leader.request.params
-        group = cls(num_members, [leader], order=[leader])
-        if params.use_beam_search:
-            group.search = BeamSearch(
-                width=num_members,
-                max_output=leader.limit - leader.num_prompt_tokens,
-                stop_token_ids=frozenset(leader.request.stop_token_ids),
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-            )
-            group.row_params = SamplingParams(
-                temperature=0.0, max_tokens=None, logprobs=group.search.num_kept
-            )
-            # A mask keeps out of its candidates what it forbids, but not of a user's logprobs.
-            group.row_params.use_beam_search = bool(leader.request.grammar)
-        return group
 
     @property
     def is_forked(self) -> bool:
@@ -298,7 +281,7 @@ class SequenceGroup:
 
     @property
     def results(self) -> list[Hypothesis]:
-        """Of a beam search, what its client is told: nothing until it is over."""
+        """The results of a beam search; none until it is over."""
         if self.search is None or not self.search.is_over:
             return []
         return self.search.hypotheses(self.members[0].request.params.n)

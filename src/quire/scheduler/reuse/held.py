@@ -13,13 +13,14 @@ on the device, in host memory and in stores, and what is not found is computed a
 blocks a request takes changes by this, never a token. Tokens have a bound and a time.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
+from quire.base.media.item import items_before
 from quire.base.messages import (
     Fork,
     HeldRequest,
@@ -27,17 +28,19 @@ from quire.base.messages import (
     PutBack,
     Request,
     Rewind,
+    with_media,
     without_prompt,
 )
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_kept
 from quire.kv.manager import KVBlocks, SequenceBlocks
-from quire.kv.table import NULL
+from quire.scheduler.core.arrivals import limit_of
 from quire.scheduler.core.extension import (
     CacheListener,
     Extension,
     Handler,
     HitSource,
+    RequestCompletion,
     StepExtension,
 )
 from quire.scheduler.core.memory import Memory
@@ -85,7 +88,7 @@ class Branch:
     source_id: str
 
 
-class Holds(HitSource, CacheListener, Extension, StepExtension):
+class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtension):
     """All that is held, and the branches of forks that wait.
 
     sequences: those that have not ended. by_id: by request id and index. standing: those that have
@@ -114,6 +117,17 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
             self.check(request)
         return False
 
+    def complete(self, request: Request) -> Request:
+        """See RequestCompletion. A fork has the media items of the tokens that it shares."""
+        fork = request.fork
+        found = None if fork is None else self.find_source(fork)
+        if found is None or not found.request.media:
+            return request
+        assert fork is not None, "it is no fork"
+        inherited = items_before(found.request.media, fork.num_tokens)
+        own = tuple(item for item in request.media if item.start >= fork.num_tokens)
+        return with_media(request, (*inherited, *own))
+
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
         that it shares them with copies before it writes."""
@@ -134,18 +148,20 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
     # ---- from the end of a request to the end of its time ------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise EngineBusy if there is no room to hold a request when it ends. Requests that are to
-        be held when they end count, too."""
+        """Raise EngineBusy if there is no room to hold a request when it ends. Running requests
+        that will be held count, too, each with the tokens that it may reach."""
         open_ = [(s.request, s.limit) for s in self._sequences.values() if s.keep_s]
         open_ = [(r, limit) for r, limit in open_ for _ in range(r.params.num_samples)]
         kept = [(held.request, len(held.tokens)) for held in self.all()]
         kept += open_
         num, share = request.params.num_samples, request.pin_share
         mine = [n for r, n in kept if r.tenant == request.tenant]
-        num_tokens = num * (len(request.prompt_token_ids) + (request.params.max_tokens or 0))
+        limit = max_len = self._rows.table.tokens.shape[1]
+        if not request.is_open:
+            limit = limit_of(request, len(request.prompt_token_ids), max_len)
         for what, most, all_, own, more in (
             ("sequences", MOST_HELD, len(kept), len(mine), num),
-            ("tokens", MOST_HELD_TOKENS, sum(n for _, n in kept), sum(mine), num_tokens),
+            ("tokens", MOST_HELD_TOKENS, sum(n for _, n in kept), sum(mine), num * limit),
         ):
             if all_ + more > most:
                 raise EngineBusy(
@@ -202,7 +218,6 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
                 tenant=message.tenant,
                 cache_salt=message.cache_salt,
                 adapter_id=message.adapter_id,
-                media_ids=message.media_ids,
             ),
             index=message.index,
             tokens=tokens,
@@ -260,6 +275,11 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         num_tokens, size = message.num_tokens, self._kv.block_size
         if not 0 < num_tokens < len(held.tokens):
             return
+        try:
+            media = items_before(held.request.media, num_tokens)
+        except RequestError:  # inside an item; the server refuses such a rewind
+            return
+        held.request = with_media(held.request, media)
         self._note(held)
         held.tokens = held.tokens[:num_tokens].copy()
         held.digests = held.digests[: num_tokens // size]
@@ -345,22 +365,15 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
         if branch is None:
             return None, 0
         readable = min(sequence.num_known_tokens - 1, sequence.num_readable_tokens)
-        tables, groups = branch.blocks.tables, self._kv.groups
-        for num_tokens in self._lengths(branch, min(branch.num_tokens, readable)):
-            pairs = zip(tables, groups, strict=True)
-            if all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs):
-                return branch, num_tokens
-        return None, 0
+        num_tokens = min(branch.num_tokens, readable)
+        if num_tokens <= 0 or not self._has_all_behind(branch.blocks, num_tokens):
+            return None, 0
+        return branch, num_tokens
 
-    def _lengths(self, branch: Branch, most: int) -> Iterator[int]:
-        """List with how many tokens a fork may begin, longest first: a state is behind few."""
-        if most > 0:
-            yield most
-        if self._kv.has_states:
-            size = self._kv.block_size
-            for num_blocks in range((most - 1) // size, 0, -1):
-                if all(table.blocks[num_blocks - 1] != NULL for table in branch.blocks.tables):
-                    yield num_blocks * size
+    def _has_all_behind(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
+        """Return whether another sequence could begin with the first so many tokens."""
+        pairs = zip(blocks.tables, self._kv.groups, strict=True)
+        return all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
 
     # ---- eviction ----------------------------------------------------------------------------
 
@@ -460,7 +473,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
             cache_salt=found.request.cache_salt,
             tokens=found.known_tokens.tobytes(),
             adapter_id=found.request.adapter_id,
-            media_ids=found.request.media_ids,
+            media=found.request.spans,
         )
 
     # ------------------------------------------------------------------------------------------
@@ -488,9 +501,9 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
 
     def _cut(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Free what is behind so many tokens. States and windows are those of their own end."""
-        pairs = zip(blocks.tables, self._kv.groups, strict=True)
-        is_there = all(t.has_all_behind(num_tokens, g.first_needed(num_tokens)) for t, g in pairs)
-        if is_there and not self._kv.has_states and blocks.num_tokens > num_tokens:
+        if self._kv.has_states or blocks.num_tokens <= num_tokens:
+            return
+        if self._has_all_behind(blocks, num_tokens):
             self._kv.truncate(blocks, num_tokens)
 
     def _give_up(self, held: Held) -> None:
@@ -516,7 +529,7 @@ class Holds(HitSource, CacheListener, Extension, StepExtension):
 
 def _are_named_alike(one: Request, other: Request) -> bool:
     """Tell whether the blocks of equal tokens of two requests have equal names."""
-    names = ("cache_salt", "adapter_id", "media_ids")
+    names = ("cache_salt", "adapter_id")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
@@ -543,5 +556,5 @@ def told_of(held: Held, num_blocks: int, now: float, tokens: Int32 | None = None
         expires_in_s=max(0.0, held.ends_s - now),
         tokens=b"" if tokens is None else tokens.tobytes(),
         adapter_id=held.request.adapter_id,
-        media_ids=held.request.media_ids,
+        media=held.request.spans,
     )

@@ -1,14 +1,13 @@
-"""What was cached once, to tell why a prompt was not found, or not all of it.
+"""Miss reports: why a prompt was not found in the cache, or not all of it.
 
-The index knows what is there. Besides, the last prompts are remembered with the digests of their
-blocks and their tokens, and when a block of theirs was evicted. The first block of a new prompt
-that is not found then tells the reason:
+The last prompts are remembered with the digests of their blocks, their tokens, and the times of
+evictions. The first missing block of a new prompt shows the reason:
 
     a remembered prompt has it       it was evicted, and when; or it is being computed
     one has the block before it      the prompts differ inside this block, at this token
     another root has the same text   another salt
 
-Nothing is decided by this, and it is no part of a snapshot: a replay has what was told then.
+A report decides nothing and is no part of a snapshot; a recording has the reports of its time.
 """
 
 from collections import deque
@@ -41,8 +40,8 @@ MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
 
 @dataclass(eq=False, slots=True)
 class Remembered:
-    """A prompt, with its output once it has ended. sequence: until then; num_computed: blocks that
-    the index was told of, from then on."""
+    """A prompt, with its output once it has ended. sequence: until it ends. num_computed: blocks
+    that were in the index at its end."""
 
     request_id: str
     tenant: str
@@ -55,24 +54,24 @@ class Remembered:
     num_computed: int = 0
 
     def was_computed(self, index: int) -> bool:
-        """Tell whether one of its blocks is, or was, in the index."""
+        """Return whether one of its blocks is, or was, in the index."""
         line = self.sequence
         return index < (self.num_computed if line is None else line.blocks.num_indexed)
 
     def has(self, digest: bytes, num_blocks: int) -> bool:
-        """Tell whether it begins with so many blocks, the last with this digest."""
+        """Return whether its block number num_blocks has this digest."""
         return len(self.digests) >= num_blocks and self.digests[num_blocks - 1] == digest
 
     def fields(self, sequence: Sequence) -> Fields:
-        """Return what a report to this sequence says of it."""
+        """Return the fields that a report to this sequence has about this prompt."""
         is_own = self.tenant == sequence.request.tenant
         return {"near_id": self.request_id, "near_is_own": is_own}
 
 
 @dataclass(slots=True)
 class Generation:
-    """by_digest: also by root; the latest prompt. by_first: tokens of the first block. lost_s: when
-    blocks were evicted."""
+    """by_digest: the latest prompt by digest, and by root. by_first: by the tokens of the first
+    block. lost_s: times of evictions."""
 
     by_digest: dict[bytes, Remembered] = field(default_factory=dict)
     by_first: dict[bytes, Remembered] = field(default_factory=dict)
@@ -80,14 +79,14 @@ class Generation:
 
 
 class MissReports(HitSource, CacheListener):
-    """Remembers prompts, and reports of new ones what was found of them and why not more.
+    """Remembers prompts, and reports what was found of new ones and why not more.
 
-    tell: takes the report of a sequence, whether it has a hit, at a time. most_blocks: digests that
-    are remembered, in two generations; when the younger one is full, the older one is dropped as a
-    whole. It finds nothing itself: it comes last among the sources, and sees what the others found.
+    tell: takes a sequence, its report, whether it has a hit, and the time. most_blocks: digests to
+    remember, in two generations; when the younger one is full, the older one is dropped. It finds
+    no hit itself: it comes last among the sources and sees the hits of the others.
     """
 
-    entries: Sized = (True,)  # it hears of every admission
+    entries: Sized = (True,)  # so that it hears of each admission
 
     def __init__(
         self, kv: KVManager, names: BlockNaming, tell: Tell, most_blocks: int = MOST_BLOCKS
@@ -97,7 +96,7 @@ class MissReports(HitSource, CacheListener):
         self.start(tell)
 
     def start(self, tell: Tell) -> None:
-        """Begin with nothing remembered, also after a snapshot."""
+        """Start without remembered prompts, also after a snapshot."""
         self._tell = tell
         self.reset(0.0)
 
@@ -136,7 +135,7 @@ class MissReports(HitSource, CacheListener):
         self._add_digests(found, len(sequence.digests))
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
-        """Note how far a sequence was computed that ends, and still holds what it has."""
+        """Note how far an ending sequence, which still holds its blocks, was computed."""
         found = self._open.pop(sequence.arrival, None)
         if found is None:
             return
@@ -146,7 +145,7 @@ class MissReports(HitSource, CacheListener):
         self._add_digests(found, num_indexed)
 
     def forget(self, sequence: Sequence) -> None:
-        """Nothing is left to do (`leave`)."""
+        """Do nothing: `leave` has done it."""
 
     def _add_digests(self, found: Remembered, num: int) -> None:
         new = found.digests[found.num_digests : num]
@@ -166,7 +165,7 @@ class MissReports(HitSource, CacheListener):
                 self._young.lost_s.update(dict.fromkeys(filter(self._known, pool.lost), now))
                 pool.lost.clear()
 
-    # ---- told --------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------
 
     def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
         """Report where a new request's prompt was found, and why not more of it."""
@@ -204,7 +203,7 @@ class MissReports(HitSource, CacheListener):
         return other | self._apart(sequence, [near, *others], index * kv.block_size)
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
-        """Tell why a block is not used that a remembered prompt has."""
+        """Report why a block of a remembered prompt is not used."""
         kv, digest = self._kv, sequence.digests[index]
         near = known.fields(sequence)
         if not known.was_computed(index):  # if it has ended meanwhile, it never will be
@@ -216,10 +215,10 @@ class MissReports(HitSource, CacheListener):
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
     def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
-        """Find where a prompt leaves the nearest of those that agree with it up to this block.
+        """Report where a prompt parts from the nearest of those that agree up to this block.
 
-        One of the same tenant goes before all others, so that a tenant learns nothing of others'
-        prompts, not even that one of them is nearer.
+        A prompt of the same tenant goes before all others, so a tenant learns nothing about the
+        prompts of others, not even that one of them is nearer.
         """
         end, tenant = start + self._kv.block_size, sequence.request.tenant
         mine = sequence.known_tokens[start:end].tobytes()
@@ -235,7 +234,7 @@ class MissReports(HitSource, CacheListener):
         }
 
     def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
-        """Count what is cached of a prompt under another salt, if anything is."""
+        """Report the tokens of a prompt that are cached under another salt, if any."""
         kv, tokens = self._kv, sequence.known_tokens
         first = tokens[: kv.block_size].tobytes()
         near = self._young.by_first.get(first) or self._old.by_first.get(first)
@@ -243,7 +242,7 @@ class MissReports(HitSource, CacheListener):
             return {}
         digests: list[bytes] = []
         block_hash = self._names.digester.block_hash
-        extend_digests(digests, near.root, tokens, kv.block_size, most, block_hash)
+        extend_digests(digests, near.root, tokens, kv.block_size, most, block_hash, sequence.marks)
         num_blocks = kv.num_computed_blocks(digests, len(tokens))
         if not num_blocks:
             return {}
@@ -251,7 +250,7 @@ class MissReports(HitSource, CacheListener):
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Count the equal int32 at the beginning of both."""
+    """Return the number of equal int32 at the beginning of both."""
     size = min(len(one), len(other))
     differs = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

@@ -25,11 +25,18 @@ from quire.serve.api.jobs import Origin, PromptJob, make_job
 from quire.serve.api.params import chat_params, check_top_logprobs, room_beside, truncated
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reasoning_count import ReasoningCount
-from quire.serve.api.rendering import check_generates, check_model, render_prompt, token_names
+from quire.serve.api.rendering import (
+    MAX_CUT,
+    check_generates,
+    check_model,
+    render_prompt,
+    token_names,
+)
 from quire.serve.api.structured import form_size, structured_outputs_of
 from quire.serve.api.turn_tokens import tokens_behind
 from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.hooks import RequestHooks
+from quire.serve.media.request_images import RequestImages
 
 
 @dataclass(frozen=True)
@@ -55,17 +62,35 @@ async def make_chat_job(
 ) -> ChatJob:
     """Make the job of a conversation. cuts_length: of max_tokens beyond what fits beside the prompt
     only this is kept. continued: what its last messages follow, if that is held; where they cannot,
-    all is rendered. Raises ApiError, RequestError or HookFailed for what cannot be served."""
-    model = check_model(api, body.model)
+    or where there are images, all is rendered. Raises ApiError, RequestError or HookFailed for what
+    cannot be served."""
+    check_model(api, body.model)
     check_generates(api)
     check_neutral(body)
     check_top_logprobs(body, api.client.ready)
+    async with api.images.open(body.messages, api.takes_images) as images:
+        if images.files:
+            continued = None
+            body = body.model_copy(update={"messages": images.messages})
+        return await _made_job(api, body, scope, answer_id, cuts_length, continued, images)
+
+
+async def _made_job(
+    api: ApiContext,
+    body: ChatCompletionRequest,
+    scope: Scope,
+    answer_id: str,
+    cuts_length: bool,
+    continued: "Continued | None",
+    images: RequestImages,
+) -> ChatJob:
+    """Make the job of a conversation whose images were read."""
     messages = body.messages
     body, hooks = await admitted_chat(api, body, scope, answer_id)
     if body.messages is not messages:
         continued = None  # a hook has changed them, perhaps also those before
     behind = None if continued is None else await _behind(api, body, continued)
-    whole = behind or await render_chat(api, body)
+    whole = behind or await render_chat(api, body, images)
     asked = _asked_answer(api, body, whole.text or "")
     max_model_len = api.client.ready.max_model_len
     prompt = truncated(whole, body, max_model_len)
@@ -80,7 +105,7 @@ async def make_chat_job(
     if continued is not None and behind is not None:
         origin = continued.origin(prompt.token_ids) or origin
     job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, origin)
-    return ChatJob(model, body, job, asked, grammar, hooks)
+    return ChatJob(check_model(api, body.model), body, job, asked, grammar, hooks)
 
 
 @dataclass(frozen=True)
@@ -113,18 +138,27 @@ async def _behind(
     return RenderedPrompt(held_ids + tail.token_ids, tail.text)
 
 
+async def count_chat(api: ApiContext, body: ChatCompletionRequest) -> int:
+    """Return how many tokens a conversation has, which may be more than can be answered."""
+    async with api.images.open(body.messages, api.takes_images) as images:
+        body = body.model_copy(update={"messages": images.messages})
+        return len((await render_chat(api, body, images, is_counted=True)).token_ids)
+
+
 async def render_chat(
-    api: ApiContext, body: ChatCompletionRequest, is_counted: bool = False
+    api: ApiContext, body: ChatCompletionRequest, images: RequestImages, is_counted: bool = False
 ) -> RenderedPrompt:
     """Return the conversation as tokens. tool_choice `none` leaves the tools out of it. is_counted:
     it may be longer than what can be answered."""
+    is_cut = is_counted or body.truncate_prompt_tokens is not None
+    most = api.client.ready.max_model_len * (MAX_CUT if is_cut else 1)
+    messages, media = await images.prepared(body.messages, api.renderer.media, most)
     try:
-        is_cut = is_counted or body.truncate_prompt_tokens is not None
         prompt = await render_prompt(
-            api, body.messages, _options_of(body), body.chat_template, is_cut=is_cut
+            api, messages, _options_of(body), body.chat_template, is_cut=is_cut, media=media
         )
         if body.add_special_tokens and prompt.text is not None:
-            prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
+            prompt = await render_prompt(api, prompt.text, is_cut=is_cut, media=media)
     except RequestError as error:
         raise error_in("messages", error) from error
     return prompt

@@ -17,6 +17,7 @@ from quire.serve.api.responses.state import Responses
 from quire.serve.api.several.all_models import AllModels
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
+from quire.serve.media.request_images import ImageReader
 from quire.serve.rate_limits import RateLimits
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ApiContext:
     peers: the server's other API processes. responses: what this one keeps of /v1/responses.
     models: where there are several, the contexts of all of them, which share all that is no model's
     own; all_models: what is asked of all; be_known: waits until what the model takes is known.
+    images: reads the images of requests.
     """
 
     client: "AsyncClient"
@@ -60,9 +62,21 @@ class ApiContext:
     all_models: AllModels | None = None
     be_known: Callable[[], Awaitable[None]] | None = None
     responses: Responses = field(init=False)
+    images: ImageReader = field(init=False)
 
     def __post_init__(self) -> None:
         self.responses = Responses(self.config.response_store_bytes, self.peers.number)
+        self.images = ImageReader(self.config)
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has a vision tower."""
+        return self.renderer.media is not None
+
+    @property
+    def takes_images_at_all(self) -> bool:
+        """Whether one of the models has a vision tower."""
+        return any(each.takes_images for each in self.models or (self,))
 
     @property
     def draining(self) -> bool:

@@ -21,7 +21,7 @@ CONSTRAINT = (
     "this endpoint does not support this constraint; use its own field for structured output"
 )
 NOT_THIS_ENDPOINT = "this endpoint does not support it; remove it"
-TEXT_ONLY = "this server accepts text only; remove it"
+IMAGES = "send images as image_url parts of messages"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ FOREIGN: Mapping[str, ForeignField] = {
     **_all("penalize_nl", "use logit_bias", False),
     **_all("banned_tokens banned_strings custom_token_bans", "use bad_words"),
     **_all("lora lora_path lora_request adapter_id", NO_ADAPTERS),
-    **_all("image_data images", TEXT_ONLY),
+    **_all("image_data images", IMAGES),
     **_all("ebnf", CONSTRAINT),
     **_all("stop_regex", "use stop, or structured_outputs.regex"),
     **_all("no_stop_trim", "use include_stop_str_in_output", False),

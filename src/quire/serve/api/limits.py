@@ -18,12 +18,16 @@ from quire.serve.api.context import Api, ApiContext, model_known
 from quire.serve.api.error_shapes import error_answer
 from quire.serve.api.errors import ApiError, ApiHttpError
 from quire.serve.api.rate_gate import admit
-from quire.serve.api.reading import MODEL
+from quire.serve.api.reading import MODEL, too_large
 
 RETRY_AFTER_S = 5
 BODY_S = 60.0  # for the next piece of a body
 WHOLE_BODY_S = 600.0
 UPLOADS = ("POST", "/v1/files")
+WITH_IMAGES = (
+    "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/tokenize",
+)  # fmt: skip
 FORM_BYTES = 1 << 16  # around a file
 
 
@@ -37,7 +41,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, context: ApiContext) -> None:
         self._app = app
-        self._config = context.config
+        self._context, self._config = context, context.config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,10 +59,13 @@ class BodyLimit:
         await self._app(scope, body.receive, send)
 
     def _most(self, scope: Scope) -> int:
-        """Return how many bytes a body may have. An upload goes to disk, where it is counted."""
+        """Return how many bytes a body may have. An upload goes to disk, where it is counted. Of a
+        body with images, `reading.py` measures the rest."""
         config, path = self._config, scope["path"].removeprefix(scope.get("root_path", ""))
         if config.files_dir is not None and (scope["method"], path) == UPLOADS:
             return max(config.max_body_bytes, int(config.files_gb * 1e9) + FORM_BYTES)
+        if path in WITH_IMAGES and self._context.takes_images_at_all:
+            return config.max_bytes_with_images
         return config.max_body_bytes
 
 
@@ -116,13 +123,6 @@ class _Body:
             return decoder.take(data, self._most - self._num_bytes, self._is_whole)
         except ApiError as error:
             raise ApiHttpError(error) from error
-
-
-def too_large(most: int) -> ApiError:
-    text = (
-        f"the body is larger than {most} bytes; send less, or start with a larger max_body_bytes."
-    )
-    return ApiError(413, text, code="body_too_large")
 
 
 def too_slow() -> ApiError:

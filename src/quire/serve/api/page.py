@@ -21,7 +21,8 @@ TYPES = {
 # What a model writes is no script, and nothing is loaded from or sent to elsewhere.
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

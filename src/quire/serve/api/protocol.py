@@ -20,6 +20,7 @@ from quire.base.sampling_params import MOST_NAMED_TOKENS
 from quire.base.validation import MAX_KEEP_S
 from quire.serve.api.open_body import OpenBody
 from quire.serve.api.unsupported_fields import unsupported
+from quire.serve.media.parts import DETAILS
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -47,7 +48,7 @@ MAX_TRANSFER_FIELDS = 64
 MAX_SCHEMA_FIELDS = 256  # of a JSON schema, on its first level
 INT32 = 2**31
 NOT_HERE = "is not supported; remove it"
-TEXT_ONLY = "this model accepts text only; remove it"
+NO_MEDIA_OPTIONS = "the model's own settings decide how images are read; remove it"
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -62,6 +63,19 @@ def prompts_schema(most: int) -> dict[str, Any]:
     }
 
 
+# Of a conversation with a model that has a vision tower.
+IMAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": _TEXT, "detail": {"enum": [*DETAILS, None]}},
+            "required": ["url"],
+        },
+    },
+    "required": ["type", "image_url"],
+}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 _STOP_SCHEMA = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}
 _MESSAGE_SCHEMA = {
@@ -78,9 +92,17 @@ _MESSAGE_SCHEMA = {
                 {
                     "type": "array",
                     "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
+                        "anyOf": [
+                            {
+                                "type": "object",
+                                "properties": {
+                                    "type": {"const": "text"},
+                                    "text": {"type": "string"},
+                                },
+                                "required": ["type", "text"],
+                            },
+                            IMAGE_SCHEMA,
+                        ]
                     },
                 },
                 {"type": "null"},
@@ -471,6 +493,6 @@ class ChatCompletionRequest(GenerationRequest):
     modalities: Any = unsupported("this model generates text only; use ['text']", ["text"], [])
     audio: Any = unsupported("this model generates text only; remove it")
     web_search_options: Any = unsupported("the server does not search the web; remove it")
-    media_io_kwargs: Any = unsupported(TEXT_ONLY, {})
-    mm_processor_kwargs: Any = unsupported(TEXT_ONLY, {})
+    media_io_kwargs: Any = unsupported(NO_MEDIA_OPTIONS, {})
+    mm_processor_kwargs: Any = unsupported(NO_MEDIA_OPTIONS, {})
     return_prompt_text: Any = unsupported("use /tokenize, or return_token_ids", False)

@@ -13,6 +13,7 @@ from typing import Any
 import fastapi
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from fastapi.routing import APIRoute
 
 from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
@@ -22,6 +23,7 @@ from quire.serve.api.open_body import (
     naming_ignored,
     without_unknown,
 )
+from quire.serve.media.parts import image_chars
 
 MODEL = "quire.model"  # of a scope: what a body that was read calls its model
 
@@ -29,7 +31,8 @@ MAX_VALUES = 3 << 18
 MAX_CONTAINERS = 1 << 15
 MAX_TEXTS = 1 << 17  # with names of fields
 MAX_EXPONENTS = 1 << 16  # the slowest numbers to read; true and false look like one
-MAX_WIDE_BYTES = 8 << 20  # one character beyond U+FFFF makes its text take 4 bytes for each
+# Of texts with a character beyond U+FFFF, which makes its text take 4 bytes for each.
+MAX_WIDE_BYTES = 8 << 20
 MAX_FIELDS = 256
 MAX_NAME_CHARS = 256
 
@@ -42,7 +45,9 @@ PIECE_BYTES = 1 << 18
 
 QUOTE, COMMA, BRACE, EXPONENT = b'",{e'
 LOWER = 0x20  # makes { of [, and e of E
+BACKSLASH = ord("\\")
 WIDE = 0xF0  # the first byte of such a character
+WIDE_TEXTS = "bytes in texts with characters above U+FFFF such as emoji"
 
 # msgspec's own reading of decimals is slow for some of them.
 DECODER = msgspec.json.Decoder(float_hook=float)
@@ -67,9 +72,14 @@ class BoundedRequest(fastapi.Request):
         return data
 
     async def json(self) -> Any:
-        """Decode the body that was read. Raise ApiHttpError for too much of it, and what json
-        raises for what is no JSON."""
+        """Decode the body that was read. Raise ApiHttpError for too much of it beside images, and
+        what json raises for what is no JSON."""
         value = await read_beside(self.whole, "the body")
+        most = self.app.state.context.config.max_body_bytes
+        if len(self.whole) > most:
+            num_chars = await asyncio.to_thread(image_chars, value)
+            if len(self.whole) - num_chars > most:
+                raise ApiHttpError(too_large(most))
         if isinstance(value, dict):
             self.scope[MODEL] = value.get("model")
         if self.known is None or not isinstance(value, dict):
@@ -124,8 +134,8 @@ def read_json(data: bytes | bytearray, what: str) -> Any:
 
 def check_counts(data: bytes | bytearray, what: str) -> None:
     """Raise ApiError for more of anything in the data than its limit."""
-    num_values, num_containers, num_quotes, num_exponents, is_wide = 1, 0, 0, 0, False
-    rest, is_text = b"", False
+    num_values, num_containers, num_quotes, num_exponents = 1, 0, 0, 0
+    rest, is_text, wide = b"", False, _WideTexts()
     for start in range(0, len(data), PIECE_BYTES):
         piece = (rest + data[start : start + PIECE_BYTES]).replace(rb"\\", b"  ")
         rest = b"\\" if piece.endswith(b"\\") else b""  # what it escapes is in the next piece
@@ -139,18 +149,51 @@ def check_counts(data: bytes | bytearray, what: str) -> None:
         num_containers += num_here
         num_values += num_here + int(np.count_nonzero(structure == COMMA))
         num_exponents += int(np.count_nonzero(structure == EXPONENT))
-        is_wide = is_wide or int(chars.max()) >= WIDE or b"\\uD" in piece or b"\\ud" in piece
+        wide.take(chars, quotes)
         for number, most, kind in (
             (num_values, MAX_VALUES, "values"),
             (num_containers, MAX_CONTAINERS, "lists and objects"),
             (num_quotes // 2, MAX_TEXTS, "texts and names"),
             (num_exponents, MAX_EXPONENTS, "booleans and numbers with exponents"),
+            (wide.num_bytes, MAX_WIDE_BYTES, WIDE_TEXTS),
         ):
             if number > most:
                 raise _too_many(what, most, kind)
-    if is_wide and len(data) > MAX_WIDE_BYTES:
-        kind = "bytes, and holds characters above U+FFFF such as emoji"
-        raise _too_many(what, MAX_WIDE_BYTES, kind)
+
+
+class _WideTexts:
+    """Counts the bytes of texts with characters above U+FFFF. Others, such as images in base64,
+    take one byte for each character."""
+
+    def __init__(self) -> None:
+        self._ended = 0  # bytes of texts that have ended
+        self._open, self._is_open_wide = 0, False  # bytes since the last quote
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ended + (self._open if self._is_open_wide else 0)
+
+    def take(self, chars: npt.NDArray[np.uint8], quotes: npt.NDArray[np.bool_]) -> None:
+        """Go on with a piece, and with where its quotes are."""
+        is_wide = chars >= WIDE
+        escapes = (chars[:-2] == BACKSLASH) & (chars[1:-1] == ord("u"))
+        is_wide[:-2] |= escapes & (chars[2:] | LOWER == ord("d"))  # half of a surrogate pair
+        edges = np.flatnonzero(quotes)
+        sizes = np.diff(edges, prepend=-1, append=len(chars) - 1)
+        parts = np.unique(np.searchsorted(edges, np.flatnonzero(is_wide)))
+        wide = np.zeros(len(sizes), bool)
+        wide[parts] = True
+        sizes[0] += self._open
+        wide[0] |= self._is_open_wide
+        self._ended += int(sizes[:-1][wide[:-1]].sum())
+        self._open, self._is_open_wide = int(sizes[-1]), bool(wide[-1])
+
+
+def too_large(most: int) -> ApiError:
+    text = (
+        f"the body is larger than {most} bytes; send less, or start with a larger max_body_bytes."
+    )
+    return ApiError(413, text, code="body_too_large")
 
 
 def _check_names(fields: dict[str, Any], what: str) -> None:

@@ -3,7 +3,7 @@
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.validation import gives_no_text
 from quire.render.chat_template import ChatOptions
-from quire.render.renderer import RenderedPrompt, is_conversation
+from quire.render.renderer import Media, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
@@ -25,19 +25,21 @@ async def render_prompt(
     template: str | None = None,
     add_special_tokens: bool = True,
     is_cut: bool = False,
+    media: Media = (),
 ) -> RenderedPrompt:
     """Token ids and text of a prompt. Raises RequestError or ApiError.
 
     What certainly has more tokens than the model takes is refused before it is tokenised; the
     length in tokens is judged by `client.check`. is_cut: only some of the tokens count, so that a
-    prompt may have MAX_CUT times as many. template: see `checked_template`.
+    prompt may have MAX_CUT times as many. template: see `checked_template`. media: the images of
+    the prompt, as `Renderer.render` takes them.
     """
     most = context.client.ready.max_model_len
     own = checked_template(context, template)
     if options is not None and is_conversation(prompt):
         await _check_size(context, prompt, options)
     return await context.async_renderer.render(
-        prompt, options, own, add_special_tokens, most * MAX_CUT if is_cut else most
+        prompt, options, own, add_special_tokens, most * MAX_CUT if is_cut else most, media
     )
 
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from quire.base.errors import EngineBusy, RequestError
+from quire.base.media.item import items_before
 from quire.base.messages import Fork, HeldRequest
 from quire.base.validation import MAX_KEEP_S
 from quire.render.chat_template import ChatOptions
@@ -140,6 +141,7 @@ async def rewind(
             f" {source.num_tokens} tokens, and the first one stays; got {body.num_tokens}.",
             "num_tokens",
         )
+    items_before(source.media, left)
     tenant = reader_of(request.scope, api.config.api_key)
     await api.client.rewind(source.id, source.index, left, tenant, source.core_id)
     return _as_json(await _found(api, request, request_id, body.index))

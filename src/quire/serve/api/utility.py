@@ -26,6 +26,7 @@ from quire.serve.api.open_body import OpenBody
 from quire.serve.api.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import (
+    MAX_CUT,
     check_model,
     decode,
     render_prompt,
@@ -250,11 +251,15 @@ async def _token_ids(body: TokenizeBody, api: ApiContext) -> list[int]:
         tools=body.tools,
         template_kwargs=body.chat_template_kwargs or {},
     )
-    prompt = await render_prompt(api, body.messages, options, body.chat_template, is_cut=True)
-    if not special:
-        return prompt.token_ids
-    again = await render_prompt(api, prompt.text, add_special_tokens=True, is_cut=True)
-    return again.token_ids
+    async with api.images.open(body.messages, api.takes_images) as images:
+        most = MAX_CUT * api.client.ready.max_model_len
+        messages, media = await images.prepared(images.messages, api.renderer.media, most)
+        prompt = await render_prompt(
+            api, messages, options, body.chat_template, is_cut=True, media=media
+        )
+        if special:
+            prompt = await render_prompt(api, prompt.text, is_cut=True, media=media)
+    return prompt.token_ids
 
 
 def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
@@ -277,6 +282,7 @@ def _card(api: ApiContext, name: str, shows_root: bool) -> dict[str, Any]:
         "root": name,
         "parent": None,
         "max_model_len": None,
+        "capabilities": {"vision": api.takes_images},
         "default_sampling_params": {name: getattr(defaults, name) for name in TOLD_PARAMS},
     }
     with contextlib.suppress(EngineDead):

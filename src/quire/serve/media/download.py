@@ -20,8 +20,11 @@ from quire.serve.media.addresses import Resolver, public_address, resolve
 
 READ_BYTES = 1 << 16
 MAX_REDIRECTS = 3
+MAX_HOST_CHARS = 253  # of a name in DNS
 HTTPS_PORT = 443
 REDIRECTS = (301, 302, 303, 307, 308)
+# Types of content besides images, with which a server says that it does not know.
+UNKNOWN_TYPES = ("", "application/octet-stream", "binary/octet-stream")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,9 @@ class Downloads:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").rstrip("."), parts.port
         except ValueError as error:
-            raise RequestError(f"the URL {url[:200]!r} is malformed: {error}.") from None
+            raise RequestError(f"the URL {url[:80]!r} is malformed: {error}.") from None
+        if len(host) > MAX_HOST_CHARS:
+            raise RequestError(f"the URL {url[:40]!r}... is malformed: its host is too long.")
         if parts.scheme != "https":
             raise RequestError(
                 f"the URL begins with {parts.scheme!r}; media come from https: or data: URLs."
@@ -94,7 +99,10 @@ class Downloads:
             if answer.status in REDIRECTS and answer.getheader("Location"):
                 return str(answer.getheader("Location"))
             if answer.status != http.client.OK:
-                raise RequestError(f"{host} answers with status {answer.status} to GET {path!r}.")
+                raise RequestError(
+                    f"{host} answers with status {answer.status} to GET {path[:80]!r}."
+                )
+            check_type(answer.getheader("Content-Type", "").partition(";")[0])
             data = self._read(answer)
             _left(deadline)  # what ended at the deadline may be cut short
             return data
@@ -115,6 +123,18 @@ class Downloads:
         if answer.length:
             raise http.client.IncompleteRead(bytes(data), answer.length)
         return bytes(data)
+
+
+def check_type(content_type: str) -> None:
+    """Raise RequestError for a type that is not an image's. The content is checked when it is
+    decoded."""
+    name = content_type.strip().lower()
+    if name in UNKNOWN_TYPES or (name.startswith("image/") and not name.startswith("image/svg")):
+        return
+    raise RequestError(
+        f"the content has the type {name[:60]!r}; send an image in PNG, JPEG, WebP, GIF, BMP or"
+        " TIFF format."
+    )
 
 
 def _left(deadline: float) -> float:

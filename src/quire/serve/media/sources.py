@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from quire.base.errors import RequestError
-from quire.serve.media.download import Downloads
+from quire.serve.media.download import Downloads, check_type
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class MediaSources:
         Blocks while it downloads. Raises RequestError for a URL that is malformed, not allowed, or
         names more than `max_bytes`.
         """
+        url = url.lstrip()
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
             return self._inline(url)
@@ -43,8 +44,9 @@ class MediaSources:
 
     def _inline(self, url: str) -> bytes:
         head, comma, body = url.partition(",")
-        if not comma or not head.endswith(";base64"):
-            raise RequestError("a data: URL must be data:TYPE;base64,CONTENT.")
+        if not comma or not head.lower().endswith(";base64"):
+            raise RequestError("a data: URL must be data:image/TYPE;base64,CONTENT.")
+        check_type(head.partition(":")[2].partition(";")[0])
         if len(body) > self.max_bytes // 3 * 4 + 4:
             raise self._too_large()
         try:
@@ -60,7 +62,7 @@ class MediaSources:
             )
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise RequestError(f"a file: URL names no host, got {parts.netloc!r}.")
+            raise RequestError(f"a file: URL names no host, got {parts.netloc[:80]!r}.")
         path = unquote(parts.path)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -82,7 +84,7 @@ class MediaSources:
 
     def _unreadable(self, path: str) -> RequestError:
         """Return one error for all reasons, so that a client learns nothing about other files."""
-        return RequestError(f"{path!r} is no readable file below the folder that is allowed.")
+        return RequestError(f"{path[:200]!r} is no readable file below the folder that is allowed.")
 
     def _too_large(self) -> RequestError:
         return RequestError(f"the media item has more than {self.max_bytes:,} bytes, the limit.")

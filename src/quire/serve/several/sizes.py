@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -65,6 +66,7 @@ def _needs(config: EngineConfig) -> tuple[ModelNeeds, str]:
     spec = model_spec(source.directory, model.model_impl, is_compiled=model.torch_compile)
     spec = with_pooling(spec, source.directory, model)
     own = spec.of_ranks(found.config.parallel.tensor_parallel_size)
+    own = replace(own, encoder=found.encoder)
     workspace = workspace_of(found.config, own)
     if own.is_encoder:  # it computes a prompt in one step
         return ModelNeeds(found.weights_bytes, workspace, 0, 0), found.config.device

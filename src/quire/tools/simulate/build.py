@@ -12,12 +12,11 @@ from quire.base.model_spec import ModelSpec
 from quire.base.speculation import parse_speculation
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable
-from quire.engine.loop.step_budget import StepBudget
 from quire.kv.digest import BlockHash
 from quire.kv.manager import KVManager
 from quire.ops.threads import num_threads
 from quire.runner.memory_plan import block_bytes_of, host_tier_limits
-from quire.runner.step_size import first_budget
+from quire.runner.step_size import StepBudget, first_budget
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy

@@ -17,7 +17,7 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.connectors.connections import OpenStores
 from quire.engine.executors.executor import Executor
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.step_budget import StepBudget
+from quire.runner.step_size import StepBudget
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.executor import VirtualExecutor
 from quire.tools.simulate.served import Ledger, Listener, Served

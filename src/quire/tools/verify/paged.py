@@ -7,7 +7,7 @@ tried by itself.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.model_spec import ModelSpec
-from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.select import make_backend
@@ -118,9 +118,9 @@ class PagedRun:
         self._groups = spec.cache_groups
         self._done = [0] * len(sequences)
 
-    def step(self, lens: Sequence[int]) -> torch.Tensor:
+    def step(self, lens: Sequence[int], ends_T: Int32 | None = None) -> torch.Tensor:
         """Compute so many more tokens of each sequence, in one step; returns their logits [T, V],
-        one sequence after the other."""
+        one sequence after the other. ends: see AttentionStep."""
         rows = [row for row, length in enumerate(lens) if length]
         parts: list[RowPart] = []
         ids: list[int] = []
@@ -131,7 +131,7 @@ class PagedRun:
             ids += self._sequences[row][begin:end]
             self._done[row] = end
         step = make_step(parts, self._paging.block_size, self._paging.device)
-        return run_step(self._model, self._attention, ids, step)
+        return run_step(self._model, self._attention, ids, replace(step, ends_T=ends_T))
 
     def _table(self, group: CacheGroup, row: int, begin: int, end: int) -> list[int]:
         """Return the blocks of a sequence; of states only those behind the tokens before `begin`

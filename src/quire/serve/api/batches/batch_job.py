@@ -124,7 +124,7 @@ class BatchJob:
     def _read(self) -> InputIndex:
         record, api = self._record, self._place.api
         path = self._place.files.directory.path(record.input_file_id, DATA)
-        most = api.config.max_body_bytes
+        most = api.config.max_bytes_with_images
         try:
             return InputIndex(
                 path, api.model_names[0], most, {record.endpoint}, MAX_LINES, self._place.is_stopped

@@ -11,9 +11,11 @@ from typing import Any
 
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.validation_errors import shown
+from quire.serve.media.parts import ImagePart, read_block
 
 Json = dict[str, Any]
 Block = Mapping[str, Any]
+Part = str | ImagePart
 
 # A block of this kind is a header of Claude Code's, another one for each request: with it in the
 # prompt no two prompts would begin alike.
@@ -22,10 +24,11 @@ FAILED = "Error: "  # how a result of a tool says that it is one; templates know
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 JOINED = {"content", "reasoning_content", "tool_calls"}  # lists, until all turns are joined
 ALLOWED = {
-    USER: ("text", "tool_result"),
+    USER: ("text", "image", "tool_result"),
     ASSISTANT: ("text", "thinking", "redacted_thinking", "tool_use"),
     SYSTEM: ("text",),
 }
+OF_RESULTS = ("text", "image")
 
 
 def chat_messages(system: str | Sequence[Block] | None, messages: Sequence[Block]) -> list[Json]:
@@ -85,7 +88,6 @@ def _blocks(content: object, where: str, allowed: Sequence[str]) -> list[Block]:
             what = shown(kind if isinstance(block, Mapping) else block)
             raise _wrong(
                 f"{where}[{index}]", f".type must be one of {', '.join(allowed)}, got {what}"
-                ": this model takes and gives text only",
             )  # fmt: skip
     return content
 
@@ -106,23 +108,30 @@ def _user_messages(blocks: Sequence[Block], where: str, names: Mapping[str, str]
     found: list[Json] = []
     for index, block in enumerate(blocks):
         place = f"{where}[{index}]"
-        if block["type"] == "text":
-            found.append({"role": USER, "content": [_text(block, "text", place)]})
-        else:
+        if block["type"] == "tool_result":
             found.append(_tool_message(block, place, names))
+        else:
+            found.append({"role": USER, "content": [_part(block, place)]})
     return found
+
+
+def _part(block: Block, where: str) -> Part:
+    return _text(block, "text", where) if block["type"] == "text" else read_block(block, where)
 
 
 def _tool_message(block: Block, where: str, names: Mapping[str, str]) -> Json:
     call_id = _text(block, "tool_use_id", where)
     content = block.get("content")
-    texts = [""]
+    parts: list[Part] = [""]
     if content is not None and content != []:
-        texts = _texts(_blocks(content, f"{where}.content", ("text",)), f"{where}.content")
+        where = f"{where}.content"
+        blocks = _blocks(content, where, OF_RESULTS)
+        parts = [_part(each, f"{where}[{index}]") for index, each in enumerate(blocks)]
     if block.get("is_error"):
-        texts = [FAILED + texts[0], *texts[1:]]
+        first, *rest = parts
+        parts = [FAILED + first, *rest] if isinstance(first, str) else [FAILED, *parts]
     name = {"name": names[call_id]} if call_id in names else {}
-    return {"role": "tool", "tool_call_id": call_id, **name, "content": texts}
+    return {"role": "tool", "tool_call_id": call_id, **name, "content": parts}
 
 
 def _assistant_message(blocks: Sequence[Block], where: str, names: dict[str, str]) -> Json:
@@ -172,11 +181,14 @@ def _turns(messages: Sequence[Json]) -> list[Json]:
 
 
 def _plain(message: Json) -> Json:
-    """Return a message with its text, or texts as parts, and without what it has none of."""
-    texts: list[str] = message["content"]
-    content: Any = [{"type": "text", "text": text} for text in texts]
-    if len(texts) < 2:  # none: of the assistant, with calls or thoughts
-        content = texts[0] if texts else None
+    """Return a message with its text, or texts and images as parts, and without what it has none
+    of."""
+    parts: list[Part] = message["content"]
+    content: Any = [{"type": "text", "text": e} if isinstance(e, str) else e for e in parts]
+    if not parts:  # of the assistant, with calls or thoughts
+        content = None
+    elif len(parts) == 1 and isinstance(parts[0], str):
+        content = parts[0]
     plain = message | {"content": content}
     thoughts = [text for text in plain.pop("reasoning_content", ()) if text]
     if thoughts:

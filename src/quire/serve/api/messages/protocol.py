@@ -41,12 +41,24 @@ _TEXT = {"type": "string"}
 _TEXT_BLOCK = _object(("type", "text"), type={"const": "text"}, text=_TEXT)
 _BLOCKS = {"type": "array", "items": _TEXT_BLOCK, "minItems": 1}
 _TEXTS = {"anyOf": [_TEXT, _BLOCKS]}
+_SOURCE = {
+    "anyOf": [
+        _object(
+            ("type", "media_type", "data"), type={"const": "base64"},
+            media_type={"type": "string", "minLength": 1}, data={"type": "string", "minLength": 1},
+        ),
+        _object(("type", "url"), type={"const": "url"}, url={"type": "string", "minLength": 1}),
+    ]
+}  # fmt: skip
+_IMAGE_BLOCK = _object(("type", "source"), type={"const": "image"}, source=_SOURCE)
+_RESULTS = {"type": "array", "items": {"anyOf": [_TEXT_BLOCK, _IMAGE_BLOCK]}, "minItems": 1}
 _USER_BLOCK = {
     "anyOf": [
         _TEXT_BLOCK,
+        _IMAGE_BLOCK,
         _object(
             ("type", "tool_use_id"), type={"const": "tool_result"}, tool_use_id=_TEXT,
-            content=_TEXTS, is_error={"type": "boolean"},
+            content={"anyOf": [_TEXT, _RESULTS]}, is_error={"type": "boolean"},
         ),
     ]
 }  # fmt: skip

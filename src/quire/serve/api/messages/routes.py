@@ -9,7 +9,7 @@ import fastapi
 from starlette.responses import Response
 
 from quire.serve.api.answers import Answer
-from quire.serve.api.chat_job import ChatJob, chat_choices, make_chat_job, render_chat
+from quire.serve.api.chat_job import ChatJob, chat_choices, count_chat, make_chat_job
 from quire.serve.api.context import Api, knowing, new_id
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import request_id_of
@@ -69,8 +69,7 @@ async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: 
     check_neutral(body)
     check_model(api, body.model)
     chat_body = await api.lanes.run(_size(body), chat_of, body)
-    prompt = await render_chat(api, chat_body, is_counted=True)
-    content = encode({"input_tokens": len(prompt.token_ids)})
+    content = encode({"input_tokens": await count_chat(api, chat_body)})
     headers = {REQUEST_ID: request_id_of(request)}
     return Response(content, media_type="application/json", headers=headers)
 

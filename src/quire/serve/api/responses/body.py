@@ -24,18 +24,37 @@ from quire.serve.api.protocol import (
     at_most,
 )
 from quire.serve.api.unsupported_fields import unsupported
+from quire.serve.media.parts import DETAILS
 
 MAX_INCLUDES = 32
 MAX_METADATA = 16
 MAX_METADATA_NAME_CHARS = 64
 MAX_METADATA_CHARS = 512
 
+_PART_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"const": "input_text"}, "text": {"type": "string"}},
+            "required": ["type", "text"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "input_image"},
+                "image_url": {"type": "string", "minLength": 1},
+                "detail": {"enum": [*DETAILS, None]},
+            },
+            "required": ["type", "image_url"],
+        },
+    ]
+}
 _MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {
         "type": {"const": "message"},
         "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": {"type": "string"},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}]},
     },
     "required": ["role", "content"],
 }

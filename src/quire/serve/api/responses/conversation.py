@@ -7,39 +7,68 @@ from collections.abc import Iterable
 from typing import Any
 
 from quire.serve.api.responses.custom_tools import arguments_of
+from quire.serve.media.parts import ImagePart
 
 Json = dict[str, Any]
+Part = str | ImagePart
 INSTRUCTING = ("system", "developer")
 
 
-def messages_of(instructions: str | None, items: Iterable[Json]) -> list[Json]:
+def messages_of(
+    instructions: str | None, items: Iterable[Json], num_earlier: int = 0
+) -> list[Json]:
     """Return the messages of items, which hold no references. Instructions come first; with those
-    that a conversation begins with they are one message, because many templates take one."""
+    that a conversation begins with they are one message, because many templates take one.
+    num_earlier: so many items are not of this request."""
     found: list[Json] = []
     if instructions:
         found.append({"role": "system", "content": instructions})
-    for item in items:
+    for index, item in enumerate(items, -num_earlier):
+        where = f"input[{index}]" if index >= 0 else "previous_response_id"
         kind = item["type"]
         if kind == "message" and item["role"] != "assistant":
-            _add_message(found, item["role"], _texts(item["content"]))
+            _add_message(found, item["role"], _parts(item["content"], f"{where}.content"))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            output = item["output"]
-            text = output if isinstance(output, str) else "\n".join(_texts(output))
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            content = _tool_content(item["output"], f"{where}.output")
+            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         else:
             _add_to_turn(_turn(found, item), item)
     return found
 
 
-def _add_message(found: list[Json], role: str, texts: list[str]) -> None:
+def _add_message(found: list[Json], role: str, parts: list[Part]) -> None:
     begins = len(found) == 1 and found[0]["role"] == "system" and role in INSTRUCTING
-    if begins and isinstance(found[0]["content"], str):
+    texts = [each for each in parts if isinstance(each, str)]
+    is_text = len(texts) == len(parts)
+    if begins and is_text and isinstance(found[0]["content"], str):
         found[0]["content"] = "\n\n".join([found[0]["content"], *texts])
-    elif len(texts) == 1:
+    elif is_text and len(texts) == 1:
         found.append({"role": role, "content": texts[0]})
     else:
-        content = [{"type": "text", "text": text} for text in texts]
-        found.append({"role": role, "content": content})
+        found.append({"role": role, "content": _content(parts)})
+
+
+def _tool_content(output: str | list[Json], where: str) -> str | list[Any]:
+    """Return the output of a tool: a text, or parts if there are images."""
+    if isinstance(output, str):
+        return output
+    parts = _parts(output, where)
+    texts = [each for each in parts if isinstance(each, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else _content(parts)
+
+
+def _content(parts: list[Part]) -> list[Any]:
+    return [{"type": "text", "text": each} if isinstance(each, str) else each for each in parts]
+
+
+def _parts(parts: Iterable[Json], where: str) -> list[Part]:
+    """Return texts and images."""
+    return [
+        ImagePart(part["image_url"], f"{where}[{index}].image_url")
+        if part["type"] == "input_image"
+        else part["text"]
+        for index, part in enumerate(parts)
+    ]
 
 
 def _turn(found: list[Json], item: Json) -> Json:

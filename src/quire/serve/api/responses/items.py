@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.validation_errors import shown
+from quire.serve.media.parts import read_part
 
 Json = dict[str, Any]
 NewId = Callable[[str], str]  # of a kind such as msg
@@ -52,11 +53,13 @@ def _message(given: Mapping[str, Any], where: str, new_id: NewId) -> Json:
     if role not in ROLES:
         raise _wrong(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {shown(role)}")
     content = given.get("content")
-    texts = [content] if isinstance(content, str) else _texts(content, f"{where}.content")
     if role == "assistant":
+        texts = [content] if isinstance(content, str) else _texts(content, f"{where}.content")
         parts = [_output_text(text) for text in texts]
+    elif isinstance(content, str):
+        parts = [{"type": "input_text", "text": content}]
     else:
-        parts = [{"type": "input_text", "text": text} for text in texts]
+        parts = _input_parts(content, f"{where}.content")
     head = {"type": "message", "id": _id(given, where, "msg", new_id), "status": "completed"}
     return head | {"role": role, "content": parts}
 
@@ -101,8 +104,7 @@ def _custom_tool_call_output(given: Mapping[str, Any], where: str, new_id: NewId
 def _output(given: Mapping[str, Any], where: str, kind: str, new_id: NewId) -> Json:
     output = given.get("output")
     if not isinstance(output, str):
-        texts = _texts(output, f"{where}.output")
-        output = [{"type": "input_text", "text": text} for text in texts]
+        output = _input_parts(output, f"{where}.output")
     return {
         "id": _id(given, where, kind, new_id),
         "call_id": _text(given, "call_id", where),
@@ -137,21 +139,41 @@ READERS: dict[str, Callable[[Mapping[str, Any], str, NewId], Json]] = {
 }
 
 
+def _input_parts(parts: object, where: str) -> list[Json]:
+    """Return parts of a content, which may be texts and images."""
+    found: list[Json] = []
+    for part, place in _parts(parts, where):
+        if read_part(part, place) is None:
+            found.append({"type": "input_text", "text": _part_text(part, place, "input_image")})
+            continue
+        given = part["image_url"]
+        inner = given if isinstance(given, Mapping) else {"url": given}
+        detail = inner.get("detail", part.get("detail")) or "auto"
+        found.append({"type": "input_image", "image_url": inner["url"], "detail": detail})
+    return found
+
+
 def _texts(parts: object, where: str) -> list[str]:
     """Return the texts of parts of a content, which may hold nothing else."""
+    return [_part_text(part, place, "output_text") for part, place in _parts(parts, where)]
+
+
+def _parts(parts: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
+    """Return parts with their places."""
     if not isinstance(parts, list):
         raise _wrong(where, f"must be a text or a list of parts, got {shown(parts)}")
-    found = []
     for index, part in enumerate(parts):
         if not isinstance(part, Mapping):
             raise _wrong(f"{where}[{index}]", f"must be an object, got {shown(part)}")
-        kind = part.get("type")
-        name = "refusal" if kind == "refusal" else "text"
-        if kind != "refusal" and kind not in TEXTS:
-            rule = "must be input_text or output_text: this model accepts text only"
-            raise _wrong(f"{where}[{index}].type", f"{rule}, got {shown(kind)}")
-        found.append(_text(part, name, f"{where}[{index}]"))
-    return found
+    return [(part, f"{where}[{index}]") for index, part in enumerate(parts)]
+
+
+def _part_text(part: Mapping[str, Any], where: str, other: str) -> str:
+    """Return the text of a part. other: what it may be beside input_text."""
+    kind = part.get("type")
+    if kind != "refusal" and kind not in TEXTS:
+        raise _wrong(f"{where}.type", f"must be input_text or {other}, got {shown(kind)}")
+    return _text(part, "refusal" if kind == "refusal" else "text", where)
 
 
 def _id(given: Mapping[str, Any], where: str, kind: str, new_id: NewId) -> str:

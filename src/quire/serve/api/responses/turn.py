@@ -58,11 +58,12 @@ async def make_turn(api: ApiContext, body: ResponsesRequest, scope: Scope) -> "T
     owner = owner_of(scope, api)
     items = read_items(body.input, api.responses.new_id)
     items = without_references(api, owner, items)
-    known = await earlier_items(api, owner, body.previous_response_id) + items
+    earlier = await earlier_items(api, owner, body.previous_response_id)
+    known = earlier + items
     if not known or len(known) > MAX_MESSAGES:
         rule = f"must have from 1 to {MAX_MESSAGES} items, including earlier ones"
         raise bad_request(f"input {rule}, got {len(known)}.", "input")
-    chat = chat_body(body, messages_of(body.instructions, known))
+    chat = chat_body(body, messages_of(body.instructions, known, len(earlier)))
     response_id = api.responses.new_id("resp")
     try:
         continued = await continued_turn(api, body, owner, scope, items)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.kv.state_worth import ENOUGH, FAR_MORE, StateWorth
+from quire.kv.states import ENOUGH, FAR_MORE, StateWorth
 
 
 @pytest.mark.parametrize(

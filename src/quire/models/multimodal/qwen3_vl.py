@@ -1,0 +1,52 @@
+"""Qwen3-VL and its mixture of experts (arXiv 2511.21631): Qwen 3 with interleaved M-RoPE, and with
+features of the tower that are added after the first layers (DeepStack)."""
+
+from torch import nn
+
+from quire.base.config_fields import Fields
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import DecoderLayer, LayerPlace, feed_forward
+from quire.models.experts import ExpertForm, SparseMLP
+from quire.models.layers import ParamFactory
+from quire.models.multimodal.mrope import MropeDecoder, mrope_options
+from quire.models.options import DecoderOptions
+from quire.models.vision.qwen3_vl import Qwen3VLTower, Qwen3VLVisionSpec
+from quire.models.vision.tower import VisionTower
+
+SECTIONS = (24, 20, 20)  # frequencies of frames, rows and columns, if the config names none
+
+
+# The authors' checkpoints have inputs before outputs, those that transformers 5 writes have not.
+EXPERTS = ExpertForm(is_either_way=True)
+
+
+class Qwen3VLLayer(DecoderLayer):
+    """A layer of Qwen 3. Checkpoints hold experts together in tensors of either order."""
+
+    def make_mlp(self, at: LayerPlace) -> nn.Module:
+        """See DecoderLayer."""
+        experts = at.options.experts
+        if experts is not None and experts.is_sparse(at.layer):
+            return SparseMLP(f"{at.name}.mlp", at.spec, experts, at.factory, EXPERTS)
+        return feed_forward(at)
+
+
+class Qwen3VL(MropeDecoder):
+    """Query and key heads are normalised. Some types have experts."""
+
+    layer_kind = Qwen3VLLayer
+
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
+        bias = spec.layers.attention_bias
+        options = DecoderOptions(
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            experts=spec.experts,
+            ropes=mrope_options(spec, SECTIONS, is_interleaved=True),
+        )
+        super().__init__(spec, options, factory)
+
+    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
+        """See VisionDecoder."""
+        return Qwen3VLTower(Qwen3VLVisionSpec.from_config(config, hidden_size), factory)

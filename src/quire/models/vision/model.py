@@ -1,0 +1,58 @@
+"""A decoder with a vision tower, which loads from one checkpoint with it.
+
+The runner computes the tower's rows (`tower.py`) and writes them to the encoder memory; the decoder
+reads them in place of embeddings (`ops/embedding.py`). Text alone computes nothing of the tower.
+"""
+
+from dataclasses import replace
+
+from quire.base.config_fields import Fields
+from quire.base.media.families import whole_fields
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import Decoder
+from quire.models.layers import Linear, ParamFactory
+from quire.models.options import DecoderOptions
+from quire.models.rank_place import WHOLE
+from quire.models.vision.tower import VisionTower
+
+AROUND = "language_model."  # what checkpoints put around the text part
+
+
+class VisionDecoder(Decoder):
+    """A decoder that has a tower if its config describes one. Every rank and stage has all of the
+    tower.
+
+    `--quantization` leaves out the tower; a checkpoint that stores it quantised is obeyed.
+    """
+
+    def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
+        super().__init__(spec, options, factory)
+        whole = whole_fields(spec.raw)
+        if whole is None:
+            return
+        tower = self.make_tower(whole, spec.hidden_size, replace(factory, place=WHOLE))
+        self.vision, self.num_features = tower, tower.width // spec.hidden_size - 1
+        for module in tower.modules():
+            if isinstance(module, Linear):
+                module.keeps_dtype = True
+
+    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
+        """Make the tower. config: what `config.json` says beside the text part.
+
+        Raises ModelError for a field that the tower does not implement.
+        """
+        raise NotImplementedError
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """See Model."""
+        if self.vision is None:
+            return super().names_of(name)
+        if self.vision.owns(name):
+            return self.vision.names_of(name)
+        return super().names_of(name.replace(AROUND, "", 1))
+
+    def ignores(self, name: str) -> bool:
+        """See Model."""
+        if self.vision is not None and self.vision.owns(name):
+            return self.vision.ignores(name)
+        return super().ignores(name)

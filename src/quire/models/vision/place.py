@@ -1,0 +1,23 @@
+"""Which ranks run the vision tower: those whose layers read its outputs."""
+
+from typing import Any
+
+from quire.base.media.encoder_size import EncoderSize
+from quire.base.model_spec import ModelSpec
+from quire.models.model import Model
+from quire.models.rank_place import RankPlace
+
+
+def encoder_size(model: Any, spec: ModelSpec, place: RankPlace) -> EncoderSize | None:
+    """Return how much memory a rank's vision tower takes; None where no layer reads its outputs.
+
+    The first stage reads them in place of embeddings. Layers that add features (DeepStack) may
+    belong to later stages as well, which then run the tower again. model: one of another package
+    need not know of media. spec: of the whole model.
+    """
+    tower = model.vision if isinstance(model, Model) else None
+    if tower is None:
+        return None
+    num_features = tower.width // spec.hidden_size - 1
+    first = place.layers(spec.num_layers).start
+    return tower.size if first < max(1, num_features) else None

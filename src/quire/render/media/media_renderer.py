@@ -1,0 +1,136 @@
+"""`MediaRenderer`: images and videos of one model, from files or pixels to items of a prompt.
+
+A server calls it in two steps:
+
+    media = [await renderer.media.file_async(data) for data in files]    # in bounded processes
+    prompt = await async_renderer.render(messages, options, media=media)
+
+The messages hold {"type": "image"} where an image stands (`parts.take_media`), the media are in the
+order of these parts, and `prompt.media` holds the items of the request.
+"""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from quire.render.job_pool import JobPool
+from quire.render.media.families import built_in_placeholders, separated_image
+from quire.render.media.image_files import ImageLimits, Pixels, pixels_of
+from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
+from quire.render.media.model_files import FAMILIES, QWEN3, ModelFiles, read_model_files
+from quire.render.media.placeholders import PackagedImages, Placeholder, Placeholders
+from quire.render.media.prepared import IMAGE, VIDEO, MediaCache, PreparedMedia, media_item
+from quire.render.media.processor import ProcessedImage
+from quire.render.media.processors import (
+    MediaSettings,
+    image_processor,
+    media_settings,
+    video_processor,
+)
+from quire.render.media.videos import Frames, frames_of
+from quire.render.tokenizer import Tokenizer
+
+
+class MediaRenderer:
+    """Prepares media for one model. May be used from any thread and any event loop.
+
+    settings: of the model's image processor. placeholders: how its prompts write media. limits: of
+    image files. cache: of decoded files. The first file starts the first decoding process; pixels
+    are preprocessed in this process. Raises ModelError for settings that make no sense.
+    """
+
+    def __init__(
+        self,
+        settings: MediaSettings,
+        placeholders: Placeholders,
+        limits: ImageLimits | None = None,
+        cache: MediaCache | None = None,
+    ) -> None:
+        self.settings, self.placeholders = settings, placeholders
+        self.limits = limits or ImageLimits()
+        self._cache = cache or MediaCache()
+        self._pool = JobPool(IMAGES)
+        self._processor, self._videos = image_processor(settings), video_processor(settings)
+
+    @classmethod
+    def from_directory(cls, path: str | Path, tokenizer: Tokenizer) -> "MediaRenderer":
+        """Return the renderer of a model directory. Raises ModelError for a model whose images
+        have no processor."""
+        files = read_model_files(Path(path))
+        settings = media_settings(files)
+        return cls(settings, Placeholders(_placeholders(settings, files, tokenizer), tokenizer))
+
+    # ---- files -------------------------------------------------------------------------------
+
+    def file(self, data: bytes) -> PreparedMedia:
+        """Return the image of a file. Raises RequestError for a file that is damaged, too large or
+        of another format, and EngineBusy where too many images wait."""
+        key = MediaCache.key(data)
+        found = self._cache.get(key)
+        if found is None:
+            answer = self._pool.run_bytes(pack_job(data, self.settings, self.limits))
+            found = self._taken(key, answer)
+        return found
+
+    async def file_async(self, data: bytes, max_pixels: int | None = None) -> PreparedMedia:
+        """Do the same without holding up an event loop. max_pixels: in place of that of the
+        limits."""
+        key = await asyncio.to_thread(MediaCache.key, data)
+        found = self._cache.get(key)
+        if found is None:
+            limits = self.limits if max_pixels is None else self._limits(max_pixels)
+            job = await asyncio.to_thread(pack_job, data, self.settings, limits)
+            answer = await self._pool.run_bytes_async(job)
+            found = await asyncio.to_thread(self._taken, key, answer)
+        return found
+
+    def _limits(self, max_pixels: int) -> ImageLimits:
+        return replace(self.limits, max_pixels=min(max_pixels, self.limits.max_pixels))
+
+    def _taken(self, key: bytes, answer: bytes) -> PreparedMedia:
+        media = self._prepared(unpack_answer(answer, self._processor.table))
+        self._cache.put(key, media)
+        return media
+
+    # ---- pixels ------------------------------------------------------------------------------
+
+    def image(self, pixels: Pixels) -> PreparedMedia:
+        """Return an image, uint8 [H, W, 3], preprocessed here. Raises RequestError for a size that
+        the model cannot take."""
+        return self._prepared(self._processor.process(pixels))
+
+    def video(self, frames: Frames) -> PreparedMedia:
+        """Return a video, preprocessed here. Raises RequestError for a size that the model cannot
+        take, and for a model that takes no videos."""
+        self.placeholders.mark(VIDEO)
+        assert self._videos is not None, "a model with a token for videos has a processor for them"
+        family, depth = self.settings.model_type, self._videos.images.temporal_patch_size
+        video = self._videos.process(frames.pixels)
+        if family not in QWEN3:
+            seconds = depth / frames.sampled_fps
+            return PreparedMedia(VIDEO, (media_item(video, family, VIDEO, seconds),))
+        items = [media_item(part, family, VIDEO) for part in self._videos.each_time(video)]
+        return PreparedMedia(VIDEO, tuple(items), frames.seconds(depth))
+
+    def in_memory(self, kind: str, source: Any) -> PreparedMedia:
+        """Return an image or a video that a program has in memory (`pixels_of`, `frames_of`).
+        Raises RequestError for other objects."""
+        return self.video(frames_of(source)) if kind == VIDEO else self.image(pixels_of(source))
+
+    def _prepared(self, image: ProcessedImage) -> PreparedMedia:
+        family, is_whole = self.settings.model_type, self.placeholders.is_whole(IMAGE)
+        parts = separated_image(family, image)
+        items = tuple(media_item(part, family, is_whole=is_whole) for part in parts)
+        return PreparedMedia(IMAGE, items)
+
+
+def _placeholders(
+    settings: MediaSettings, files: ModelFiles, tokenizer: Tokenizer
+) -> dict[str, Placeholder]:
+    """Return the placeholders of a built-in family, or those that a package's processor names."""
+    if settings.model_type in FAMILIES:
+        named = tokenizer.named_tokens
+        return built_in_placeholders(settings.model_type, named, files.processor)
+    packaged = cast(PackagedImages, image_processor(settings))
+    return {IMAGE: packaged.placeholder()}

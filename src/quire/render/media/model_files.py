@@ -1,0 +1,48 @@
+"""Which models take images, and the files that say how they are preprocessed."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.base.plugins import IMAGE_PROCESSORS, is_installed
+from quire.render.tokenizer_files import read_json
+
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", *QWEN3)
+FAMILIES = (*QWEN, "gemma3", "llava", "llava_next")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The contents of a model's files; a file that is missing is an empty object.
+
+    config: `config.json`. preprocessor: `preprocessor_config.json`. processor:
+    `processor_config.json`. video: `video_preprocessor_config.json`.
+    """
+
+    config: dict[str, Any]
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
+    video: dict[str, Any] = field(default_factory=dict)
+
+
+def read_model_files(directory: Path) -> ModelFiles:
+    """Read the files of a model directory. Raises ModelError for one that is no JSON object."""
+    names = ("config", "preprocessor_config", "processor_config", "video_preprocessor_config")
+    return ModelFiles(*(read_json(directory / f"{name}.json") for name in names))
+
+
+def takes_images(directory: Path) -> bool:
+    """Return whether a model has a vision tower, and an image processor for it exists."""
+    if not directory.is_dir():
+        return False
+    config = read_json(directory / "config.json")
+    model_type = config.get("model_type")
+    if not isinstance(config.get("vision_config"), dict) or not isinstance(model_type, str):
+        return False
+    return is_known(model_type)
+
+
+def is_known(model_type: str) -> bool:
+    """Return whether quire or an installed package has an image processor for a model type."""
+    return model_type in FAMILIES or is_installed(IMAGE_PROCESSORS, model_type, FAMILIES)

@@ -1,0 +1,172 @@
+"""Videos of the Qwen families: frames of one size, cut into patches of several frames.
+
+The frames are used as they are given; none is left out. Resizing is Pillow's, as for images, while
+transformers resizes the frames of a video by torchvision. The patches follow each other as those of
+an image (`qwen_vl.py`), one entry of the grid's first dimension after the other.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+from PIL import Image
+
+from quire.base.errors import RequestError
+from quire.render.media.image_files import Pixels, checked_array, pixels_of
+from quire.render.media.image_ops import Float32, resize
+from quire.render.media.processor import CLIP_MEAN, CLIP_STD, HALF, ProcessedImage, read_settings
+from quire.render.media.qwen_vl import MAX_ASPECT_RATIO, QwenImages
+
+DEFAULT_FPS = 24.0  # as in transformers, of frames that come without a rate
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A video in memory.
+
+    pixels: uint8 [N, H, W, 3]. fps: frames per second of the video. indices: for each frame its
+    index in the video; one after the other if empty. total: frames of the whole video.
+    """
+
+    pixels: Pixels
+    fps: float = DEFAULT_FPS
+    indices: tuple[int, ...] = ()
+    total: int = 0
+
+    @property
+    def sampled_fps(self) -> float:
+        """Return the number of these frames for each second."""
+        return len(self.pixels) / (self.total or len(self.pixels)) * self.fps
+
+    def seconds(self, frames_per_patch: int) -> tuple[float, ...]:
+        """Return the middle time of the frames of each patch."""
+        indices = list(self.indices or range(len(self.pixels)))
+        indices += indices[-1:] * (-len(indices) % frames_per_patch)
+        times = [index / self.fps for index in indices]
+        firsts, lasts = times[::frames_per_patch], times[frames_per_patch - 1 :: frames_per_patch]
+        return tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+
+
+def frames_of(source: Any) -> Frames:
+    """Return the frames of a video of the program. Raises RequestError.
+
+    source: an array [N, H, W, 3], a list of pictures or arrays, or a pair of these and a dictionary
+    with fps, frames_indices and total_num_frames, as vLLM's loaders return.
+    """
+    details: Mapping[str, Any] = {}
+    if isinstance(source, tuple):
+        if len(source) != 2 or not isinstance(source[1], Mapping):
+            raise RequestError("a pair must hold frames and a dictionary.")
+        source, details = source
+    if isinstance(source, list):
+        if not source:
+            raise RequestError("a video needs at least one frame.")
+        frames = [pixels_of(each) for each in source]
+        if len({each.shape for each in frames}) > 1:
+            raise RequestError("all frames of a video must have the same size.")
+        source = np.stack(frames)
+    pixels = checked_array(source, 4, "a video", "[N, H, W, 3]")
+    indices = tuple(int(each) for each in details.get("frames_indices") or ())
+    fps = float(details.get("fps") or DEFAULT_FPS)
+    if fps <= 0 or (indices and len(indices) != len(pixels)):
+        raise RequestError(
+            f"fps must be positive, got {fps}, and frames_indices must have an index for each of"
+            f" the {len(pixels)} frames, got {len(indices)}."
+        )
+    return Frames(pixels, fps, indices, int(details.get("total_num_frames") or 0))
+
+
+@dataclass(frozen=True)
+class QwenVideos:
+    """The video processor of a Qwen family.
+
+    images: the settings of a frame. counts_all: whether the limits of the number of pixels hold for
+    all frames together, as in Qwen3-VL, and not for one.
+    """
+
+    images: QwenImages
+    counts_all: bool
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], counts_all: bool) -> Self:
+        """Return the processor that `video_preprocessor_config.json` describes."""
+        unit = 32 if counts_all else 28
+        size = {"shortest_edge": 128 * unit**2, "longest_edge": 768 * unit**2}
+        size |= config.get("size") or {}
+        for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            if config.get(name) is not None:
+                size[edge] = config[name]
+        settings = read_settings(
+            {**config, "size": size}, size=size, crop_size={},
+            mean=HALF if counts_all else CLIP_MEAN, std=HALF if counts_all else CLIP_STD,
+            resample=Image.Resampling.BICUBIC,
+        )  # fmt: skip
+        own = {"patch_size": unit // 2, "temporal_patch_size": 2, "merge_size": 2}
+        own |= {name: config[name] for name in own if config.get(name)}
+        return cls(QwenImages(settings, **own), counts_all)
+
+    @property
+    def table(self) -> Float32:
+        """Return the value table of the settings."""
+        return self.images.table
+
+    def process(self, frames: Pixels) -> ProcessedImage:
+        """Return patches, uint8 [patches, 3, frames_per_patch, patch_size, patch_size].
+
+        frames: uint8 [N, H, W, 3]. The last one is repeated to fill a patch. Raises RequestError
+        for too long a frame.
+        """
+        images = self.images
+        patch, merge, depth = images.patch_size, images.merge_size, images.temporal_patch_size
+        height, width = frames.shape[1:3]
+        if images.settings.do_resize:
+            height, width = self.fitting_size(len(frames), height, width)
+        resized = [resize(each, height, width, images.settings.resample) for each in frames]
+        resized += resized[-1:] * (-len(resized) % depth)
+        grid = len(resized) // depth, height // patch, width // patch
+        times, rows, columns = grid
+        cut = np.stack(resized).reshape(
+            times, depth, rows // merge, merge, patch, columns // merge, merge, patch, 3
+        )
+        patches = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, depth, patch, patch)
+        num_tokens = times * rows * columns // merge**2
+        return ProcessedImage(np.ascontiguousarray(patches), self.table, grid, num_tokens)
+
+    def fitting_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) to resize to. Raises RequestError for too long a frame."""
+        if not self.counts_all:
+            return self.images.fitting_size(height, width)
+        unit = self.images.patch_size * self.images.merge_size
+        depth = self.images.temporal_patch_size
+        if height < unit or width < unit:
+            scale = max(unit / height, unit / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise RequestError(
+                f"a frame has {width} x {height} pixels; its longer side may be at most"
+                f" {MAX_ASPECT_RATIO} times its shorter side. Crop it."
+            )
+        size = self.images.settings.size
+        rounded = round(height / unit) * unit, round(width / unit) * unit
+        total = round(num_frames / depth) * depth * rounded[0] * rounded[1]
+        if total > size["longest_edge"]:
+            shrink = math.sqrt(num_frames * height * width / size["longest_edge"])
+            return (
+                max(unit, math.floor(height / shrink / unit) * unit),
+                max(unit, math.floor(width / shrink / unit) * unit),
+            )
+        if total < size["shortest_edge"]:
+            grow = math.sqrt(size["shortest_edge"] / (num_frames * height * width))
+            return math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
+        return rounded
+
+    def each_time(self, video: ProcessedImage) -> list[ProcessedImage]:
+        """Return the parts of a video that Qwen3-VL writes one by one, each with its time."""
+        times, rows, columns = video.grid
+        num_tokens = video.num_tokens // times
+        return [
+            replace(video, pixels=pixels, grid=(1, rows, columns), num_tokens=num_tokens)
+            for pixels in np.split(video.pixels, times)
+        ]

@@ -1,0 +1,127 @@
+"""The three positions of tokens with M-RoPE, as differences from the indices of the tokens.
+
+A row's KV slots, masks and lengths use the index of a token. Only the rotation uses positions:
+
+    index      0 ... first item ... last item | end ...
+    offset     0     one for each axis        | delta, the same in all axes and for all tokens
+
+So an offset depends on the items before a token and on nothing else: the same prompt has the same
+positions however it was cut, and whichever of its tokens were an answer before.
+
+Shape legend: M tokens up to the end of a row's last item, T tokens of a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.config_fields import Fields
+from quire.base.media.item import MediaItem
+from quire.base.plan import Plan
+from quire.models.vision.positions import frame_interval, mrope_positions
+
+NUM_AXES = 3
+DEFAULT_MERGE_SIZE = 2  # of all families
+# Families whose positions of frames follow the time in the video, with transformers' default.
+TIMED_FAMILIES = {"qwen2_5_vl": 4.0}
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PositionRule:
+    """What the positions of a model's items follow besides their grids.
+
+    merge_size: patches on each side of the group that one token stands for. tokens_per_second: of
+    videos; None where frames count by one.
+    """
+
+    merge_size: int
+    tokens_per_second: float | None = None
+
+    @classmethod
+    def from_config(cls, raw: dict[str, Any]) -> Self:
+        """Return the rule of a model. raw: its `config.json`, the whole of it."""
+        inner = raw.get("vision_config")
+        fields = Fields(inner if isinstance(inner, dict) else {}, "config.json: vision_config", {})
+        default = TIMED_FAMILIES.get(str(raw.get("model_type")))
+        per_second = None if default is None else fields.number("tokens_per_second", default)
+        return cls(fields.integer("spatial_merge_size", default=DEFAULT_MERGE_SIZE), per_second)
+
+    def offsets(self, items: Sequence[MediaItem]) -> "Offsets":
+        """Return the offsets of a row with these items, of which there is at least one."""
+        images = [(item.start, _grid(item)) for item in items]
+        end = items[-1].end
+        positions, _ = mrope_positions(end + 1, images, self.merge_size, self._intervals(items))
+        found_3M = positions - np.arange(end + 1)
+        return Offsets(found_3M[:, :end], int(found_3M[0, end]))
+
+    def _intervals(self, items: Sequence[MediaItem]) -> list[float]:
+        rate = self.tokens_per_second
+        return [
+            1.0 if rate is None or not seconds else frame_interval(rate, seconds)
+            for seconds in (item.seconds_per_grid for item in items)
+        ]
+
+
+@dataclass(frozen=True)
+class Offsets:
+    """The offsets of a row: of_items, int64 [3, M], up to the end of its last item; delta after."""
+
+    of_items: Int64
+    delta: int
+
+    def part(self, first: int, last: int) -> Int64:
+        """Return the offsets of the tokens first..last-1, [3, last - first]."""
+        found = np.full((NUM_AXES, last - first), self.delta, np.int64)
+        own = self.of_items[:, first:last]
+        found[:, : own.shape[1]] = own
+        return found
+
+
+class RowOffsets:
+    """The offsets of the rows that have items, on the host."""
+
+    def __init__(self, rule: PositionRule) -> None:
+        self._rule = rule
+        self._rows: dict[int, Offsets] = {}
+
+    def follow(self, plan: Plan) -> None:
+        """Note which rows a plan releases, starts and forks. A second time it changes nothing."""
+        for row in plan.released.tolist():
+            self._rows.pop(row, None)
+        for start in plan.started:
+            self._rows.pop(start.row, None)
+            if start.media:
+                self._rows[start.row] = self._rule.offsets(start.media)
+        for fork in plan.forked:
+            self._rows.pop(fork.child, None)
+            if fork.parent in self._rows:
+                self._rows[fork.child] = self._rows[fork.parent]
+
+    def of_step(self, plan: Plan) -> Int64 | None:
+        """Return the offsets of a step's tokens, [3, T]; None if they are 0.
+
+        `computed_bound` is exact up to the end of the prompt. After it a row may have fewer tokens
+        than that, but has all its items, so its offsets are the delta.
+        """
+        rows = plan.rows.tolist()
+        if self._rows.keys().isdisjoint(rows):
+            return None
+        found = np.zeros((NUM_AXES, plan.num_scheduled_tokens), np.int64)
+        begin = 0
+        for row, num, first in zip(
+            rows, plan.num_tokens.tolist(), plan.computed_bound.tolist(), strict=True
+        ):
+            if row in self._rows:
+                found[:, begin : begin + num] = self._rows[row].part(first, first + num)
+            begin += num
+        return found
+
+
+def _grid(item: MediaItem) -> tuple[int, int, int]:
+    frames, rows, columns = item.grid
+    return frames, rows, columns

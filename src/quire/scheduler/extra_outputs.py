@@ -1,0 +1,39 @@
+"""What a step gives besides tokens: log-probabilities, and the vectors of pooling models."""
+
+from quire.base.plan import StepResult
+from quire.scheduler.core.plans import InFlightStep
+from quire.scheduler.core.sequence import State
+from quire.scheduler.decisions import OutputsBuilder
+
+
+def take_prompt_extras(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
+    """Add the log-probabilities of prompt positions, and the vectors of pooled prompts.
+
+    Each position is reported once, even if it is computed again. A sequence that has lost its row
+    meanwhile still gets both: it resumes after these positions, or ends with the vector.
+    """
+    for i, row in enumerate(step.plan.rows.tolist() if result.prompt_candidates else ()):
+        candidates = result.prompt_candidates.get(row)
+        sequence = step.row_sequences[i]
+        if candidates is None or row in step.left_out or sequence.state is State.ENDED:
+            continue
+        start = int(step.plan.computed_bound[i])
+        fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
+        sequence.num_prompt_logprobs += len(fresh)
+        sequence.found_at = -1  # it may find more now
+        sequence.found_elsewhere = {}
+        outputs.update_of(sequence).prompt_candidates = fresh
+    sampling = step.sampling
+    for row, pooled in result.pooled.items():
+        sequence = sampling[row]
+        if row not in step.left_out and sequence.state is not State.ENDED:
+            outputs.update_of(sequence).pooled = pooled
+
+
+def take_candidates(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
+    """Add the log-probabilities of sampled tokens. Beams get none: their search chooses tokens."""
+    sampling = step.sampling
+    for row, candidates in result.candidates.items():
+        if row not in step.left_out and not sampling[row].is_beam:
+            more = result.more_candidates.get(row, [])
+            outputs.set_candidates(sampling[row], [candidates, *more])

@@ -1,0 +1,1 @@
+"""Media in prompts: which items a step encodes, and the slots that hold encoder outputs."""

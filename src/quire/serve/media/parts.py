@@ -1,0 +1,190 @@
+"""Image parts of messages, in the spellings of all endpoints.
+
+    Chat completions  {"type": "image_url", "image_url": {"url": ..., "detail": ...}}
+    Responses         {"type": "input_image", "image_url": ..., "detail": ...}
+    Messages          {"type": "image", "source": {"type": "base64", "media_type": ...,
+                                                   "data": ...}}
+
+All become an `ImagePart`. Errors are RequestErrors that name the field.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import RequestError
+
+Part = Mapping[str, Any]
+
+DETAILS = ("auto", "low", "high", "original")
+AS_IMAGES = "send an image as an image_url part"
+NO_AUDIO = "this server does not accept audio; remove it"
+NO_VIDEO = "this server decodes no video files; send frames as image_url parts"
+# Types of parts that mean media, and cannot be served.
+REFUSED = {
+    "image_pil": f"is an object of Python, which JSON cannot hold; {AS_IMAGES}",
+    "image_embeds": f"is not supported: this server encodes images itself; {AS_IMAGES}",
+    "audio_embeds": f"is not supported: {NO_AUDIO}",
+    "audio_url": f"is not supported: {NO_AUDIO}",
+    "input_audio": f"is not supported: {NO_AUDIO}",
+    "video_url": f"is not supported: {NO_VIDEO}",
+    "input_video": f"is not supported: {NO_VIDEO}",
+    "video": f"is not supported: {NO_VIDEO}",
+    "image": f"is no part of this endpoint; {AS_IMAGES}",
+    "file": f"is not supported: this server reads images only; {AS_IMAGES}",
+    "input_file": f"is not supported: this server reads images only; {AS_IMAGES}",
+}
+IMAGE_TYPES = ("image_url", "input_image")
+SOURCES = ("base64", "url")
+# Names of fields that hold an image, for `image_chars`.
+HOLDERS = ("url", "image_url", "data")
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """An image of a request. url: data:, https: or file:. where: the field, as errors name it."""
+
+    url: str
+    where: str
+
+
+def read_part(part: Part, where: str) -> ImagePart | None:
+    """Return the image of a part of a chat or of the input of a response; None for other parts.
+
+    Raises RequestError for a part that is another medium, or has no URL.
+    """
+    kind = part.get("type")
+    if kind is None:  # vLLM takes parts that do not say what they are
+        kind = next((name for name in (*IMAGE_TYPES, *REFUSED) if name in part), None)
+    if isinstance(kind, str) and kind in REFUSED:
+        raise wrong(f"{where}.type", f"{kind!r} {REFUSED[kind]}")
+    if kind not in IMAGE_TYPES:
+        return None
+    field = f"{where}.image_url"
+    if part.get("file_id") is not None:
+        raise wrong(
+            f"{where}.file_id", "cannot be used: uploaded files are for batches; give image_url"
+        )
+    given, detail = part.get("image_url"), part.get("detail")
+    if isinstance(given, Mapping):
+        detail = given.get("detail", detail)
+        given = given.get("url")
+    if detail is not None and detail not in DETAILS:
+        raise wrong(f"{where}.detail", f"must be one of {', '.join(DETAILS)}, got {_shown(detail)}")
+    if not isinstance(given, str) or not given:
+        raise wrong(
+            field, f'must be {{"url": ...}} with a data: or https: URL, got {_shown(given)}'
+        )
+    return ImagePart(given, field)
+
+
+def read_block(block: Part, where: str) -> ImagePart:
+    """Return the image of a block of the Messages API. Raises RequestError."""
+    source, where = block.get("source"), f"{where}.source"
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping) or kind not in SOURCES:
+        got = _shown(kind if isinstance(source, Mapping) else source)
+        raise wrong(f"{where}.type", f"must be one of {', '.join(SOURCES)}, got {got}")
+    if kind == "url":
+        return ImagePart(_text(source, "url", where), f"{where}.url")
+    media_type, data = _text(source, "media_type", where), _text(source, "data", where)
+    return ImagePart(f"data:{media_type};base64,{data}", f"{where}.data")
+
+
+def find_images(messages: Sequence[Any], most: int) -> list[ImagePart]:
+    """Return the images of a conversation, in its order. Raises RequestError for more than `most`.
+
+    Parts may be ImageParts already.
+    """
+    found: list[ImagePart] = []
+
+    def find(part: Any, where: str) -> Any:
+        image = _image_of(part, where)
+        if image is not None:
+            found.append(image)
+            if len(found) > most:
+                raise wrong(
+                    where, f"is image {most + 1} of the request, which may have at most {most};"
+                    " send fewer, or ask the operator for a larger --limit-mm-per-prompt",
+                )  # fmt: skip
+        return part
+
+    _each_part(messages, find)
+    return found
+
+
+def replace_images(
+    messages: Sequence[Any], replacement: Callable[[ImagePart], Part]
+) -> list[Mapping[str, Any]]:
+    """Return messages with something in the place of each image. The given ones are unchanged."""
+
+    def replaced(part: Any, where: str) -> Any:
+        image = _image_of(part, where)
+        return part if image is None else replacement(image)
+
+    return _each_part(messages, replaced)
+
+
+def replace_parts(
+    messages: Sequence[Any], replacement: Callable[[Part, str], Part]
+) -> list[Mapping[str, Any]]:
+    """Return messages with something in the place of each part that is an object."""
+    return _each_part(
+        messages,
+        lambda part, where: replacement(part, where) if isinstance(part, Mapping) else part,
+    )
+
+
+def image_chars(value: Any, depth: int = 0) -> int:
+    """Return how many characters of a body's JSON are data URLs and other encoded images."""
+    if depth > MAX_DEPTH:
+        return 0
+    if isinstance(value, Mapping):
+        found = 0
+        for name, each in value.items():
+            is_text = isinstance(each, str)
+            found += (
+                (len(each) if name in HOLDERS else 0) if is_text else image_chars(each, depth + 1)
+            )
+        return found
+    return sum(image_chars(each, depth + 1) for each in value) if isinstance(value, list) else 0
+
+
+def wrong(where: str, rule: str) -> RequestError:
+    """Return the error of a field."""
+    return RequestError(f"{where} {rule}.", where)
+
+
+def _image_of(part: Any, where: str) -> ImagePart | None:
+    if isinstance(part, ImagePart):
+        return part
+    return read_part(part, where) if isinstance(part, Mapping) else None
+
+
+def _each_part(
+    messages: Sequence[Any], change: Callable[[Any, str], Any]
+) -> list[Mapping[str, Any]]:
+    """Return messages with each part of their contents changed."""
+    made = []
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            where = f"messages[{index}].content"
+            parts = [change(part, f"{where}[{i}]") for i, part in enumerate(content)]
+            message = {**message, "content": parts}
+        made.append(message)
+    return made
+
+
+def _text(source: Part, name: str, where: str) -> str:
+    value = source.get(name)
+    if not isinstance(value, str) or not value:
+        raise wrong(f"{where}.{name}", f"must be a text that is not empty, got {_shown(value)}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error, which never holds much of an image."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

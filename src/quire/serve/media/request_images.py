@@ -1,0 +1,216 @@
+"""The images of a request on their way from its messages to its prompt.
+
+    async with api.images.open(messages, takes_images) as images:   the bytes, with their digests
+        images.messages                     as hooks see them: {"type": "image", "sha256": ...}
+        await images.prepared(messages, ..) as the renderer takes them, with {"type": "image"}
+
+How much a request may bring is bounded, and so is what all open requests bring: a request beyond
+that ends with EngineBusy.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
+from quire.base.media.server_media import ServerMedia
+from quire.render.media.prepared import PreparedMedia
+from quire.serve.media.download import Downloads
+from quire.serve.media.parts import (
+    ImagePart,
+    Part,
+    find_images,
+    replace_images,
+    replace_parts,
+    wrong,
+)
+from quire.serve.media.sources import MediaSources
+
+MAX_FILE_BYTES = 32 << 20
+MAX_PIXELS = 64 << 20  # of one image
+MAX_ALL_PIXELS = 256 << 20  # of a request's images together
+NUM_THREADS = 8  # that read files and downloads
+MAX_READS = 64  # images that are being read or wait for a thread
+MAX_OPEN_BYTES = 512 << 20  # of the images of all open requests
+NO_IMAGES = "is an image, and this model does not accept images; remove it"
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Decoder(Protocol):
+    """Prepares an image file for a model (`render/media/media_renderer.py`)."""
+
+    async def file_async(self, data: bytes, max_pixels: int | None = None) -> PreparedMedia:
+        """Return the image. Raises RequestError for a file that is no usable image, and EngineBusy
+        where too many wait."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """The bytes of an image. where: the field that it came from."""
+
+    data: bytes = field(repr=False)
+    where: str
+
+
+@dataclass(frozen=True)
+class RequestImages:
+    """messages: with digests in the place of images. files: by digest, in hexadecimal."""
+
+    messages: Messages
+    files: Mapping[str, ImageFile]
+
+    async def prepared(
+        self, messages: Messages, decoder: Decoder | None, max_tokens: int
+    ) -> tuple[Messages, list[PreparedMedia]]:
+        """Return messages, which hooks may have changed, with a plain part for each image, and the
+        media in the order of these parts.
+
+        Raises RequestError for files that are no usable images, or have more than max_tokens tokens
+        together; EngineBusy, and HookFailed for an image that the request did not bring.
+        """
+        if not self.files:
+            return messages, []
+        assert decoder is not None
+        digests: list[str] = []
+        plain = replace_parts(messages, lambda part, where: self._plain(part, digests))
+        most = min(MAX_PIXELS, MAX_ALL_PIXELS // max(1, len(self.files)))
+        names = list(dict.fromkeys(digests))
+        made = await _all(_decoded(decoder, self.files[name], most) for name in names)
+        by_name = dict(zip(names, made, strict=True))
+        media = [by_name[name] for name in digests]
+        num_tokens = sum(each.num_tokens for each in media)
+        if num_tokens > max_tokens:
+            raise RequestError(
+                f"messages: the images have {num_tokens} tokens, and max_model_len is {max_tokens};"
+                " send fewer or smaller images.",
+                "messages",
+            )
+        return plain, media
+
+    def _plain(self, part: Part, digests: list[str]) -> Part:
+        if part.get("type") != "image":
+            return part
+        name = part.get("sha256")
+        if not isinstance(name, str) or name not in self.files:
+            text = "a hook of this server returned an image that the request does not hold."
+            raise HookFailed(text, HOOK_FAILED)
+        digests.append(name)
+        return {"type": "image"}
+
+
+class ImageReader:
+    """Reads the images of an API process's requests, as the operator's settings allow."""
+
+    def __init__(self, config: ServerMedia) -> None:
+        folder = config.allowed_local_media_path
+        self._most = config.max_images
+        self._max_bytes = config.max_media_bytes
+        max_bytes = min(MAX_FILE_BYTES, config.max_media_bytes)
+        self.sources = MediaSources(
+            None if folder is None else Path(folder),
+            Downloads(config.allowed_media_domains, max_bytes),
+            max_bytes,
+        )
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "images")
+        self._num_reads = 0
+        self._num_bytes = 0
+
+    @asynccontextmanager
+    async def open(self, messages: Messages, takes_images: bool) -> AsyncIterator[RequestImages]:
+        """Read the images of a conversation, and hold them while the context is open.
+
+        Raises RequestError for a part that is wrong or not allowed, and EngineBusy.
+        """
+        parts = find_images(messages, self._most)
+        if not parts:
+            yield RequestImages(messages, {})
+            return
+        if not takes_images:
+            raise wrong(parts[0].where, NO_IMAGES)
+        data = await self._read({each.url: each for each in reversed(parts)})
+        num_bytes = sum(map(len, data.values()))
+        self._hold(num_bytes)
+        try:
+            yield await asyncio.to_thread(_named, messages, data)
+        finally:
+            self._num_bytes -= num_bytes
+
+    async def _read(self, parts: Mapping[str, ImagePart]) -> dict[str, bytes]:
+        """Return the bytes behind each URL."""
+        if self._num_reads and self._num_reads + len(parts) > MAX_READS:
+            raise EngineBusy(f"{self._num_reads} images are being read; try again later.")
+        left = self._max_bytes
+
+        async def read(part: ImagePart) -> bytes:
+            nonlocal left
+            loop = asyncio.get_running_loop()
+            try:
+                data = await loop.run_in_executor(self._threads, self.sources.read, part.url)
+            except RequestError as error:
+                raise _at(part.where, error) from None
+            left -= len(data)
+            if left < 0:
+                rule = (
+                    f"makes the images of the request exceed {self._max_bytes:,} bytes, the limit"
+                )
+                raise wrong(part.where, f"{rule}; send fewer or smaller images")
+            return data
+
+        self._num_reads += len(parts)
+        try:
+            found = await _all(read(part) for part in parts.values())
+        finally:
+            self._num_reads -= len(parts)
+        return dict(zip(parts, found, strict=True))
+
+    def _hold(self, num_bytes: int) -> None:
+        if self._num_bytes and self._num_bytes + num_bytes > MAX_OPEN_BYTES:
+            raise EngineBusy(
+                f"images with {self._num_bytes:,} bytes are being decoded; try again later."
+            )
+        self._num_bytes += num_bytes
+
+
+def _named(messages: Messages, data: Mapping[str, bytes]) -> RequestImages:
+    """Return the images by their digests."""
+    files: dict[str, ImageFile] = {}
+
+    def named(image: ImagePart) -> Part:
+        found = data[image.url]
+        name = hashlib.sha256(found).hexdigest()
+        files.setdefault(name, ImageFile(found, image.where))
+        return {"type": "image", "sha256": name}
+
+    return RequestImages(replace_images(messages, named), files)
+
+
+async def _decoded(decoder: Decoder, file: ImageFile, max_pixels: int) -> PreparedMedia:
+    try:
+        return await decoder.file_async(file.data, max_pixels)
+    except RequestError as error:
+        raise _at(file.where, error) from None
+
+
+async def _all(works: Any) -> list[Any]:
+    """Return what several coroutines return. The first error ends the others, and is raised."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _at(where: str, error: RequestError) -> RequestError:
+    """Return an error that names the field."""
+    if isinstance(error, EngineBusy):
+        return error
+    return RequestError(f"{where}: {error}", where, error.code)

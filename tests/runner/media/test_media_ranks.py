@@ -1,0 +1,119 @@
+"""Media of models that several ranks compute: the answers of one process.
+
+Stages: the first one encodes and places; the others only need the positions. Ranks that share
+layers: each encodes. Plans cross as they do between processes.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.model_spec import load_spec
+from quire.base.plan import Plan
+from quire.engine.ranks.messages import Step, frames, rank_codec
+from quire.models.layers import ParamFactory
+from quire.models.rank_place import RankPlace
+from quire.models.registry import make_model
+from quire.models.source import ModelSource, resolve_model
+from quire.models.vision.place import encoder_size
+from quire.ops.collective import RankGroup
+from quire.ops.collectives.thread_group import run_ranks
+from quire.runner.build import BuiltRunner, build_runner
+from tests.runner.media.test_media_steps import check
+from tests.support.engine.stages import StagesExecutor, build_stages
+from tests.support.models.reference_checkpoints import checkpoint
+from tests.support.runner.media_engine import (
+    ITEMS,
+    SETTINGS,
+    Engine,
+    FakeTower,
+    VisionLlama,
+    vision_models,
+)
+
+
+class Answer:
+    """A result that is made when it is asked for."""
+
+    def __init__(self, make: Any) -> None:
+        self.result = make
+
+
+class StagedEngine(Engine):
+    """An engine of several stages."""
+
+    def build(self, config: EngineConfig, source: ModelSource) -> BuiltRunner:
+        num = config.parallel.pipeline_parallel_size
+        self.executor = StagesExecutor(build_stages(config, source, num))
+        return self.executor.stages[-1]
+
+    def launch(self, plan: Plan) -> Any:
+        self.executor.submit(crossed(plan))
+        return Answer(self.executor.next_result)
+
+
+def crossed(plan: Plan) -> Plan:
+    """The plan as a rank gets it."""
+    (body,) = frames().feed(rank_codec().encode(Step(0, plan, is_first=True, has_masks=False)))
+    found = rank_codec().decode(body)
+    assert isinstance(found, Step)
+    return found.plan
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_two_stages(depth: int) -> None:
+    engine = StagedEngine(pipeline_parallel_size=2, pipeline_depth=depth)
+    for name in ITEMS:
+        engine.add(name)
+    check(engine, engine.drive(depth))
+    first, last = engine.executor.stages
+    assert first.spec.encoder is not None and last.spec.encoder is None
+
+
+def test_two_ranks_that_share_layers() -> None:
+    alone, plans, wanted = Engine(), list[Plan](), list[list[list[int]]]()
+
+    def noting(plan: Plan) -> Any:
+        launched = alone.runner.launch(plan)
+        plans.append(crossed(plan))
+        wanted.append(launched.result().token_ids.tolist())
+        return launched
+
+    alone.launch = noting  # type: ignore[method-assign]
+    for name in ITEMS:
+        alone.add(name)
+    alone.drive()
+    path = str(checkpoint("llama"))
+    config = config_from_flat(model=path, tensor_parallel_size=2, **SETTINGS)
+
+    def work(group: RankGroup) -> list[list[list[int]]]:
+        built = build_runner(config, resolve_model(path, None), place=RankPlace(group))
+        return [built.run(plan).token_ids.tolist() for plan in plans]
+
+    with vision_models():
+        assert run_ranks(2, work) == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("num_features", "stages"), [(0, [0]), (1, [0]), (3, [0, 1]), (9, [0, 1, 2])]
+)
+def test_stages_encode_whose_layers_read_outputs(num_features: int, stages: list[int]) -> None:
+    """Of six layers each of three stages has two."""
+    spec = replace(load_spec(checkpoint("llama")), num_layers=6)
+    factory = ParamFactory(torch.float32, torch.device("meta"))
+    model = VisionLlama(spec, factory)
+    model.vision = FakeTower(spec.hidden_size * (1 + num_features), factory)
+    places = [RankPlace(stage=stage, num_stages=3) for stage in range(3)]
+    found = [encoder_size(model, spec, place) for place in places]
+    assert [stage for stage, each in enumerate(found) if each is not None] == stages
+    assert found[0] == model.vision.size
+
+
+def test_models_without_a_tower_encode_nothing() -> None:
+    spec = load_spec(checkpoint("llama"))
+    text = make_model(spec, torch.float32, torch.device("meta"))
+    for model in (text, torch.nn.Identity()):  # which another package may bring
+        assert encoder_size(model, spec, RankPlace()) is None
