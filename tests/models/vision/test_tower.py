@@ -186,7 +186,7 @@ def test_attention_stays_within_its_ranges() -> None:
     mask = torch.where(number[:, None] == number, 0.0, -torch.inf)
     weights = torch.softmax(torch.einsum("qnh,knh->nqk", q, k) * 0.3 + mask, -1)
     wanted = torch.einsum("nqk,knh->qnh", weights, v).flatten(1)
-    torch.testing.assert_close(range_attention(q, k, v, bounds, 0.3), wanted)
+    torch.testing.assert_close(range_attention(q, k, v, bounds, 0.3).flatten(1), wanted)
 
 
 def test_ranges_must_hold_all_patches() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from quire.base.media.encoder_size import EncoderSize
 from quire.models.layers import ParamFactory
+from quire.models.vision.attention import BlockAttention, RangeAttention
 
 
 class ImageArrays(Protocol):
@@ -60,6 +61,22 @@ class VisionTower(nn.Module):
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """Return the embeddings of one image, [num_tokens, W]."""
         raise NotImplementedError
+
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Run the blocks on embedded patches; return the states that the rest of the tower reads,
+        [T, D] each."""
+        raise NotImplementedError
+
+    def run_blocks(
+        self,
+        x_TD: torch.Tensor,
+        cuts: Sequence[Sequence[int]],
+        rotary_rows: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the states of an image. cuts: the bounds of the ranges that blocks attend in."""
+        return self.states(x_TD, RangeAttention(cuts), rotary_rows)
 
     @property
     def most_tokens(self) -> int | None:
