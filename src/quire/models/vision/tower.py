@@ -19,6 +19,7 @@ from torch import nn
 from quire.base.media.encoder_size import EncoderSize
 from quire.models.layers import ParamFactory
 from quire.models.vision.attention import BlockAttention, RangeAttention
+from quire.models.vision.program import BlockProgram, trace_blocks
 
 
 class ImageArrays(Protocol):
@@ -53,6 +54,8 @@ class VisionTower(nn.Module):
     def __init__(self, width: int, factory: ParamFactory) -> None:
         super().__init__()
         self.width, self.dtype, self.device = width, factory.dtype, factory.device
+        self._program: BlockProgram | None = None
+        self._is_traced = False
 
     def forward(self, images: Sequence[ImageArrays]) -> list[torch.Tensor]:
         """Return the embeddings of each image, [num_tokens, W]."""
@@ -75,7 +78,15 @@ class VisionTower(nn.Module):
         cuts: Sequence[Sequence[int]],
         rotary_rows: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """Return the states of an image. cuts: the bounds of the ranges that blocks attend in."""
+        """Return the states of an image. cuts: the bounds of the ranges that blocks attend in.
+
+        The blocks are traced with the first image, when all weights are packed.
+        """
+        if not self._is_traced:
+            self._program = trace_blocks(self.states, len(cuts), x_TD, rotary_rows)
+            self._is_traced = True
+        if self._program is not None:
+            return self._program.run(x_TD, cuts, rotary_rows)
         return self.states(x_TD, RangeAttention(cuts), rotary_rows)
 
     @property
