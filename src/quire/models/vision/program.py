@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # Runs the blocks on patches, with their attention and rotation factors; returns states, [T, D].
 Blocks = Callable[[torch.Tensor, BlockAttention, torch.Tensor | None], list[torch.Tensor]]
 
-BLOCK_SIZE = 64  # patches
+BLOCK_SIZE = 16  # patches
 TRACED_PATCHES = 3  # any number that no other dimension is likely to have
 CPU = torch.device("cpu")
 
@@ -66,7 +66,8 @@ class BlockProgram:
             found = [torch.empty_like(state) for state in states]
             for out_TD, state_TD in zip(found, states, strict=True):
                 add_into(out_TD, state_TD, None)
-        ids_T, positions_T = torch.zeros(2, TRACED_PATCHES, dtype=torch.int64).clone().unbind()
+        # The blocks have neither, so tracing refuses an operation that reads any.
+        ids_T, positions_T = (torch.zeros(TRACED_PATCHES, dtype=torch.int64) for _ in range(2))
         draft = Tracer(record, ids_T, positions_T).trace(found[0], [*found[1:], *entering])
         attends = [each for each in draft.instructions if each.kind == Kind.ATTEND]
         sizes = {(each.heads, draft.widths[each.views[0].buffer] // each.heads) for each in attends}
@@ -82,6 +83,21 @@ class BlockProgram:
         rotary_rows: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Return the states of an image; see VisionTower.run_blocks."""
+        return [state.to(self.dtype) for state in self._exact_states(x_TD, cuts, rotary_rows)]
+
+    def num_bytes(self, num_cuts: int) -> int:
+        """Count the bytes that a patch takes until its states are there, its input included."""
+        floats = self.parts.arena + sum(self.draft.widths[: self.draft.num_outside])
+        width = self.heads * self.head_dim
+        return 4 * floats + (1 + 2 * num_cuts) * width * self.dtype.itemsize
+
+    def _exact_states(
+        self,
+        x_TD: torch.Tensor,
+        cuts: Sequence[Sequence[int]],
+        rotary_rows: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Return the states in float32. All memory but theirs is given back."""
         entering = [x_TD.float().contiguous()]
         if rotary_rows is not None:
             entering.append(rotary_rows.contiguous())
@@ -96,14 +112,14 @@ class BlockProgram:
         program = self.parts.assemble(backends[0].variant, add_layers, int)
         program.run(
             len(x_TD),
-            0,  # the program reads no ids and no positions
+            0,  # ids and positions: none
             0,
             [address(rows, torch.float32) for rows in (*states, *entering)],
             [(each.plan(0, 1), address(each.slots(0), torch.int64)) for each in backends],
             (0, 0, 0, 0),
             num_threads(),
         )
-        return [state.to(self.dtype) for state in states]
+        return states
 
     def _attention(self, bounds: Sequence[int]) -> CoreWithinStep:
         """Return attention in which patches see their range. bounds: of the ranges, from 0."""

@@ -139,6 +139,12 @@ class Qwen3VLTower(QwenTower):
         names = (f"{name}.linear_fc1", f"{name}.linear_fc2")
         return PatchMerger(norm, names, self.spec, factory, norms_groups=norms_groups)
 
+    @property
+    def numbers_per_token(self) -> int:
+        """See VisionTower. The states of deepstack blocks are kept."""
+        kept = self.spec.group * self.spec.width * len(self.spec.deepstack_blocks)
+        return super().numbers_per_token + kept
+
     def states(
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
     ) -> list[torch.Tensor]:

@@ -135,7 +135,8 @@ def numbers_of_patch(pixels: int, width: int, inner: int) -> int:
     """Return how many numbers a tower holds at once for a patch, at most.
 
     pixels: of the patch, in all channels and frames; they exist as indices, as values and cut.
-    width: of the residual stream, its norm, queries, keys, values and outputs. inner: of the
-    feed-forward layer: gate, up and their product.
+    width: of what enters the blocks, the residual stream, its norm, queries, keys, values, outputs
+    and states; keys and values once more as attention reads them. inner: of the feed-forward layer:
+    gate, up and their product, and that product once more in 16 bits, as the core multiplies it.
     """
-    return max(3 * pixels + width, 12 * width, 6 * width + 3 * inner)
+    return max(3 * pixels + width, 16 * width, 10 * width + 7 * inner // 2)
