@@ -15,14 +15,13 @@ from quire.models.vision.program import BlockProgram, trace_blocks
 from quire.models.vision.tower import VisionTower
 from quire.ops.native import core
 from quire.ops.registry import op
-from tests.models.vision.test_tower import FAMILIES, images_of
+from tests.models.vision.test_tower import FAMILIES, images_of, wide_checkpoint
 from tests.support.models.vision_checkpoints import checkpoint
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 
 NUM_PATCHES = 150
 CUTS = ([0, 97, 150], [0, 20, 53, 54, 97, 107, 150])  # the second divides the ranges of the first
-WIDE = {"hidden_size": 64, "intermediate_size": 300}
 
 
 def inputs_of(tower: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -44,9 +43,7 @@ def program_of(tower: VisionTower) -> BlockProgram:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02), (torch.float16, 2e-3)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 0.02)])
 def test_the_core_computes_what_the_operations_do(
     family: str, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -122,10 +119,7 @@ def test_what_the_core_cannot_trace_runs_operation_by_operation(
 def test_a_program_takes_no_more_memory_than_the_tower_says(
     family: str, dtype: torch.dtype
 ) -> None:
-    wide = dict(WIDE)
-    if family == "qwen2_vl":
-        wide["embed_dim"] = wide.pop("hidden_size")
-    tower = checkpoint(family, json.dumps({"vision_config": wide})).tower(dtype)
+    tower = wide_checkpoint(family).tower(dtype)
     image, num_cuts = images_of(family)[0], 2 if family == "qwen2_5_vl" else 1
     patches_per_token = num_patches(tower, image) / len(tower.encode(image))
     held = program_of(tower).num_bytes(num_cuts) * patches_per_token

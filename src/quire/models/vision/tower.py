@@ -4,6 +4,9 @@ Input: images as uint8 pixels with a table of values (`render/media/`). Output: 
 tensor [num_tokens, W] in the tower's dtype, whose rows replace the embeddings of the image's
 placeholder tokens. One file per family; `layers.py` and `attention.py` hold what they share.
 
+A tower embeds patches, runs its blocks on them, and makes rows of the states that the blocks leave.
+On a CPU the C++ core runs the blocks (`program.py`).
+
 A tower computes each image by itself. So an image's bits do not depend on the other images of a
 call, whatever order a device's kernels sum in.
 """
