@@ -57,7 +57,7 @@ BUDGETS = {
     "models/hf": 2800,
     "models/multimodal": 200,
     "models/quantised": 1000,
-    "models/vision": 1560,
+    "models/vision": 1840,
     "ops": 6150,
     "ops/attention": 3600,
     "ops/collectives": 500,

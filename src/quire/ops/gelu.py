@@ -4,6 +4,8 @@ import torch
 
 from quire.ops.registry import op
 
+QUICK_GELU = 1.702
+
 
 @op("gelu")
 def gelu(x_TF: torch.Tensor) -> torch.Tensor:
@@ -20,4 +22,4 @@ def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
 @op("quick_gelu")
 def quick_gelu(x_TF: torch.Tensor) -> torch.Tensor:
     """Return x * sigmoid(1.702 x), the approximation of CLIP's towers."""
-    return x_TF * torch.sigmoid(1.702 * x_TF)
+    return x_TF * torch.sigmoid(QUICK_GELU * x_TF)

@@ -15,6 +15,7 @@ from quire.ops.clamped_gate import ClampedGate
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.formats import rounds_activations
+from quire.ops.gelu import QUICK_GELU
 from quire.ops.linear import Weight
 from quire.ops.native import needed_core
 from quire.ops.packed import ELEMENTS, PackedParts, PackedWeight
@@ -52,6 +53,7 @@ class Tracer:
             "scale": self._scale,
             "gelu": self._row_wise(Kind.GELU),
             "gelu_tanh": self._row_wise(Kind.GELU_TANH),
+            "quick_gelu": self._quick_gelu,
             "relu": self._row_wise(Kind.RELU),
             "add": self._row_wise(Kind.ADD),
             "add_into": self._add_into,
@@ -311,6 +313,13 @@ class Tracer:
     def _scale(self, out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
         views, size = (self._new(out), self._view(x)), math.prod(out.shape[1:])
         self._emit(Instruction(Kind.SCALE, views, size=size, scale=factor))
+
+    def _quick_gelu(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        size, gate = math.prod(out.shape[1:]), View(len(self._draft.widths))
+        self._draft.widths.append(size)
+        self._emit(Instruction(Kind.SCALE, (gate, self._view(x)), size=size, scale=QUICK_GELU))
+        views = self._new(out), self._view(x), gate
+        self._emit(Instruction(Kind.SIGMOID_MUL, views, size=size))
 
     def _linear(
         self, out: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None

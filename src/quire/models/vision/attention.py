@@ -5,6 +5,7 @@ Shape legend: T patches, N heads, H head dim.
 
 from collections.abc import Sequence
 from itertools import groupby, pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,36 @@ from quire.ops.precision import accumulation_dtype
 Int64 = npt.NDArray[np.int64]
 
 
+class BlockAttention(Protocol):
+    """The attention of a tower's blocks. A cut is the number of one way to divide all patches into
+    ranges: frames or windows."""
+
+    def write(self, cut: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, /) -> None:
+        """Take the keys and values of a block."""
+        ...
+
+    def run(self, cut: int, q_TNH: torch.Tensor, scale: float, /) -> torch.Tensor:
+        """Return what the queries of the same block take from their ranges, [T, N, H]."""
+        ...
+
+
+class RangeAttention:
+    """Attention by torch's operations, on any device. cuts: the bounds of each cut's ranges."""
+
+    def __init__(self, cuts: Sequence[Sequence[int]]) -> None:
+        self._cuts = cuts
+        self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def write(self, cut: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
+        """See BlockAttention."""
+        self._kv = {cut: (k_TNH, v_TNH)}
+
+    def run(self, cut: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+        """See BlockAttention."""
+        k_TNH, v_TNH = self._kv.pop(cut)
+        return range_attention(q_TNH, k_TNH, v_TNH, self._cuts[cut], scale)
+
+
 def range_attention(
     q_TNH: torch.Tensor,
     k_TNH: torch.Tensor,
@@ -22,12 +53,12 @@ def range_attention(
     bounds: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
-    """Return softmax(q k^T * scale) v within each range of patches, [T, N * H].
+    """Return softmax(q k^T * scale) v within each range of patches, [T, N, H].
 
     bounds: the cumulative lengths of the ranges, from 0 to T. A patch sees all patches of its own
     range and no others. Neighbouring ranges of one length are computed in one call.
     """
-    out_TNH = torch.empty_like(q_TNH)
+    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     start = 0
     for length, group in groupby(end - first for first, end in pairwise(bounds)):
         num = len(list(group))
@@ -38,7 +69,7 @@ def range_attention(
         out_TNH[start:end] = found.transpose(1, 2).flatten(0, 1)
         start = end
     assert start == q_TNH.shape[0], "the ranges hold all patches"
-    return out_TNH.flatten(1)
+    return out_TNH
 
 
 def axial_rotary_rows(

@@ -16,6 +16,7 @@ import torch
 
 from quire.base.config_fields import Fields
 from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory
+from quire.models.vision.attention import BlockAttention
 from quire.models.vision.fields import VISION_ACTIVATIONS, function_of
 from quire.models.vision.layers import NamedVector, PatchLinear, VisionMLP
 from quire.models.vision.squares import (
@@ -138,6 +139,15 @@ class LlavaTower(VisionTower):
         states = (len(self.blocks) + 1 + len(spec.layers)) * spec.tower.width
         return spec.tower.numbers // num + 2 * states + 5 * self.width
 
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """See VisionTower. These are the states that the projector reads."""
+        states = [x_TD]
+        for block in self.blocks:
+            states.append(block(states[-1], attention))
+        return [states[layer] for layer in self.spec.layers]
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         return self.projected(image).flatten(0, 1)
@@ -153,12 +163,7 @@ class LlavaTower(VisionTower):
         positions = torch.arange(length, device=self.device).repeat(num)
         embedded_TD = torch.cat((token, squares), dim=1).flatten(0, 1)
         x_TD = self.norm(add(embedded_TD, self.positions(positions)))
-        states = [x_TD]
-        bounds = square_bounds(num, length)
-        for block in self.blocks:
-            x_TD = block(x_TD, bounds)
-            states.append(x_TD)
-        read = torch.cat([states[layer] for layer in self.spec.layers], dim=1)
+        read = torch.cat(self.run_blocks(x_TD, [square_bounds(num, length)]), dim=1)
         squares = read.unflatten(0, (num, length))
         if not self.spec.keeps_class:
             squares = squares[:, 1:]

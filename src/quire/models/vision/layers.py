@@ -4,7 +4,7 @@ Shape legend: T patches, D tower width, F feed-forward dim, N heads, H head dim.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from quire.models.layers import Layer, Linear, ParamFactory
 from quire.models.sources import Part, Source
-from quire.models.vision.attention import range_attention
+from quire.models.vision.attention import BlockAttention
 from quire.ops.add import add
 from quire.ops.rotary import rotary
 
@@ -62,16 +62,21 @@ class VisionAttention(nn.Module):
         self._heads, self._head_dim = heads, head_dim
 
     def forward(
-        self, x_TD: torch.Tensor, bounds: Sequence[int], rotary_rows: torch.Tensor | None = None
+        self,
+        x_TD: torch.Tensor,
+        attention: BlockAttention,
+        cut: int,
+        rotary_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return [T, D]. bounds: of the ranges; rotary_rows: None where positions are embedded."""
+        """Return [T, D]. cut: of the ranges; rotary_rows: None where positions are embedded."""
         qkv_TMH = self.qkv(x_TD).unflatten(1, (3 * self._heads, self._head_dim))
         q_TNH, k_TNH, v_TNH = qkv_TMH.split(self._heads, dim=1)
         if rotary_rows is not None:
             turned = rotary(qkv_TMH[:, : 2 * self._heads], rotary_rows)
             q_TNH, k_TNH = turned.split(self._heads, dim=1)
-        seen = range_attention(q_TNH, k_TNH, v_TNH, bounds, self._head_dim**-0.5)
-        out_TD: torch.Tensor = self.output(seen)
+        attention.write(cut, k_TNH, v_TNH)
+        seen_TNH = attention.run(cut, q_TNH, self._head_dim**-0.5)
+        out_TD: torch.Tensor = self.output(seen_TNH.flatten(1))
         return out_TD
 
 
@@ -107,10 +112,14 @@ class VisionBlock(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(
-        self, x_TD: torch.Tensor, bounds: Sequence[int], rotary_rows: torch.Tensor | None = None
+        self,
+        x_TD: torch.Tensor,
+        attention: BlockAttention,
+        cut: int = 0,
+        rotary_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return [T, D]; see VisionAttention."""
         normed_TD, x_TD = self.attention_norm(x_TD)
-        seen_TD = self.attention(normed_TD, bounds, rotary_rows)
+        seen_TD = self.attention(normed_TD, attention, cut, rotary_rows)
         normed_TD, x_TD = self.mlp_norm(seen_TD, x_TD)
         return add(x_TD, self.mlp(normed_TD))

@@ -16,7 +16,7 @@ from torch import nn
 
 from quire.base.config_fields import Fields
 from quire.models.layers import Linear, ParamFactory, RMSNorm
-from quire.models.vision.attention import Int64
+from quire.models.vision.attention import BlockAttention, Int64
 from quire.models.vision.fields import VISION_GATES, check_outputs, function_of, vision_fields
 from quire.models.vision.layers import VisionBlock, VisionMLP
 from quire.models.vision.qwen_vl import (
@@ -32,6 +32,7 @@ from quire.models.vision.qwen_vl import (
 )
 from quire.models.vision.tower import ImageArrays
 
+FRAMES, WINDOWS = range(2)  # the cuts of an image's patches
 DEFAULTS: dict[str, Any] = {
     "depth": 32,
     "hidden_size": 3584,
@@ -111,17 +112,24 @@ class Qwen25VLTower(QwenTower):
         mlp = VisionMLP(up, VISION_GATES[self.spec.activation], down)
         return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
 
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """See VisionTower."""
+        for number, block in enumerate(self.blocks):
+            cut = FRAMES if number in self.spec.full_blocks else WINDOWS
+            x_TD = block(x_TD, attention, cut, rotary_rows)
+        return [x_TD]
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         spec, grid = self.spec, grid_of(image)
         order_G, windows = window_order(grid, spec.merge_size, spec.window_groups)
-        frames = frame_bounds(grid)
         positions = merge_order_positions(grid, spec.merge_size)
         rows = self.rotary_rows(positions.reshape(-1, spec.group, 2)[order_G].reshape(-1, 2))
         x_TD = self.embedded_patches(image)
         order = torch.from_numpy(order_G).to(self.device)
         x_TD = x_TD.unflatten(0, (-1, spec.group))[order].flatten(0, 1)
-        for number, block in enumerate(self.blocks):
-            x_TD = block(x_TD, frames if number in spec.full_blocks else windows, rows)
+        (x_TD,) = self.run_blocks(x_TD, [frame_bounds(grid), windows], rows)
         merged: torch.Tensor = self.merger(x_TD)
         return merged[order.argsort()]

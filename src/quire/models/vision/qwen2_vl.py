@@ -11,6 +11,7 @@ from torch import nn
 
 from quire.base.config_fields import Fields
 from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm
+from quire.models.vision.attention import BlockAttention
 from quire.models.vision.fields import VISION_ACTIVATIONS, check_outputs, function_of, vision_fields
 from quire.models.vision.layers import VisionBlock, VisionMLP
 from quire.models.vision.qwen_vl import (
@@ -78,13 +79,18 @@ class Qwen2VLTower(QwenTower):
         mlp = VisionMLP(up, VISION_ACTIVATIONS[self.spec.activation], down)
         return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
 
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """See VisionTower."""
+        for block in self.blocks:
+            x_TD = block(x_TD, attention, 0, rotary_rows)
+        return [x_TD]
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         grid = grid_of(image)
-        bounds = frame_bounds(grid)
         rows = self.rotary_rows(merge_order_positions(grid, self.spec.merge_size))
-        x_TD = self.embedded_patches(image)
-        for block in self.blocks:
-            x_TD = block(x_TD, bounds, rows)
+        (x_TD,) = self.run_blocks(self.embedded_patches(image), [frame_bounds(grid)], rows)
         merged: torch.Tensor = self.merger(x_TD)
         return merged

@@ -18,7 +18,7 @@ from torch import nn
 
 from quire.base.config_fields import Fields
 from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, StreamNorm
-from quire.models.vision.attention import Int64
+from quire.models.vision.attention import BlockAttention, Int64
 from quire.models.vision.fields import VISION_ACTIVATIONS, check_outputs, function_of, vision_fields
 from quire.models.vision.layers import VisionBlock, VisionMLP
 from quire.models.vision.qwen_vl import (
@@ -139,18 +139,32 @@ class Qwen3VLTower(QwenTower):
         names = (f"{name}.linear_fc1", f"{name}.linear_fc2")
         return PatchMerger(norm, names, self.spec, factory, norms_groups=norms_groups)
 
+    @property
+    def numbers_per_token(self) -> int:
+        """See VisionTower. The states of deepstack blocks are kept."""
+        kept = self.spec.group * self.spec.width * len(self.spec.deepstack_blocks)
+        return super().numbers_per_token + kept
+
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """See VisionTower. The last state comes first, then those of the deepstack blocks."""
+        taken = []
+        for number, block in enumerate(self.blocks):
+            x_TD = block(x_TD, attention, 0, rotary_rows)
+            if number in self.spec.deepstack_blocks:
+                taken.append(x_TD)
+        return [x_TD, *taken]
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         spec, grid = self.spec, grid_of(image)
-        bounds = frame_bounds(grid)
         rows = self.rotary_rows(merge_order_positions(grid, spec.merge_size))
         x_TD = add(self.embedded_patches(image), self._embedded_positions(grid))
-        features = []
-        for number, block in enumerate(self.blocks):
-            x_TD = block(x_TD, bounds, rows)
-            if number in spec.deepstack_blocks:
-                features.append(self.deepstack[spec.deepstack_blocks.index(number)](x_TD))
-        return torch.cat((self.merger(x_TD), *features), dim=1)
+        last_TD, *taken = self.run_blocks(x_TD, [frame_bounds(grid)], rows)
+        places = [spec.deepstack_blocks.index(block) for block in sorted(spec.deepstack_blocks)]
+        features = [self.deepstack[i](x_TD) for i, x_TD in zip(places, taken, strict=True)]
+        return torch.cat((self.merger(last_TD), *features), dim=1)
 
     def _embedded_positions(self, grid: Grid) -> torch.Tensor:
         """Return the interpolated embedding of each patch's position, [T, D]."""

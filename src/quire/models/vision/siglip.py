@@ -16,6 +16,7 @@ from torch import nn
 from quire.base.config_fields import Fields
 from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, RMSNorm
 from quire.models.sources import Source
+from quire.models.vision.attention import BlockAttention
 from quire.models.vision.layers import PatchLinear
 from quire.models.vision.squares import (
     PREFIX,
@@ -136,6 +137,14 @@ class Gemma3Tower(VisionTower):
         """See VisionTower."""
         return self.spec.tower.numbers // self.spec.pooled_side**2 + 2 * self.width
 
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """See VisionTower."""
+        for block in self.blocks:
+            x_TD = block(x_TD, attention, 0, rotary_rows)
+        return [x_TD]
+
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""
         tower, squares = self.spec.tower, len(image.pixels)
@@ -143,8 +152,6 @@ class Gemma3Tower(VisionTower):
         values = self.values(image, channel_axis=3)
         positions = torch.arange(length, device=self.device).repeat(squares)
         x_TD = add(self.patches(cut_into_patches(values, tower)), self.positions(positions))
-        bounds = square_bounds(squares, length)
-        for block in self.blocks:
-            x_TD = block(x_TD, bounds)
+        (x_TD,) = self.run_blocks(x_TD, [square_bounds(squares, length)])
         out: torch.Tensor = self.projector(self.norm(x_TD))
         return out

@@ -4,6 +4,9 @@ Input: images as uint8 pixels with a table of values (`render/media/`). Output: 
 tensor [num_tokens, W] in the tower's dtype, whose rows replace the embeddings of the image's
 placeholder tokens. One file per family; `layers.py` and `attention.py` hold what they share.
 
+A tower embeds patches, runs its blocks on them, and makes rows of the states that the blocks leave.
+On a CPU the C++ core runs the blocks (`program.py`).
+
 A tower computes each image by itself. So an image's bits do not depend on the other images of a
 call, whatever order a device's kernels sum in.
 """
@@ -18,6 +21,8 @@ from torch import nn
 
 from quire.base.media.encoder_size import EncoderSize
 from quire.models.layers import ParamFactory
+from quire.models.vision.attention import BlockAttention, RangeAttention
+from quire.models.vision.program import BlockProgram, trace_blocks
 
 
 class ImageArrays(Protocol):
@@ -52,6 +57,8 @@ class VisionTower(nn.Module):
     def __init__(self, width: int, factory: ParamFactory) -> None:
         super().__init__()
         self.width, self.dtype, self.device = width, factory.dtype, factory.device
+        self._program: BlockProgram | None = None
+        self._is_traced = False
 
     def forward(self, images: Sequence[ImageArrays]) -> list[torch.Tensor]:
         """Return the embeddings of each image, [num_tokens, W]."""
@@ -60,6 +67,30 @@ class VisionTower(nn.Module):
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """Return the embeddings of one image, [num_tokens, W]."""
         raise NotImplementedError
+
+    def states(
+        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """Run the blocks on embedded patches; return the states that the rest of the tower reads,
+        [T, D] each."""
+        raise NotImplementedError
+
+    def run_blocks(
+        self,
+        x_TD: torch.Tensor,
+        cuts: Sequence[Sequence[int]],
+        rotary_rows: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the states of an image. cuts: the bounds of the ranges that blocks attend in.
+
+        The blocks are traced with the first image, when all weights are packed.
+        """
+        if not self._is_traced:
+            self._program = trace_blocks(self.states, len(cuts), x_TD, rotary_rows)
+            self._is_traced = True
+        if self._program is not None:
+            return self._program.run(x_TD, cuts, rotary_rows)
+        return self.states(x_TD, RangeAttention(cuts), rotary_rows)
 
     @property
     def most_tokens(self) -> int | None:
@@ -107,7 +138,8 @@ def numbers_of_patch(pixels: int, width: int, inner: int) -> int:
     """Return how many numbers a tower holds at once for a patch, at most.
 
     pixels: of the patch, in all channels and frames; they exist as indices, as values and cut.
-    width: of the residual stream, its norm, queries, keys, values and outputs. inner: of the
-    feed-forward layer: gate, up and their product.
+    width: of what enters the blocks, the residual stream, its norm, queries, keys, values, outputs
+    and states; keys and values once more as attention reads them. inner: of the feed-forward layer:
+    gate, up and their product, and that product once more in 16 bits, as the core multiplies it.
     """
-    return max(3 * pixels + width, 12 * width, 6 * width + 3 * inner)
+    return max(3 * pixels + width, 16 * width, 10 * width + 7 * inner // 2)
