@@ -23,13 +23,15 @@ class Fork(msgspec.Struct, frozen=True):
     shares.
 
     index: which of the other one's sequences. takes_over: once this one has ended and is held, the
-    other one is held no longer.
+    other one is held no longer. num_items: media items among these tokens, which a fork cannot do
+    without: their tokens alone mean nothing.
     """
 
     request_id: str
     index: int
     num_tokens: int
     takes_over: bool = False
+    num_items: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
