@@ -134,48 +134,44 @@ class ImageReader:
             return
         if not takes_images:
             raise wrong(parts[0].where, NO_IMAGES)
-        data = await self._read({each.url: each for each in reversed(parts)})
-        num_bytes = sum(map(len, data.values()))
-        self._hold(num_bytes)
+        data: dict[str, bytes] = {}
         try:
+            await self._read({each.url: each for each in reversed(parts)}, data)
             yield await asyncio.to_thread(_named, messages, data)
         finally:
-            self._num_bytes -= num_bytes
+            self._num_bytes -= sum(map(len, data.values()))
 
-    async def _read(self, parts: Mapping[str, ImagePart]) -> dict[str, bytes]:
-        """Return the bytes behind each URL."""
+    async def _read(self, parts: Mapping[str, ImagePart], data: dict[str, bytes]) -> None:
+        """Read the bytes behind each URL into `data`, and count them."""
         if self._num_reads and self._num_reads + len(parts) > MAX_READS:
             raise EngineBusy(f"{self._num_reads} images are being read; try again later.")
-        left = self._max_bytes
+        loop, num_bytes = asyncio.get_running_loop(), 0
 
-        async def read(part: ImagePart) -> bytes:
-            nonlocal left
-            loop = asyncio.get_running_loop()
+        async def read(part: ImagePart) -> None:
+            nonlocal num_bytes
             try:
-                data = await loop.run_in_executor(self._threads, self.sources.read, part.url)
+                found = await loop.run_in_executor(self._threads, self.sources.read, part.url)
             except RequestError as error:
                 raise _at(part.where, error) from None
-            left -= len(data)
-            if left < 0:
+            num_bytes += len(found)
+            if num_bytes > self._max_bytes:
                 rule = (
                     f"makes the images of the request exceed {self._max_bytes:,} bytes, the limit"
                 )
                 raise wrong(part.where, f"{rule}; send fewer or smaller images")
-            return data
+            others = self._num_bytes + len(found) - num_bytes
+            if others and others + num_bytes > MAX_OPEN_BYTES:
+                raise EngineBusy(
+                    f"images with {others:,} bytes are being decoded; try again later."
+                )
+            data[part.url] = found
+            self._num_bytes += len(found)
 
         self._num_reads += len(parts)
         try:
-            found = await _all(read(part) for part in parts.values())
+            await _all(read(part) for part in parts.values())
         finally:
             self._num_reads -= len(parts)
-        return dict(zip(parts, found, strict=True))
-
-    def _hold(self, num_bytes: int) -> None:
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_OPEN_BYTES:
-            raise EngineBusy(
-                f"images with {self._num_bytes:,} bytes are being decoded; try again later."
-            )
-        self._num_bytes += num_bytes
 
 
 def _named(messages: Messages, data: Mapping[str, bytes]) -> RequestImages:
