@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.errors import EngineBusy
 from quire.base.media.item import MediaItem
-from quire.base.messages import Hold, PutBack, Rewind, with_media
+from quire.base.messages import Hold, PutBack, Rewind
 from quire.scheduler.reuse import held as held_file
 from quire.scheduler.reuse.held import HeldChanges
 from quire.scheduler.scheduler import Topic
@@ -78,14 +78,14 @@ def test_room_to_hold_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatc
     bench = HeldBench()
     held = bench.keep()
     image = MediaItem(1, 3, bytes(32))
-    held.request = with_media(held.request, (image,))
+    held.request = msgspec.structs.replace(held.request, media=(image,))
     text = msgspec.structs.replace(make_request("b", PROMPT), keep_s=9.0)
     check = bench.scheduler.retained.check
-    check(with_media(text, (image,)))
-    two = with_media(text, (image, image.at(5)))
+    check(msgspec.structs.replace(text, media=(image,)))
+    two = msgspec.structs.replace(text, media=(image, image.at(5)))
     with pytest.raises(EngineBusy, match="3 tokens of images are retained .* 6 more .* of 8"):
         check(two)
-    held.request = with_media(held.request, (image,) * 4)
+    held.request = msgspec.structs.replace(held.request, media=(image,) * 4)
     check(text)
     bench.let_go()
 

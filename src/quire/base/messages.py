@@ -98,16 +98,6 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         """Its media items without pixels."""
         return tuple(item.without_pixels for item in self.media)
 
-    @property
-    def num_media_bytes(self) -> int:
-        """The memory of the pixels of its media items."""
-        return sum(len(item.pixels) for item in self.media) if self.media else 0
-
-
-def with_media(request: Request, media: tuple[MediaItem, ...]) -> Request:
-    """Return a request with these items."""
-    return msgspec.structs.replace(request, media=media)
-
 
 def without_prompt(request: Request) -> Request:
     """Return a request as it is, without the tokens of its prompt."""

@@ -14,7 +14,7 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import EngineBusy, EngineDead, RequestError
 from quire.base.media.item import MediaItem
-from quire.base.messages import Ready, Request, with_media
+from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.client import remote
@@ -157,7 +157,8 @@ def test_the_pixels_of_open_requests_are_bounded(
     monkeypatch.setattr(remote, "MAX_OPEN_MEDIA_BYTES", 100)
 
     def seeing(name: str, num_bytes: int) -> Request:
-        return with_media(request(name), (MediaItem(1, 2, b"d" * 32, pixels=bytes(num_bytes)),))
+        item = MediaItem(1, 2, b"d" * 32, pixels=bytes(num_bytes))
+        return msgspec.structs.replace(request(name), media=(item,))
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)

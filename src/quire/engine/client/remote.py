@@ -282,7 +282,7 @@ class RemoteClient:
         self, request: Request, prompt_text: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         self.check(request)
-        num_bytes = request.num_media_bytes
+        num_bytes = sum(len(item.pixels) for item in request.media)
         self._check_room(num_bytes)
         now, request_id = self._clock.now(), request.request_id
         if not request.received_s:

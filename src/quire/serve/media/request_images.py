@@ -10,7 +10,7 @@ that ends with EngineBusy.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,14 +21,7 @@ from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
 from quire.base.media.server_media import ServerMedia
 from quire.render.media.prepared import PreparedMedia
 from quire.serve.media.download import Downloads
-from quire.serve.media.parts import (
-    ImagePart,
-    Part,
-    find_images,
-    replace_images,
-    replace_parts,
-    wrong,
-)
+from quire.serve.media.parts import ImagePart, change_parts, error_at, take_images, wrong
 from quire.serve.media.sources import MediaSources
 
 MAX_FILE_BYTES = 32 << 20
@@ -79,10 +72,10 @@ class RequestImages:
             return messages, []
         assert decoder is not None
         digests: list[str] = []
-        plain = replace_parts(messages, lambda part, where: self._plain(part, digests))
+        plain = change_parts(messages, lambda part, where: self._plain(part, digests))
         most = min(MAX_PIXELS, MAX_ALL_PIXELS // max(1, len(self.files)))
         names = list(dict.fromkeys(digests))
-        made = await _all(_decoded(decoder, self.files[name], most) for name in names)
+        made = await gathered(_decoded(decoder, self.files[name], most) for name in names)
         by_name = dict(zip(names, made, strict=True))
         media = [by_name[name] for name in digests]
         num_tokens = sum(each.num_tokens for each in media)
@@ -94,8 +87,8 @@ class RequestImages:
             )
         return plain, media
 
-    def _plain(self, part: Part, digests: list[str]) -> Part:
-        if part.get("type") != "image":
+    def _plain(self, part: Any, digests: list[str]) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != "image":
             return part
         name = part.get("sha256")
         if not isinstance(name, str) or name not in self.files:
@@ -128,7 +121,7 @@ class ImageReader:
 
         Raises RequestError for a part that is wrong or not allowed, and EngineBusy.
         """
-        parts = find_images(messages, self._most)
+        taken, parts = take_images(messages, self._most)
         if not parts:
             yield RequestImages(messages, {})
             return
@@ -137,7 +130,7 @@ class ImageReader:
         data: dict[str, bytes] = {}
         try:
             await self._read({each.url: each for each in reversed(parts)}, data)
-            yield await asyncio.to_thread(_named, messages, data)
+            yield await asyncio.to_thread(_named, taken, data)
         finally:
             self._num_bytes -= sum(map(len, data.values()))
 
@@ -152,7 +145,7 @@ class ImageReader:
             try:
                 found = await loop.run_in_executor(self._threads, self.sources.read, part.url)
             except RequestError as error:
-                raise _at(part.where, error) from None
+                raise error_at(part.where, error) from None
             num_bytes += len(found)
             if num_bytes > self._max_bytes:
                 rule = (
@@ -169,32 +162,34 @@ class ImageReader:
 
         self._num_reads += len(parts)
         try:
-            await _all(read(part) for part in parts.values())
+            await gathered(read(part) for part in parts.values())
         finally:
             self._num_reads -= len(parts)
 
 
 def _named(messages: Messages, data: Mapping[str, bytes]) -> RequestImages:
-    """Return the images by their digests."""
+    """Return the images by their digests. messages: with ImageParts."""
     files: dict[str, ImageFile] = {}
 
-    def named(image: ImagePart) -> Part:
-        found = data[image.url]
+    def named(part: Any, where: str) -> Any:
+        if not isinstance(part, ImagePart):
+            return part
+        found = data[part.url]
         name = hashlib.sha256(found).hexdigest()
-        files.setdefault(name, ImageFile(found, image.where))
+        files.setdefault(name, ImageFile(found, part.where))
         return {"type": "image", "sha256": name}
 
-    return RequestImages(replace_images(messages, named), files)
+    return RequestImages(change_parts(messages, named), files)
 
 
 async def _decoded(decoder: Decoder, file: ImageFile, max_pixels: int) -> PreparedMedia:
     try:
         return await decoder.file_async(file.data, max_pixels)
     except RequestError as error:
-        raise _at(file.where, error) from None
+        raise error_at(file.where, error) from None
 
 
-async def _all(works: Any) -> list[Any]:
+async def gathered(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return what several coroutines return. The first error ends the others, and is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -203,10 +198,3 @@ async def _all(works: Any) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _at(where: str, error: RequestError) -> RequestError:
-    """Return an error that names the field."""
-    if isinstance(error, EngineBusy):
-        return error
-    return RequestError(f"{where}: {error}", where, error.code)
