@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from quire.base.errors import EngineBusy
+from quire.base.media.item import MediaItem
 from quire.base.messages import Hold, PutBack, Rewind
 from quire.scheduler.reuse import held as held_file
 from quire.scheduler.reuse.held import HeldChanges
@@ -68,6 +69,24 @@ def test_room_to_hold_counts_the_tokens_of_all_samples_and_a_tenants_share(
     check(1)
     with pytest.raises(EngineBusy, match="1 sequences of your key .* 1 more .* 1 of 3"):
         check(1, share=0.5)
+    bench.let_go()
+
+
+def test_room_to_hold_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their pixels stay in memory. Requests without images are held all the same."""
+    monkeypatch.setattr(held_file, "MAX_HELD_MEDIA_TOKENS", 8)
+    bench = HeldBench()
+    held = bench.keep()
+    image = MediaItem(1, 3, bytes(32))
+    held.request = msgspec.structs.replace(held.request, media=(image,))
+    text = msgspec.structs.replace(make_request("b", PROMPT), keep_s=9.0)
+    check = bench.scheduler.retained.check
+    check(msgspec.structs.replace(text, media=(image,)))
+    two = msgspec.structs.replace(text, media=(image, image.at(5)))
+    with pytest.raises(EngineBusy, match="3 tokens of images are retained .* 6 more .* of 8"):
+        check(two)
+    held.request = msgspec.structs.replace(held.request, media=(image,) * 4)
+    check(text)
     bench.let_go()
 
 

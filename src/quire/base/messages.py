@@ -23,13 +23,15 @@ class Fork(msgspec.Struct, frozen=True):
     shares.
 
     index: which of the other one's sequences. takes_over: once this one has ended and is held, the
-    other one is held no longer.
+    other one is held no longer. num_items: media items among these tokens, which a fork cannot do
+    without: their tokens alone mean nothing.
     """
 
     request_id: str
     index: int
     num_tokens: int
     takes_over: bool = False
+    num_items: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -95,11 +97,6 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     def spans(self) -> tuple[MediaItem, ...]:
         """Its media items without pixels."""
         return tuple(item.without_pixels for item in self.media)
-
-
-def with_media(request: Request, media: tuple[MediaItem, ...]) -> Request:
-    """Return a request with these items."""
-    return msgspec.structs.replace(request, media=media)
 
 
 def without_prompt(request: Request) -> Request:

@@ -241,9 +241,9 @@ def check_kept(request: Request, keep_s: float) -> None:
 
 def check_fork(request: Request, sources: list[HeldRequest]) -> int:
     """Raise RequestError unless a fork begins with the tokens of its source. sources: the source,
-    or none, and then the fork is computed like any other prompt. Return the number of shared
-    tokens, which are known to be in the vocabulary."""
-    fork = request.fork
+    or none, and then the fork is computed like any other prompt, unless it needs the source's media
+    items. Return the number of shared tokens, which are known to be in the vocabulary."""
+    fork, num_items = request.fork, 0
     if fork is None:
         return 0
     for source in sources:
@@ -252,12 +252,17 @@ def check_fork(request: Request, sources: list[HeldRequest]) -> int:
                 f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
                 f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
             )
-        items_before(source.media, fork.num_tokens)
+        num_items = len(items_before(source.media, fork.num_tokens))
         for name in ("cache_salt", "adapter_id"):
             if getattr(request, name) != getattr(source, name):
                 raise RequestError(
                     f"{name} must be the same as that of the source of the fork.", name
                 )
+    if num_items < fork.num_items:
+        raise RequestError(
+            f"request {fork.request_id!r} no longer has the {fork.num_items} images and videos"
+            f" among its first {fork.num_tokens} tokens; send the whole prompt with its images."
+        )
     return fork.num_tokens if sources else 0
 
 

@@ -13,6 +13,7 @@ import pytest
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import EngineBusy, EngineDead, RequestError
+from quire.base.media.item import MediaItem
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
@@ -144,6 +145,35 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
         await asyncio.gather(*waiting, return_exceptions=True)
         await client.close()
         server.close()
+
+    asyncio.run(run())
+
+
+def test_the_pixels_of_open_requests_are_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model takes no images, so the core refuses a request whose pixels have room."""
+    monkeypatch.setattr(remote, "MAX_MEDIA_BYTES", 60)
+    monkeypatch.setattr(remote, "MAX_OPEN_MEDIA_BYTES", 100)
+
+    def seeing(name: str, num_bytes: int) -> Request:
+        item = MediaItem(1, 2, b"d" * 32, pixels=bytes(num_bytes))
+        return msgspec.structs.replace(request(name), media=(item,))
+
+    async def run() -> None:
+        client = await RemoteClient.connect(served.path, None)
+        with pytest.raises(RequestError, match="have 61 bytes after preprocessing"):
+            await anext(client.generate(seeing("large", 61)))
+        waiting = [asyncio.ensure_future(anext(client.generate(seeing(f"r{i}", 50)))) for i in "ab"]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusy, match="have 100 bytes, and 1 more would exceed"):
+            await anext(client.generate(seeing("late", 1)))
+        assert await token_ids(client.generate(request("text", max_tokens=1)))
+        for refusal in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(refusal, RequestError) and "does not accept image" in str(refusal)
+        with pytest.raises(RequestError, match="does not accept image"):  # there is room again
+            await anext(client.generate(seeing("again", 50)))
+        await client.close()
 
     asyncio.run(run())
 

@@ -6,6 +6,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.media.item import MediaItem
 from quire.base.messages import Fork, Request, Rewind
+from quire.base.validation import check_fork
 from quire.kv.digest import extend_digests
 from tests.scheduler.media.test_media_inputs import scheduler_of
 from tests.scheduler.test_held import HeldBench
@@ -55,6 +56,23 @@ def test_a_fork_inherits_the_items_of_the_tokens_that_it_shares() -> None:
             find(fork(at))
     unknown = msgspec.structs.replace(fork(8, new), fork=Fork("nobody", 0, 8))
     assert find(unknown).media == (new,)
+
+
+def test_a_fork_is_refused_without_the_items_that_it_needs() -> None:
+    """Computed as text, placeholder tokens would mean nothing."""
+    bench = HeldBench()
+    held = bench.keep()
+    held.request = msgspec.structs.replace(held.request, media=(picture(1, 3), picture(6, 2)))
+    sources = bench.scheduler.held(0.0, "a")
+    plain = make_request("b", held.tokens[:10].tolist())
+    fork = msgspec.structs.replace(plain, fork=Fork("a", 0, 8, num_items=2))
+    assert check_fork(fork, sources) == 8
+    without = [msgspec.structs.replace(sources[0], media=())]
+    for left in ([], without):
+        with pytest.raises(RequestError, match="no longer has the 2 images and videos among"):
+            check_fork(fork, left)
+    text = msgspec.structs.replace(plain, fork=Fork("a", 0, 5))
+    assert check_fork(text, []) == 0
 
 
 def test_a_rewind_drops_the_items_after_it_and_cuts_none() -> None:

@@ -22,12 +22,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         places = {"/same": "/file", "/other": "https://evil.com/x", "/loop": "/loop",
-                  "/plain": "http://example.org/x", "/inside": "https://127.0.0.1/x"}  # fmt: skip
+                  "/plain": "http://example.org/x", "/inside": "https://127.0.0.1/x",
+                  "/broken": "https://[::1/x"}  # fmt: skip
         if self.path in places:
             self.send_response(302)
             self.send_header("Location", places[self.path])
             self.end_headers()
-        elif self.path == "/file":
+        elif self.path in ("/file", "/%C3%BC%20x?y=%2F"):
             self.send_response(200)
             self.send_header("Content-Length", str(len(CONTENT)))
             self.end_headers()
@@ -78,7 +79,7 @@ def tls_files(
     thread.start()
     hang.clear()
     monkeypatch.setattr(download, "HTTPS_PORT", server.server_port)
-    monkeypatch.setattr(download, "public_address", lambda host, port, resolver: "127.0.0.1")
+    monkeypatch.setattr(download, "public_address", lambda *given: "127.0.0.1")
     yield Downloads(
         ("example.org",), context=lambda: ssl.create_default_context(cafile=str(public))
     )

@@ -2,13 +2,14 @@
 
 import base64
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from quire.base.errors import RequestError
-from quire.serve.media.addresses import is_public, public_address
+from quire.base.errors import EngineBusy, RequestError
+from quire.serve.media.addresses import MAX_LOOKUPS, Lookups, is_public, public_address
 from quire.serve.media.download import Downloads
 from quire.serve.media.sources import MediaSources
 from tests.serve.media.conftest import CONTENT, make_certificate, tls_files
@@ -33,8 +34,33 @@ def test_public_addresses(address: str) -> None:
 
 
 def test_one_private_address_of_several_is_enough_to_refuse() -> None:
+    lookups = Lookups(lambda host, port: ["8.8.8.8", "10.0.0.1"])
     with pytest.raises(RequestError, match="10.0.0.1, which is not public"):
-        public_address("example.org", 443, lambda host, port: ["8.8.8.8", "10.0.0.1"])
+        public_address("example.org", 443, 9.0, lookups)
+
+
+@pytest.mark.parametrize("host", ["a..images.net", f"{'x' * 64}.images.net"])
+def test_a_host_that_is_no_name_in_dns(host: str) -> None:
+    with pytest.raises(RequestError, match="cannot be resolved"):
+        Downloads((".images.net",)).get(f"https://{host}/a.png")
+
+
+def test_the_time_of_looking_up_a_host_counts() -> None:
+    is_over = threading.Event()
+
+    def hang(host: str, port: int) -> list[str]:
+        is_over.wait()
+        return ["8.8.8.8"]
+
+    downloads = Downloads(("example.org",), timeout_s=0.01, lookups=Lookups(hang))
+    try:
+        for _ in range(MAX_LOOKUPS):
+            with pytest.raises(RequestError, match="'example.org' cannot be resolved within"):
+                downloads.get("https://example.org/a.png")
+        with pytest.raises(EngineBusy, match="try again later"):
+            downloads.get("https://example.org/a.png")
+    finally:
+        is_over.set()
 
 
 @pytest.mark.parametrize(
@@ -123,14 +149,15 @@ def downloads(
         yield found
 
 
-@pytest.mark.parametrize("path", ["/file", "/same"])
+@pytest.mark.parametrize("path", ["/file", "/same", "/ü x?y=%2F"])
 def test_a_download_and_a_redirect_to_the_same_host(downloads: Downloads, path: str) -> None:
     assert downloads.get(f"https://example.org{path}") == CONTENT
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("/other", "'evil.com' may not be fetched"), ("/plain", "begins with 'http'"),
+    [("/broken", "malformed"),
+     ("/other", "'evil.com' may not be fetched"), ("/plain", "begins with 'http'"),
      ("/inside", "'127.0.0.1' may not be fetched"), ("/loop", "more than 3 times"),
      ("/page", "the type 'text/html'"),
      ("/missing", "status 404"), ("/short", "the download from example.org fails")],

@@ -70,6 +70,8 @@ ANSWER_S = 60.0  # for the answer to a question about the engine
 AGAIN_S = 1.0  # until the next try to connect
 NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # nobody will ever listen there again
 MOST_UNSENT_BYTES = 256 << 20  # that the core has not taken in
+MAX_OPEN_MEDIA_BYTES = 2 << 30  # of the pixels of all open requests, here and in the core
+MAX_MEDIA_BYTES = 960 << 20  # of the pixels of one request: a message may have 1 GiB
 
 _GONE = "the engine's process has ended; try again when /health answers 200."
 
@@ -224,6 +226,7 @@ class RemoteClient:
         self._codec = client_codec()
         self._outputs = OutputProcessor()
         self._boxes: dict[str, Mailbox] = {}
+        self._num_media_bytes = 0  # of open requests
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
         self._writer: asyncio.StreamWriter | None = None
@@ -279,7 +282,8 @@ class RemoteClient:
         self, request: Request, prompt_text: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         self.check(request)
-        self._check_room()
+        num_bytes = sum(len(item.pixels) for item in request.media)
+        self._check_room(num_bytes)
         now, request_id = self._clock.now(), request.request_id
         if not request.received_s:
             request = msgspec.structs.replace(request, received_s=now)
@@ -287,6 +291,7 @@ class RemoteClient:
         box = self._boxes[request_id] = Mailbox(followed)
         finished = False
         limit = self._limit(request)
+        self._num_media_bytes += num_bytes
         try:
             self._send(request)
             while not finished:
@@ -296,6 +301,7 @@ class RemoteClient:
         finally:
             if limit is not None:
                 limit.cancel()
+            self._num_media_bytes -= num_bytes
             del self._boxes[request_id]
             self._outputs.drop(request_id)
             if not finished and not box.failed and self._is_alive:
@@ -330,8 +336,21 @@ class RemoteClient:
         )
         self._finish(request.request_id, Finish("timeout", error=Failure(TIMED_OUT, why)))
 
-    def _check_room(self) -> None:
-        """Raise EngineBusy if the core has not taken in what it was sent for a long time."""
+    def _check_room(self, num_media_bytes: int) -> None:
+        """Raise EngineBusy if the core has not taken in what it was sent for a long time, or if
+        open requests hold too many pixels already. Raise RequestError for a request that alone has
+        too many."""
+        if num_media_bytes > MAX_MEDIA_BYTES:
+            raise RequestError(
+                f"the images of the request have {num_media_bytes:,} bytes after preprocessing,"
+                f" more than the limit of {MAX_MEDIA_BYTES:,}; send fewer or smaller images."
+            )
+        if num_media_bytes and self._num_media_bytes + num_media_bytes > MAX_OPEN_MEDIA_BYTES:
+            raise EngineBusy(
+                f"the images of open requests have {self._num_media_bytes:,} bytes, and"
+                f" {num_media_bytes:,} more would exceed the limit of {MAX_OPEN_MEDIA_BYTES:,}; try"
+                " again when some of these requests have ended."
+            )
         if self._writer is None:
             return
         num_bytes = self._writer.transport.get_write_buffer_size()

@@ -5,24 +5,20 @@ their `MediaItem` is whole, and the step says where what they see ends (`ops/att
 Only the embeddings of text are scaled.
 """
 
-from quire.base.config_fields import Fields
 from quire.base.model_spec import ModelSpec
 from quire.models.gemma2 import Gemma2Layer
 from quire.models.gemma3 import gemma3_options
 from quire.models.layers import ParamFactory
 from quire.models.vision.model import VisionDecoder
 from quire.models.vision.siglip import Gemma3Tower, Gemma3VisionSpec
-from quire.models.vision.tower import VisionTower
 
 
 class Gemma3Images(VisionDecoder):
     """Layers, norms and rotations are those of the text model."""
 
+    tower_spec = Gemma3VisionSpec
+    tower_kind = Gemma3Tower
     layer_kind = Gemma2Layer
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__(spec, gemma3_options(spec, factory), factory)
-
-    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
-        """See VisionDecoder."""
-        return Gemma3Tower(Gemma3VisionSpec.from_config(config, hidden_size), factory)

@@ -1,16 +1,17 @@
 """LLaVA 1.5 (arXiv 2310.03744) and LLaVA-NeXT: Llama, Mistral or Qwen 2 with CLIP."""
 
-from quire.base.config_fields import Fields
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
 from quire.models.vision.clip import LlavaNextTower, LlavaTower, LlavaVisionSpec
 from quire.models.vision.model import VisionDecoder
-from quire.models.vision.tower import VisionTower
 
 
 class Llava(VisionDecoder):
     """Biases are those of the text part's type."""
+
+    tower_spec = LlavaVisionSpec
+    tower_kind = LlavaTower
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias, mlp_bias = spec.layers.attention_bias, spec.layers.mlp_bias
@@ -21,14 +22,8 @@ class Llava(VisionDecoder):
             options = DecoderOptions()
         super().__init__(spec, options, factory)
 
-    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
-        """See VisionDecoder."""
-        return LlavaTower(LlavaVisionSpec.from_config(config, hidden_size), factory)
-
 
 class LlavaNext(Llava):
     """Images are cut into tiles."""
 
-    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
-        """See VisionDecoder."""
-        return LlavaNextTower(LlavaVisionSpec.from_config(config, hidden_size), factory)
+    tower_kind = LlavaNextTower

@@ -1,12 +1,12 @@
 """Qwen2-VL (arXiv 2409.12191): Qwen 2 with M-RoPE."""
 
-from quire.base.config_fields import Fields
+from typing import Any, ClassVar
+
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import ParamFactory
 from quire.models.multimodal.mrope import MropeDecoder, mrope_options
 from quire.models.options import DecoderOptions
 from quire.models.vision.qwen2_vl import Qwen2VLTower, Qwen2VLVisionSpec
-from quire.models.vision.tower import VisionTower
 
 SECTIONS = (16, 24, 24)  # frequencies of frames, rows and columns, if the config names none
 
@@ -14,10 +14,9 @@ SECTIONS = (16, 24, 24)  # frequencies of frames, rows and columns, if the confi
 class Qwen2VL(MropeDecoder):
     """Queries, keys and values have biases."""
 
+    tower_spec: ClassVar[Any] = Qwen2VLVisionSpec
+    tower_kind: ClassVar[Any] = Qwen2VLTower
+
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         ropes = mrope_options(spec, SECTIONS, is_interleaved=False)
         super().__init__(spec, DecoderOptions(qkv_bias=True, ropes=ropes), factory)
-
-    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
-        """See VisionDecoder."""
-        return Qwen2VLTower(Qwen2VLVisionSpec.from_config(config, hidden_size), factory)

@@ -3,7 +3,6 @@ features of the tower that are added after the first layers (DeepStack)."""
 
 from torch import nn
 
-from quire.base.config_fields import Fields
 from quire.base.model_spec import ModelSpec
 from quire.models.decoder import DecoderLayer, LayerPlace, feed_forward
 from quire.models.experts import ExpertForm, SparseMLP
@@ -11,7 +10,6 @@ from quire.models.layers import ParamFactory
 from quire.models.multimodal.mrope import MropeDecoder, mrope_options
 from quire.models.options import DecoderOptions
 from quire.models.vision.qwen3_vl import Qwen3VLTower, Qwen3VLVisionSpec
-from quire.models.vision.tower import VisionTower
 
 SECTIONS = (24, 20, 20)  # frequencies of frames, rows and columns, if the config names none
 
@@ -34,6 +32,8 @@ class Qwen3VLLayer(DecoderLayer):
 class Qwen3VL(MropeDecoder):
     """Query and key heads are normalised. Some types have experts."""
 
+    tower_spec = Qwen3VLVisionSpec
+    tower_kind = Qwen3VLTower
     layer_kind = Qwen3VLLayer
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
@@ -46,7 +46,3 @@ class Qwen3VL(MropeDecoder):
             ropes=mrope_options(spec, SECTIONS, is_interleaved=True),
         )
         super().__init__(spec, options, factory)
-
-    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
-        """See VisionDecoder."""
-        return Qwen3VLTower(Qwen3VLVisionSpec.from_config(config, hidden_size), factory)

@@ -5,8 +5,8 @@ reads them in place of embeddings (`ops/embedding.py`). Text alone computes noth
 """
 
 from dataclasses import replace
+from typing import Any, ClassVar
 
-from quire.base.config_fields import Fields
 from quire.base.media.families import whole_fields
 from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder
@@ -22,26 +22,27 @@ class VisionDecoder(Decoder):
     """A decoder that has a tower if its config describes one. Every rank and stage has all of the
     tower.
 
+    tower_spec: the class of the tower's sizes; `from_config` takes what `config.json` says beside
+    the text part and the width of the text model, and raises ModelError. tower_kind: the class of
+    the tower, which takes the sizes and the factory.
+
     `--quantization` leaves out the tower; a checkpoint that stores it quantised is obeyed.
     """
+
+    tower_spec: ClassVar[Any]
+    tower_kind: ClassVar[Any]
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__(spec, options, factory)
         whole = whole_fields(spec.raw)
         if whole is None:
             return
-        tower = self.make_tower(whole, spec.hidden_size, replace(factory, place=WHOLE))
+        sizes = self.tower_spec.from_config(whole, spec.hidden_size)
+        tower: VisionTower = self.tower_kind(sizes, replace(factory, place=WHOLE))
         self.vision, self.num_features = tower, tower.width // spec.hidden_size - 1
         for module in tower.modules():
             if isinstance(module, Linear):
                 module.keeps_dtype = True
-
-    def make_tower(self, config: Fields, hidden_size: int, factory: ParamFactory) -> VisionTower:
-        """Make the tower. config: what `config.json` says beside the text part.
-
-        Raises ModelError for a field that the tower does not implement.
-        """
-        raise NotImplementedError
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """See Model."""

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from quire.base.config_fields import Fields
-from quire.models.layers import Linear, ParamFactory, RMSNorm
+from quire.models.layers import ParamFactory, RMSNorm
 from quire.models.vision.attention import BlockAttention, Int64
-from quire.models.vision.fields import VISION_GATES, check_outputs, function_of, vision_fields
-from quire.models.vision.layers import VisionBlock, VisionMLP
+from quire.models.vision.fields import VISION_GATES, vision_fields
 from quire.models.vision.qwen_vl import (
     NORM_EPS,
     Grid,
@@ -61,11 +60,8 @@ class Qwen25VLVisionSpec(QwenVisionSpec):
         Raises ModelError for a field that the tower does not implement.
         """
         fields = vision_fields(config, DEFAULTS)
-        width, outputs = fields.integer("hidden_size"), fields.integer("out_hidden_size")
-        check_outputs(fields, "out_hidden_size", outputs, hidden_size)
         inner = fields.integer("intermediate_size")
-        activation = function_of(fields, "hidden_act", "silu", VISION_GATES)
-        common = read_common(fields, width, inner, outputs, activation)
+        common = read_common(fields, hidden_size, inner, "silu", VISION_GATES)
         groups = fields.integer("window_size") // common.merge_size // common.patch_size
         if groups < 1:
             raise fields.error("window_size", "a window must hold a group of patches")
@@ -89,6 +85,11 @@ def window_order(grid: Grid, merge_size: int, window_groups: int) -> tuple[Int64
     return np.argsort(window, kind="stable"), [0, *np.cumsum(lengths).tolist()]
 
 
+def rms_norm(name: str, size: int, factory: ParamFactory) -> nn.Module:
+    """Return an RMS norm."""
+    return RMSNorm(name, size, NORM_EPS, factory)
+
+
 class Qwen25VLTower(QwenTower):
     """The tower up to the embeddings [num_tokens, W]; see QwenTower."""
 
@@ -96,21 +97,10 @@ class Qwen25VLTower(QwenTower):
 
     def __init__(self, spec: Qwen25VLVisionSpec, factory: ParamFactory) -> None:
         super().__init__(spec, factory, spec.outputs)
-        self.blocks = nn.ModuleList(
-            self._block(f"visual.blocks.{number}", factory) for number in range(spec.depth)
-        )
-        norm = RMSNorm("visual.merger.ln_q", spec.width, NORM_EPS, factory)
+        self.blocks = self.make_blocks(factory, rms_norm, ("gate_proj", "up_proj"), "down_proj")
+        norm = rms_norm("visual.merger.ln_q", spec.width, factory)
         names = ("visual.merger.mlp.0", "visual.merger.mlp.2")
         self.merger = PatchMerger(norm, names, spec, factory)
-
-    def _block(self, name: str, factory: ParamFactory) -> VisionBlock:
-        size, inner = self.spec.width, self.spec.inner
-        norms = [RMSNorm(f"{name}.{norm}", size, NORM_EPS, factory) for norm in ("norm1", "norm2")]
-        names = [f"{name}.mlp.{part}" for part in ("gate_proj", "up_proj")]
-        up = Linear(names, size, [inner, inner], factory, bias=True)
-        down = Linear([f"{name}.mlp.down_proj"], inner, [size], factory, bias=True)
-        mlp = VisionMLP(up, VISION_GATES[self.spec.activation], down)
-        return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
 
     def states(
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None

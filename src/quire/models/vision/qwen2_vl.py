@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import nn
 
 from quire.base.config_fields import Fields
-from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm
+from quire.models.layers import ParamFactory
 from quire.models.vision.attention import BlockAttention
-from quire.models.vision.fields import VISION_ACTIVATIONS, check_outputs, function_of, vision_fields
-from quire.models.vision.layers import VisionBlock, VisionMLP
+from quire.models.vision.fields import vision_fields
 from quire.models.vision.qwen_vl import (
-    NORM_EPS,
     PatchMerger,
     QwenTower,
     QwenVisionSpec,
     frame_bounds,
     grid_of,
+    layer_norm,
     merge_order_positions,
     read_common,
 )
@@ -49,11 +47,12 @@ class Qwen2VLVisionSpec(QwenVisionSpec):
         Raises ModelError for a field that the tower does not implement.
         """
         fields = vision_fields(config, DEFAULTS)
-        width, outputs = fields.integer("embed_dim"), fields.integer("hidden_size")
-        check_outputs(fields, "hidden_size", outputs, hidden_size)
-        inner = int(width * fields.number("mlp_ratio"))
-        activation = function_of(fields, "hidden_act", "quick_gelu", VISION_ACTIVATIONS)
-        return cls(**vars(read_common(fields, width, inner, outputs, activation)))
+        inner = int(fields.integer("embed_dim") * fields.number("mlp_ratio"))
+        common = read_common(
+            fields, hidden_size, inner, "quick_gelu",
+            width_name="embed_dim", outputs_name="hidden_size",
+        )  # fmt: skip
+        return cls(**vars(common))
 
 
 class Qwen2VLTower(QwenTower):
@@ -61,23 +60,10 @@ class Qwen2VLTower(QwenTower):
 
     def __init__(self, spec: Qwen2VLVisionSpec, factory: ParamFactory) -> None:
         super().__init__(spec, factory, spec.outputs)
-        self.blocks = nn.ModuleList(
-            self._block(f"visual.blocks.{number}", factory) for number in range(spec.depth)
-        )
-        norm = StreamNorm(LayerNorm("visual.merger.ln_q", spec.width, NORM_EPS, factory))
+        self.blocks = self.make_blocks(factory, layer_norm, ("fc1",), "fc2")
+        norm = layer_norm("visual.merger.ln_q", spec.width, factory)
         names = ("visual.merger.mlp.0", "visual.merger.mlp.2")
         self.merger = PatchMerger(norm, names, spec, factory)
-
-    def _block(self, name: str, factory: ParamFactory) -> VisionBlock:
-        size, inner = self.spec.width, self.spec.inner
-        norms = [
-            StreamNorm(LayerNorm(f"{name}.{norm}", size, NORM_EPS, factory))
-            for norm in ("norm1", "norm2")
-        ]
-        up = Linear([f"{name}.mlp.fc1"], size, [inner], factory, bias=True)
-        down = Linear([f"{name}.mlp.fc2"], inner, [size], factory, bias=True)
-        mlp = VisionMLP(up, VISION_ACTIVATIONS[self.spec.activation], down)
-        return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
 
     def states(
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None

@@ -17,18 +17,17 @@ import torch
 from torch import nn
 
 from quire.base.config_fields import Fields
-from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, StreamNorm
+from quire.models.layers import Embedding, ParamFactory
 from quire.models.vision.attention import BlockAttention, Int64
-from quire.models.vision.fields import VISION_ACTIVATIONS, check_outputs, function_of, vision_fields
-from quire.models.vision.layers import VisionBlock, VisionMLP
+from quire.models.vision.fields import vision_fields
 from quire.models.vision.qwen_vl import (
-    NORM_EPS,
     Grid,
     PatchMerger,
     QwenTower,
     QwenVisionSpec,
     frame_bounds,
     grid_of,
+    layer_norm,
     merge_order_positions,
     read_common,
 )
@@ -66,11 +65,8 @@ class Qwen3VLVisionSpec(QwenVisionSpec):
         Raises ModelError for a field that the tower does not implement.
         """
         fields = vision_fields(config, DEFAULTS)
-        width, outputs = fields.integer("hidden_size"), fields.integer("out_hidden_size")
-        check_outputs(fields, "out_hidden_size", outputs, hidden_size)
         inner = fields.integer("intermediate_size")
-        activation = function_of(fields, "hidden_act", "gelu_pytorch_tanh", VISION_ACTIVATIONS)
-        common = read_common(fields, width, inner, outputs, activation)
+        common = read_common(fields, hidden_size, inner, "gelu_pytorch_tanh")
         blocks = fields.integers("deepstack_visual_indexes")
         if len({*blocks}) < len(blocks) or any(block >= common.depth for block in blocks):
             raise fields.error(
@@ -111,31 +107,18 @@ class Qwen3VLTower(QwenTower):
         width = spec.outputs * (1 + len(spec.deepstack_blocks))
         super().__init__(spec, factory, width, patch_bias=True)
         self.positions = Embedding("visual.pos_embed", spec.num_positions, spec.width, factory)
-        self.blocks = nn.ModuleList(
-            self._block(f"visual.blocks.{number}", factory) for number in range(spec.depth)
-        )
+        self.blocks = self.make_blocks(factory, layer_norm, ("linear_fc1",), "linear_fc2")
         self.merger = self._merger("visual.merger", factory)
         self.deepstack = nn.ModuleList(
             self._merger(f"visual.deepstack_merger_list.{number}", factory, norms_groups=True)
             for number in range(len(spec.deepstack_blocks))
         )
 
-    def _block(self, name: str, factory: ParamFactory) -> VisionBlock:
-        size, inner = self.spec.width, self.spec.inner
-        norms = [
-            StreamNorm(LayerNorm(f"{name}.{norm}", size, NORM_EPS, factory))
-            for norm in ("norm1", "norm2")
-        ]
-        up = Linear([f"{name}.mlp.linear_fc1"], size, [inner], factory, bias=True)
-        down = Linear([f"{name}.mlp.linear_fc2"], inner, [size], factory, bias=True)
-        mlp = VisionMLP(up, VISION_ACTIVATIONS[self.spec.activation], down)
-        return VisionBlock(norms[0], self.attention_of(name, factory), norms[1], mlp)
-
     def _merger(
         self, name: str, factory: ParamFactory, *, norms_groups: bool = False
     ) -> PatchMerger:
         size = self.spec.width * (self.spec.group if norms_groups else 1)
-        norm = StreamNorm(LayerNorm(f"{name}.norm", size, NORM_EPS, factory))
+        norm = layer_norm(f"{name}.norm", size, factory)
         names = (f"{name}.linear_fc1", f"{name}.linear_fc2")
         return PatchMerger(norm, names, self.spec, factory, norms_groups=norms_groups)
 

@@ -7,6 +7,7 @@ embedding of each group (Qwen2-VL, arXiv 2409.12191).
 Shape legend: T patches, G groups of patches, D tower width, W output width.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,23 @@ import torch
 from torch import nn
 
 from quire.base.config_fields import Fields
-from quire.models.layers import Linear, ParamFactory
+from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm
 from quire.models.vision.attention import Int64, axial_rotary_rows
-from quire.models.vision.fields import axial_theta, head_dim_of
-from quire.models.vision.layers import PatchLinear, VisionAttention, VisionMLP
+from quire.models.vision.fields import (
+    VISION_ACTIVATIONS,
+    VISION_GATES,
+    axial_theta,
+    check_outputs,
+    function_of,
+    head_dim_of,
+)
+from quire.models.vision.layers import (
+    Activation,
+    PatchLinear,
+    VisionAttention,
+    VisionBlock,
+    VisionMLP,
+)
 from quire.models.vision.tower import ImageArrays, VisionTower, numbers_of_patch
 from quire.ops.gelu import gelu
 
@@ -26,6 +40,7 @@ DEPTH = ("depth", "num_hidden_layers")
 HEADS = ("num_heads", "num_attention_heads")
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
+MakeNorm = Callable[[str, int, ParamFactory], nn.Module]  # name, size
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,22 @@ class QwenVisionSpec:
 
 
 def read_common(
-    fields: Fields, width: int, inner: int, outputs: int, activation: str
+    fields: Fields,
+    hidden_size: int,
+    inner: int,
+    activation: str,
+    known: Mapping[str, Activation] = VISION_ACTIVATIONS,
+    width_name: str = "hidden_size",
+    outputs_name: str = "out_hidden_size",
 ) -> QwenVisionSpec:
-    """Return the spec of a tower. Each family reads the sizes that it has names of its own for."""
-    heads = fields.integer(*HEADS)
+    """Return the spec of a tower.
+
+    hidden_size: of the text model. inner: of the feed-forward layers. activation: theirs where the
+    config names none; known: what it may name. width_name, outputs_name: the fields of these sizes.
+    """
+    heads, width = fields.integer(*HEADS), fields.integer(width_name)
+    outputs = fields.integer(outputs_name)
+    check_outputs(fields, outputs_name, outputs, hidden_size)
     return QwenVisionSpec(
         depth=fields.integer(*DEPTH),
         width=width,
@@ -62,7 +89,7 @@ def read_common(
         head_dim=head_dim_of(fields, width, heads, multiple=4),
         inner=inner,
         outputs=outputs,
-        activation=activation,
+        activation=function_of(fields, "hidden_act", activation, known),
         patch_size=fields.integer("patch_size"),
         frames_per_patch=fields.integer("temporal_patch_size"),
         merge_size=fields.integer("spatial_merge_size"),
@@ -84,6 +111,11 @@ def frame_bounds(grid: Grid) -> list[int]:
     """Return the cumulative lengths of the frames of a grid, from 0."""
     frames, rows, columns = grid
     return [frame * rows * columns for frame in range(frames + 1)]
+
+
+def layer_norm(name: str, size: int, factory: ParamFactory) -> nn.Module:
+    """Return a layer norm."""
+    return StreamNorm(LayerNorm(name, size, NORM_EPS, factory))
 
 
 class PatchMerger(nn.Module):
@@ -150,12 +182,25 @@ class QwenTower(VisionTower):
         own = numbers_of_patch(pixels, spec.width, spec.inner)
         return spec.group * own + 2 * self.width
 
-    def attention_of(self, name: str, factory: ParamFactory) -> VisionAttention:
-        """Return the attention of a block."""
-        spec, size = self.spec, self.spec.width
-        qkv = Linear([f"{name}.attn.qkv"], size, [3 * size], factory, bias=True)
-        output = Linear([f"{name}.attn.proj"], size, [size], factory, bias=True)
-        return VisionAttention(qkv, output, spec.heads, spec.head_dim)
+    def make_blocks(
+        self, factory: ParamFactory, norm: MakeNorm, up: tuple[str, ...], down: str
+    ) -> nn.ModuleList:
+        """Return the blocks. up, down: names of the feed-forward layers; two up are gated."""
+        spec, size, inner = self.spec, self.spec.width, self.spec.inner
+        known = VISION_GATES if len(up) == 2 else VISION_ACTIVATIONS
+
+        def block(name: str) -> VisionBlock:
+            qkv = Linear([f"{name}.attn.qkv"], size, [3 * size], factory, bias=True)
+            output = Linear([f"{name}.attn.proj"], size, [size], factory, bias=True)
+            attention = VisionAttention(qkv, output, spec.heads, spec.head_dim)
+            names = [f"{name}.mlp.{part}" for part in up]
+            widen = Linear(names, size, [inner] * len(up), factory, bias=True)
+            narrow = Linear([f"{name}.mlp.{down}"], inner, [size], factory, bias=True)
+            mlp = VisionMLP(widen, known[spec.activation], narrow)
+            first, second = (norm(f"{name}.norm{n}", size, factory) for n in (1, 2))
+            return VisionBlock(first, attention, second, mlp)
+
+        return nn.ModuleList(block(f"visual.blocks.{number}") for number in range(spec.depth))
 
     def embedded_patches(self, image: ImageArrays) -> torch.Tensor:
         """Return the embedding of each patch, [T, D]."""

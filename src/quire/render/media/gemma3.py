@@ -12,20 +12,19 @@ import numpy as np
 from PIL import Image
 
 from quire.render.media.image_files import Pixels
-from quire.render.media.image_ops import Float32, resize
+from quire.render.media.image_ops import resize
 from quire.render.media.processor import (
     HALF,
-    ImageSettings,
     ProcessedImage,
+    SettledImages,
     read_settings,
 )
 
 
 @dataclass(frozen=True)
-class GemmaImages:
+class GemmaImages(SettledImages):
     """The processor of Gemma 3. Crops are cut only if `do_pan_and_scan` is set."""
 
-    settings: ImageSettings
     tokens_per_image: int = 256
     do_pan_and_scan: bool = False
     min_crop_size: int = 256
@@ -49,11 +48,6 @@ class GemmaImages:
         }
         given = {ours: config[name] for ours, name in names.items() if config.get(name) is not None}
         return cls(settings, **given)
-
-    @property
-    def table(self) -> Float32:
-        """Return the value table of the settings."""
-        return self.settings.table
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the image and its crops, uint8 [1 + crops, H, W, 3]."""

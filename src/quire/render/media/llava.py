@@ -13,12 +13,13 @@ import numpy as np
 from PIL import Image
 
 from quire.render.media.image_files import Pixels
-from quire.render.media.image_ops import Float32, center_crop, resize, size_by_short_edge
+from quire.render.media.image_ops import center_crop, resize, size_by_short_edge
 from quire.render.media.processor import (
     CLIP_MEAN,
     CLIP_STD,
     ImageSettings,
     ProcessedImage,
+    SettledImages,
     read_settings,
 )
 
@@ -46,14 +47,13 @@ def to_tower_size(image: Pixels, settings: ImageSettings) -> Pixels:
 
 
 @dataclass(frozen=True)
-class LlavaImages:
+class LlavaImages(SettledImages):
     """The processor of LLaVA 1.5.
 
     patch_size: of the tower, in pixels. num_extra_tokens: features of the tower that stand for no
     patch and become tokens too (a class token, unless the model drops it).
     """
 
-    settings: ImageSettings
     patch_size: int = 14
     num_extra_tokens: int = 0
 
@@ -61,11 +61,6 @@ class LlavaImages:
     def from_config(cls, config: dict[str, Any], patch_size: int, num_extra_tokens: int) -> Self:
         """Return the processor that `preprocessor_config.json` describes."""
         return cls(_settings(config), patch_size, num_extra_tokens)
-
-    @property
-    def table(self) -> Float32:
-        """Return the value table of the settings."""
-        return self.settings.table
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the image as one square, uint8 [1, H, W, 3]."""
@@ -78,10 +73,9 @@ class LlavaImages:
 
 
 @dataclass(frozen=True)
-class LlavaNextImages:
+class LlavaNextImages(SettledImages):
     """The processor of LLaVA-NeXT. grids: (height, width) in pixels, as the checkpoint lists."""
 
-    settings: ImageSettings
     patch_size: int = 14
     num_extra_tokens: int = 0
     grids: tuple[tuple[int, int], ...] = GRIDS
@@ -91,11 +85,6 @@ class LlavaNextImages:
         """Return the processor that `preprocessor_config.json` describes."""
         grids = tuple((height, width) for height, width in config.get("image_grid_pinpoints") or ())
         return cls(_settings(config), patch_size, num_extra_tokens, grids or GRIDS)
-
-    @property
-    def table(self) -> Float32:
-        """Return the value table of the settings."""
-        return self.settings.table
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the square and the tiles, uint8 [1 + tiles, H, W, 3].

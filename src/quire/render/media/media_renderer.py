@@ -14,11 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from quire.base.media.families import FAMILIES
 from quire.render.job_pool import JobPool
 from quire.render.media.families import built_in_placeholders, separated_image
 from quire.render.media.image_files import ImageLimits, Pixels, pixels_of
 from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
-from quire.render.media.model_files import FAMILIES, QWEN3, ModelFiles, read_model_files
+from quire.render.media.model_files import QWEN3, ModelFiles, read_model_files
 from quire.render.media.placeholders import PackagedImages, Placeholder, Placeholders
 from quire.render.media.prepared import IMAGE, VIDEO, MediaCache, PreparedMedia, media_item
 from quire.render.media.processor import ProcessedImage

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.base.media.families import FAMILIES
 from quire.base.plugins import IMAGE_PROCESSORS, is_installed
 from quire.render.tokenizer_files import read_json
 
+QWEN = tuple(name for name, family in FAMILIES.items() if family.has_mrope)
 QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
-QWEN = ("qwen2_vl", "qwen2_5_vl", *QWEN3)
-FAMILIES = (*QWEN, "gemma3", "llava", "llava_next")
 
 
 @dataclass(frozen=True)

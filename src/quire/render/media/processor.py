@@ -70,6 +70,18 @@ class ImageSettings:
         return value_table(mean, std, scale, channels=3)
 
 
+@dataclass(frozen=True)
+class SettledImages:
+    """What the processors of all families share."""
+
+    settings: ImageSettings
+
+    @property
+    def table(self) -> Float32:
+        """Return the value table of the settings."""
+        return self.settings.table
+
+
 def read_settings(config: dict[str, Any], **defaults: Any) -> ImageSettings:
     """Return the settings of a family: its defaults, overridden by the checkpoint's file.
 

@@ -5,19 +5,17 @@ transformers resizes the frames of a video by torchvision. The patches follow ea
 an image (`qwen_vl.py`), one entry of the grid's first dimension after the other.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-from PIL import Image
 
 from quire.base.errors import RequestError
 from quire.render.media.image_files import Pixels, checked_array, pixels_of
 from quire.render.media.image_ops import Float32, resize
-from quire.render.media.processor import CLIP_MEAN, CLIP_STD, HALF, ProcessedImage, read_settings
-from quire.render.media.qwen_vl import MAX_ASPECT_RATIO, QwenImages
+from quire.render.media.processor import CLIP_MEAN, CLIP_STD, HALF, ProcessedImage
+from quire.render.media.qwen_vl import QwenImages
 
 DEFAULT_FPS = 24.0  # as in transformers, of frames that come without a rate
 
@@ -93,19 +91,10 @@ class QwenVideos:
     def from_config(cls, config: dict[str, Any], counts_all: bool) -> Self:
         """Return the processor that `video_preprocessor_config.json` describes."""
         unit = 32 if counts_all else 28
-        size = {"shortest_edge": 128 * unit**2, "longest_edge": 768 * unit**2}
-        size |= config.get("size") or {}
-        for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
-            if config.get(name) is not None:
-                size[edge] = config[name]
-        settings = read_settings(
-            {**config, "size": size}, size=size, crop_size={},
-            mean=HALF if counts_all else CLIP_MEAN, std=HALF if counts_all else CLIP_STD,
-            resample=Image.Resampling.BICUBIC,
-        )  # fmt: skip
-        own = {"patch_size": unit // 2, "temporal_patch_size": 2, "merge_size": 2}
-        own |= {name: config[name] for name in own if config.get(name)}
-        return cls(QwenImages(settings, **own), counts_all)
+        num_pixels = 128 * unit**2, 768 * unit**2
+        mean, std = (HALF, HALF) if counts_all else (CLIP_MEAN, CLIP_STD)
+        images = QwenImages.from_config(config, num_pixels, mean, std, unit // 2)
+        return cls(images, counts_all)
 
     @property
     def table(self) -> Float32:
@@ -118,49 +107,24 @@ class QwenVideos:
         frames: uint8 [N, H, W, 3]. The last one is repeated to fill a patch. Raises RequestError
         for too long a frame.
         """
-        images = self.images
-        patch, merge, depth = images.patch_size, images.merge_size, images.temporal_patch_size
+        images, depth = self.images, self.images.temporal_patch_size
         height, width = frames.shape[1:3]
         if images.settings.do_resize:
             height, width = self.fitting_size(len(frames), height, width)
         resized = [resize(each, height, width, images.settings.resample) for each in frames]
         resized += resized[-1:] * (-len(resized) % depth)
-        grid = len(resized) // depth, height // patch, width // patch
-        times, rows, columns = grid
-        cut = np.stack(resized).reshape(
-            times, depth, rows // merge, merge, patch, columns // merge, merge, patch, 3
-        )
-        patches = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, 3, depth, patch, patch)
-        num_tokens = times * rows * columns // merge**2
-        return ProcessedImage(np.ascontiguousarray(patches), self.table, grid, num_tokens)
+        return images.cut(np.stack(resized), depth)
 
     def fitting_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) to resize to. Raises RequestError for too long a frame."""
         if not self.counts_all:
             return self.images.fitting_size(height, width)
         unit = self.images.patch_size * self.images.merge_size
-        depth = self.images.temporal_patch_size
         if height < unit or width < unit:
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
-        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-            raise RequestError(
-                f"a frame has {width} x {height} pixels; its longer side may be at most"
-                f" {MAX_ASPECT_RATIO} times its shorter side. Crop it."
-            )
-        size = self.images.settings.size
-        rounded = round(height / unit) * unit, round(width / unit) * unit
-        total = round(num_frames / depth) * depth * rounded[0] * rounded[1]
-        if total > size["longest_edge"]:
-            shrink = math.sqrt(num_frames * height * width / size["longest_edge"])
-            return (
-                max(unit, math.floor(height / shrink / unit) * unit),
-                max(unit, math.floor(width / shrink / unit) * unit),
-            )
-        if total < size["shortest_edge"]:
-            grow = math.sqrt(size["shortest_edge"] / (num_frames * height * width))
-            return math.ceil(height * grow / unit) * unit, math.ceil(width * grow / unit) * unit
-        return rounded
+        depth = self.images.temporal_patch_size
+        return self.images.fitting_size(height, width, num_frames, depth, "a frame")
 
     def each_time(self, video: ProcessedImage) -> list[ProcessedImage]:
         """Return the parts of a video that Qwen3-VL writes one by one, each with its time."""

@@ -22,6 +22,7 @@ from quire.base.config_fields import Fields
 from quire.base.media.item import MediaItem
 from quire.base.plan import Plan
 from quire.models.vision.positions import frame_interval, mrope_positions
+from quire.runner.media.row_items import RowItems
 
 NUM_AXES = 3
 DEFAULT_MERGE_SIZE = 2  # of all families
@@ -82,25 +83,16 @@ class Offsets:
         return found
 
 
-class RowOffsets:
-    """The offsets of the rows that have items, on the host."""
+class RowOffsets(RowItems[Offsets]):
+    """The offsets of the rows that have items."""
 
     def __init__(self, rule: PositionRule) -> None:
+        super().__init__()
         self._rule = rule
-        self._rows: dict[int, Offsets] = {}
 
-    def follow(self, plan: Plan) -> None:
-        """Note which rows a plan releases, starts and forks. A second time it changes nothing."""
-        for row in plan.released.tolist():
-            self._rows.pop(row, None)
-        for start in plan.started:
-            self._rows.pop(start.row, None)
-            if start.media:
-                self._rows[start.row] = self._rule.offsets(start.media)
-        for fork in plan.forked:
-            self._rows.pop(fork.child, None)
-            if fork.parent in self._rows:
-                self._rows[fork.child] = self._rows[fork.parent]
+    def made_of(self, items: tuple[MediaItem, ...]) -> Offsets:
+        """See RowItems."""
+        return self._rule.offsets(items)
 
     def of_step(self, plan: Plan) -> Int64 | None:
         """Return the offsets of a step's tokens, [3, T]; None if they are 0.
@@ -108,13 +100,12 @@ class RowOffsets:
         `computed_bound` is exact up to the end of the prompt. After it a row may have fewer tokens
         than that, but has all its items, so its offsets are the delta.
         """
-        rows = plan.rows.tolist()
-        if self._rows.keys().isdisjoint(rows):
+        if not self.are_in(plan):
             return None
         found = np.zeros((NUM_AXES, plan.num_scheduled_tokens), np.int64)
         begin = 0
         for row, num, first in zip(
-            rows, plan.num_tokens.tolist(), plan.computed_bound.tolist(), strict=True
+            plan.rows.tolist(), plan.num_tokens.tolist(), plan.computed_bound.tolist(), strict=True
         ):
             if row in self._rows:
                 found[:, begin : begin + num] = self._rows[row].part(first, first + num)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
@@ -28,7 +29,6 @@ from quire.base.messages import (
     PutBack,
     Request,
     Rewind,
-    with_media,
     without_prompt,
 )
 from quire.base.sampling_params import SamplingParams
@@ -51,6 +51,7 @@ from quire.scheduler.views import HeldView
 SOURCE = "held"  # as the report of a hit calls it
 MOST_HELD = 1024  # sequences
 MOST_HELD_TOKENS = 1 << 24  # of all of them: 64 MiB
+MAX_HELD_MEDIA_TOKENS = 1 << 18  # whose items keep their pixels: 0.6 to 3 KB for each, rarely 9 KB
 KEPT_REASONS = ("stop", "length", "repetition")  # with which a request has come to its end
 
 
@@ -126,7 +127,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
         assert fork is not None, "it is no fork"
         inherited = items_before(found.request.media, fork.num_tokens)
         own = tuple(item for item in request.media if item.start >= fork.num_tokens)
-        return with_media(request, (*inherited, *own))
+        return msgspec.structs.replace(request, media=(*inherited, *own))
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
@@ -156,13 +157,19 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
         kept += open_
         num, share = request.params.num_samples, request.pin_share
         mine = [n for r, n in kept if r.tenant == request.tenant]
+        media = [_num_media_tokens(r) for r, _ in kept]
+        my_media = [_num_media_tokens(r) for r, _ in kept if r.tenant == request.tenant]
+        more_media = num * _num_media_tokens(request)
         limit = max_len = self._rows.table.tokens.shape[1]
         if not request.is_open:
             limit = limit_of(request, len(request.prompt_token_ids), max_len)
         for what, most, all_, own, more in (
             ("sequences", MOST_HELD, len(kept), len(mine), num),
             ("tokens", MOST_HELD_TOKENS, sum(n for _, n in kept), sum(mine), num * limit),
+            ("tokens of images", MAX_HELD_MEDIA_TOKENS, sum(media), sum(my_media), more_media),
         ):
+            if not more:
+                continue
             if all_ + more > most:
                 raise EngineBusy(
                     f"keep_s: {all_} {what} are retained or will be, and {more} more would exceed"
@@ -279,7 +286,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
             media = items_before(held.request.media, num_tokens)
         except RequestError:  # inside an item; the server refuses such a rewind
             return
-        held.request = with_media(held.request, media)
+        held.request = msgspec.structs.replace(held.request, media=media)
         self._note(held)
         held.tokens = held.tokens[:num_tokens].copy()
         held.digests = held.digests[: num_tokens // size]
@@ -525,6 +532,10 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
 
     def _find_next(self) -> None:
         self.next_s = min((held.ends_s for held in self.all()), default=None)
+
+
+def _num_media_tokens(request: Request) -> int:
+    return sum(item.num_tokens for item in request.media)
 
 
 def _are_named_alike(one: Request, other: Request) -> bool:

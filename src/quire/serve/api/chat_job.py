@@ -120,7 +120,9 @@ class Continued:
         source = self.source
         if token_ids[: source.num_tokens] != source.token_ids:
             return None
-        return Origin(source.core_id, Fork(source.id, source.index, source.num_tokens))
+        num_items = len(source.media)
+        made = Fork(source.id, source.index, source.num_tokens, num_items=num_items)
+        return Origin(source.core_id, made)
 
 
 async def _behind(
@@ -129,6 +131,8 @@ async def _behind(
     """Return the prompt that a held conversation becomes by its next messages; None if the template
     makes that impossible."""
     held_ids = continued.source.token_ids
+    if continued.source.media and body.truncate_prompt_tokens is not None:
+        return None  # without its beginning it would have the tokens of images, but no images
     try:
         tail = await tokens_behind(
             api, held_ids, continued.messages, _options_of(body), body.chat_template

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from quire.base.errors import EngineBusy, RequestError
+from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
 from quire.base.media.item import items_before
 from quire.base.messages import Fork, HeldRequest
 from quire.base.validation import MAX_KEEP_S
@@ -195,12 +195,16 @@ async def _go_on(
     body = checked_stream_options(body, api.config)
     body = body.model_copy(update={"cache_salt": source.cache_salt or None})
     answer_id, kept = new_id("cmpl"), source.token_ids[:at_token]
+    num_items = len(items_before(source.media, at_token))
     grammar = await checked_grammar(api, body, 1)
     whole = kept + await _added_ids(api, body, kept)
     given, hooks = await admitted_prompts(api, body, request.scope, answer_id, [whole])
     [prompt] = [await render_prompt(api, each) for each in given]
-    made = Fork(source.id, source.index, at_token, takes_over)
+    made = Fork(source.id, source.index, at_token, takes_over, num_items)
     is_same = prompt.token_ids[:at_token] == kept  # a hook may have changed it
+    if num_items and not is_same:
+        text = "a hook of this server changed the beginning of a prompt that holds images."
+        raise HookFailed(text, HOOK_FAILED)
     prompts = Prompts(answer_id, [RenderedPrompt(prompt.token_ids)], hooks, grammar)
     origin = Origin(source.core_id, made if is_same else None)
     return await respond(api, body, request, prompts, origin)

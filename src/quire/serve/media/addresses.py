@@ -7,14 +7,17 @@ the name server cannot replace it.
 
 import ipaddress
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], list[str]]
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
+MAX_LOOKUPS = 16  # names that are being resolved at once
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -24,7 +27,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is a public unicast one, also where an IPv6 address wraps an IPv4 one."""
+    """Return whether an address is a public unicast one, also inside an IPv6 address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return all(each.is_global and not each.is_multicast for each in _all_forms(parsed))
 
@@ -43,15 +46,53 @@ def _all_forms(address: Address) -> list[Address]:
     return [address, *inner]
 
 
-def public_address(host: str, port: int, resolver: Resolver = resolve) -> str:
+class Lookups:
+    """Resolves names within a time, MAX_LOOKUPS at once.
+
+    The C library's resolver cannot be interrupted. So it runs in a thread, which is left behind
+    after the timeout and counts until it ends.
+    """
+
+    def __init__(self, resolver: Resolver = resolve) -> None:
+        self._resolver = resolver
+        self._free = threading.BoundedSemaphore(MAX_LOOKUPS)
+
+    def addresses(self, host: str, port: int, timeout_s: float) -> list[str]:
+        """Return the addresses of a host. Raises TimeoutError, what the resolver raises, and
+        EngineBusy if too many names are being resolved."""
+        if not self._free.acquire(blocking=False):
+            raise EngineBusy(f"{MAX_LOOKUPS} names of hosts are being resolved; try again later.")
+        found: Future[list[str]] = Future()
+
+        def look_up() -> None:
+            try:
+                found.set_result(self._resolver(host, port))
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                self._free.release()
+
+        threading.Thread(target=look_up, name="resolver", daemon=True).start()
+        return found.result(timeout_s)
+
+
+def public_address(host: str, port: int, timeout_s: float, lookups: Lookups) -> str:
     """Return an address of the host to connect to.
 
-    Raises RequestError if the host cannot be resolved, or if any of its addresses is not public.
+    Raises RequestError if the host cannot be resolved in time, or if any of its addresses is not
+    public, and EngineBusy if too many names are being resolved.
     """
     try:
-        addresses = resolver(host, port)
-    except OSError as error:
-        raise RequestError(f"the host {host!r} cannot be resolved: {error}.") from None
+        addresses = lookups.addresses(host, port, timeout_s)
+    except TimeoutError:
+        raise RequestError(
+            f"the host {host!r} cannot be resolved within {timeout_s:.1f} s; send the file as a"
+            " data: URL."
+        ) from None
+    except (OSError, UnicodeError) as error:
+        raise RequestError(
+            f"the host {host!r} cannot be resolved: {error}; correct the URL."
+        ) from None
     for address in addresses:
         if not is_public(address):
             raise RequestError(
@@ -59,5 +100,5 @@ def public_address(host: str, port: int, resolver: Resolver = resolve) -> str:
                 " fetched from public addresses only. Send the file as a data: URL."
             )
     if not addresses:
-        raise RequestError(f"the host {host!r} has no address.")
+        raise RequestError(f"the host {host!r} has no address; correct the URL.")
     return addresses[0]

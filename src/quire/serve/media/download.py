@@ -12,14 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 from quire.base.errors import RequestError
 from quire.base.version import QUIRE_VERSION
-from quire.serve.media.addresses import Resolver, public_address, resolve
+from quire.serve.media.addresses import Lookups, public_address
 
 READ_BYTES = 1 << 16
 MAX_REDIRECTS = 3
+MIN_CONNECT_S = 0.001  # a socket with a timeout of 0 would not block at all
+SAFE = "%/?:@!$&'()*+,;=-._~[]"  # what a path and a query hold as they are
 MAX_HOST_CHARS = 253  # of a name in DNS
 HTTPS_PORT = 443
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -34,7 +36,7 @@ class Downloads:
     domains: tuple[str, ...] = ()
     max_bytes: int = 32 << 20
     timeout_s: float = 10.0  # for everything together
-    resolver: Resolver = field(default=resolve, repr=False)
+    lookups: Lookups = field(default_factory=Lookups, repr=False)
     context: Callable[[], ssl.SSLContext] = field(default=ssl.create_default_context, repr=False)
 
     def get(self, url: str) -> bytes:
@@ -48,30 +50,38 @@ class Downloads:
             answer = self._fetch(parts, deadline)
             if isinstance(answer, bytes):
                 return answer
-            target = self.checked(urljoin(parts.geturl(), answer))
+            target = self.checked(answer, base=parts.geturl())
             if (target.hostname, target.port) != (parts.hostname, parts.port):
                 raise RequestError(
                     f"{parts.hostname} redirects to another host, {target.hostname!r}; give that"
                     " URL, or send the file as a data: URL."
                 )
             parts = target
-        raise RequestError(f"{parts.hostname} redirects more than {MAX_REDIRECTS} times.")
+        raise RequestError(
+            f"{parts.hostname} redirects more than {MAX_REDIRECTS} times; give the URL of the file."
+        )
 
-    def checked(self, url: str) -> SplitResult:
-        """Return the parts of a URL that may be downloaded; raises RequestError for others."""
+    def checked(self, url: str, base: str = "") -> SplitResult:
+        """Return the parts of a URL that may be downloaded; raises RequestError for others. base:
+        the URL that redirects to this one."""
         try:
-            parts = urlsplit(url)
+            parts = urlsplit(urljoin(base, url))
             host, port = (parts.hostname or "").rstrip("."), parts.port
         except ValueError as error:
-            raise RequestError(f"the URL {url[:80]!r} is malformed: {error}.") from None
+            raise RequestError(f"the URL {url[:80]!r} is malformed: {error}; correct it.") from None
         if len(host) > MAX_HOST_CHARS:
-            raise RequestError(f"the URL {url[:40]!r}... is malformed: its host is too long.")
+            raise RequestError(
+                f"the host in the URL {url[:40]!r}... has {len(host)} characters, more than the"
+                f" limit of {MAX_HOST_CHARS}; correct it."
+            )
         if parts.scheme != "https":
             raise RequestError(
-                f"the URL begins with {parts.scheme!r}; media come from https: or data: URLs."
+                f"the URL begins with {parts.scheme!r}; give an https: or a data: URL."
             )
         if parts.username is not None or port not in (None, HTTPS_PORT):
-            raise RequestError("a media URL may have no user name, and no port other than 443.")
+            raise RequestError(
+                "a media URL may have no user name, and no port other than 443; remove it."
+            )
         if not any(self._allows(host, domain) for domain in self.domains):
             allowed = ", ".join(self.domains) or "none"
             raise RequestError(
@@ -88,10 +98,12 @@ class Downloads:
     def _fetch(self, parts: SplitResult, deadline: float) -> bytes | str:
         """Return the file, or the location of a redirect."""
         host = str(parts.hostname).rstrip(".")
-        address = public_address(host, HTTPS_PORT, self.resolver)
-        connection = _Pinned(host, address, self.context(), _left(deadline))
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        alarm = threading.Timer(_left(deadline), connection.abort)
+        left_s = max(0.0, deadline - time.monotonic())
+        address = public_address(host, HTTPS_PORT, left_s, self.lookups)
+        left_s = max(MIN_CONNECT_S, deadline - time.monotonic())
+        connection = _Pinned(host, address, self.context(), left_s)
+        path = quote((parts.path or "/") + (f"?{parts.query}" if parts.query else ""), SAFE)
+        alarm = threading.Timer(left_s, connection.abort)
         alarm.start()
         try:
             connection.request("GET", path, headers={"User-Agent": f"quire/{QUIRE_VERSION}"})
@@ -100,14 +112,19 @@ class Downloads:
                 return str(answer.getheader("Location"))
             if answer.status != http.client.OK:
                 raise RequestError(
-                    f"{host} answers with status {answer.status} to GET {path[:80]!r}."
+                    f"{host} answers with status {answer.status} to GET {path[:80]!r}; correct the"
+                    " URL, or send the file as a data: URL."
                 )
             check_type(answer.getheader("Content-Type", "").partition(";")[0])
             data = self._read(answer)
-            _left(deadline)  # what ended at the deadline may be cut short
+            if time.monotonic() >= deadline:  # what ended at the deadline may be cut short
+                raise TimeoutError(f"it takes longer than {self.timeout_s:g} s")
             return data
         except (OSError, http.client.HTTPException) as error:
-            raise RequestError(f"the download from {host} fails: {error or 'timeout'}.") from None
+            raise RequestError(
+                f"the download from {host} fails: {error or 'timeout'}; send the file as a data:"
+                " URL."
+            ) from None
         finally:
             alarm.cancel()
             connection.close()
@@ -118,7 +135,8 @@ class Downloads:
             data += piece
             if len(data) > self.max_bytes:
                 raise RequestError(
-                    f"the file has more than {self.max_bytes:,} bytes, the limit for media."
+                    f"the file has more than {self.max_bytes:,} bytes, the limit for media; send a"
+                    " smaller file."
                 )
         if answer.length:
             raise http.client.IncompleteRead(bytes(data), answer.length)
@@ -137,14 +155,6 @@ def check_type(content_type: str) -> None:
     )
 
 
-def _left(deadline: float) -> float:
-    """Return the seconds until the deadline. Raises TimeoutError after it."""
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("it takes too long")
-    return left
-
-
 class _Pinned(http.client.HTTPSConnection):
     """A TLS connection to a given address, with the certificate of the host checked."""
 
@@ -155,7 +165,10 @@ class _Pinned(http.client.HTTPSConnection):
 
     def connect(self) -> None:
         plain = socket.create_connection((self._address, self.port), self.timeout)
-        self.sock = self._stream = self._tls.wrap_socket(plain, server_hostname=self.host)
+        self.sock = self._stream = self._tls.wrap_socket(
+            plain, server_hostname=self.host, do_handshake_on_connect=False
+        )
+        self._stream.do_handshake()  # `abort` ends it, too
 
     def abort(self) -> None:
         """End the exchange from another thread: its reads end."""

@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from quire.base.errors import EngineBusy, RequestError
+from quire.base.errors import RequestError
 from quire.render.media.parts import MediaPart, take_media
 from quire.render.media.prepared import IMAGE, VIDEO, PreparedMedia
 from quire.render.renderer import Renderer, is_conversation, no_media
 from quire.serve.media.download import Downloads
+from quire.serve.media.parts import error_at
+from quire.serve.media.request_images import gathered
 from quire.serve.media.sources import MediaSources
 
 FIELD, OPTIONS = "multi_modal_data", "mm_processor_kwargs"
@@ -43,12 +45,7 @@ class LocalMedia:
     async def take_async(self, prompt: Any) -> tuple[Any, list[PreparedMedia]]:
         """Do the same without holding up an event loop."""
         prompt, parts = self._parts(prompt)
-        tasks = [asyncio.ensure_future(self._prepared_async(part)) for part in parts]
-        try:
-            return prompt, await asyncio.gather(*tasks)
-        finally:  # the first error ends the others
-            for task in tasks:
-                task.cancel()
+        return prompt, await gathered(self._prepared_async(part) for part in parts)
 
     def take_all(self, prompts: Sequence[Any]) -> tuple[list[Any], list[list[PreparedMedia]]]:
         """Do `take` for several prompts."""
@@ -82,7 +79,7 @@ class LocalMedia:
                 return media.file(data)
             return media.in_memory(part.kind, part.source)
         except RequestError as error:
-            raise _at(part, error) from None
+            raise error_at(part.where, error) from None
 
     async def _prepared_async(self, part: MediaPart) -> PreparedMedia:
         media = self._renderer.media
@@ -94,7 +91,7 @@ class LocalMedia:
             assert data is not None, "texts and bytes are files"
             return await media.file_async(data)
         except RequestError as error:
-            raise _at(part, error) from None
+            raise error_at(part.where, error) from None
 
     def _file_of(self, part: MediaPart) -> bytes | None:
         """Return the file of a part that is a URL, a path or bytes; None for other objects."""
@@ -110,13 +107,6 @@ class LocalMedia:
             return source
         is_url = source.startswith("data:") or "://" in source[:16]
         return self._sources.read(source if is_url else Path(source).absolute().as_uri())
-
-
-def _at(part: MediaPart, error: RequestError) -> RequestError:
-    """Return an error that names the part, unless it is not to blame."""
-    if isinstance(error, EngineBusy):
-        return error
-    return RequestError(f"{part.where}: {error}", part.where, error.code)
 
 
 def _listed(data: Any) -> list[MediaPart]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 
 Part = Mapping[str, Any]
 
@@ -92,48 +92,28 @@ def read_block(block: Part, where: str) -> ImagePart:
     return ImagePart(f"data:{media_type};base64,{data}", f"{where}.data")
 
 
-def find_images(messages: Sequence[Any], most: int) -> list[ImagePart]:
-    """Return the images of a conversation, in its order. Raises RequestError for more than `most`.
+def take_images(
+    messages: Sequence[Any], most: int
+) -> tuple[list[Mapping[str, Any]], list[ImagePart]]:
+    """Return messages with an ImagePart in the place of each image, and these in their order.
 
-    Parts may be ImageParts already.
+    Parts may be ImageParts already. Raises RequestError for more than `most` images.
     """
     found: list[ImagePart] = []
 
-    def find(part: Any, where: str) -> Any:
-        image = _image_of(part, where)
-        if image is not None:
-            found.append(image)
-            if len(found) > most:
-                raise wrong(
-                    where, f"is image {most + 1} of the request, which may have at most {most};"
-                    " send fewer, or ask the operator for a larger --limit-mm-per-prompt",
-                )  # fmt: skip
-        return part
+    def take(part: Any, where: str) -> Any:
+        image = read_part(part, where) if isinstance(part, Mapping) else part
+        if not isinstance(image, ImagePart):
+            return part
+        if len(found) == most:
+            raise wrong(
+                where, f"is image {most + 1} of the request, which may have at most {most};"
+                " send fewer, or ask the operator for a larger --limit-mm-per-prompt",
+            )  # fmt: skip
+        found.append(image)
+        return image
 
-    _each_part(messages, find)
-    return found
-
-
-def replace_images(
-    messages: Sequence[Any], replacement: Callable[[ImagePart], Part]
-) -> list[Mapping[str, Any]]:
-    """Return messages with something in the place of each image. The given ones are unchanged."""
-
-    def replaced(part: Any, where: str) -> Any:
-        image = _image_of(part, where)
-        return part if image is None else replacement(image)
-
-    return _each_part(messages, replaced)
-
-
-def replace_parts(
-    messages: Sequence[Any], replacement: Callable[[Part, str], Part]
-) -> list[Mapping[str, Any]]:
-    """Return messages with something in the place of each part that is an object."""
-    return _each_part(
-        messages,
-        lambda part, where: replacement(part, where) if isinstance(part, Mapping) else part,
-    )
+    return change_parts(messages, take), found
 
 
 def image_chars(value: Any, depth: int = 0) -> int:
@@ -141,13 +121,8 @@ def image_chars(value: Any, depth: int = 0) -> int:
     if depth > MAX_DEPTH:
         return 0
     if isinstance(value, Mapping):
-        found = 0
-        for name, each in value.items():
-            is_text = isinstance(each, str)
-            found += (
-                (len(each) if name in HOLDERS else 0) if is_text else image_chars(each, depth + 1)
-            )
-        return found
+        texts = (each for name, each in value.items() if name in HOLDERS and isinstance(each, str))
+        return sum(map(len, texts)) + image_chars(list(value.values()), depth)
     return sum(image_chars(each, depth + 1) for each in value) if isinstance(value, list) else 0
 
 
@@ -156,13 +131,14 @@ def wrong(where: str, rule: str) -> RequestError:
     return RequestError(f"{where} {rule}.", where)
 
 
-def _image_of(part: Any, where: str) -> ImagePart | None:
-    if isinstance(part, ImagePart):
-        return part
-    return read_part(part, where) if isinstance(part, Mapping) else None
+def error_at(where: str, error: RequestError) -> RequestError:
+    """Return an error that names the field, unless the server is only too busy."""
+    if isinstance(error, EngineBusy):
+        return error
+    return RequestError(f"{where}: {error}", where, error.code)
 
 
-def _each_part(
+def change_parts(
     messages: Sequence[Any], change: Callable[[Any, str], Any]
 ) -> list[Mapping[str, Any]]:
     """Return messages with each part of their contents changed."""

@@ -10,7 +10,7 @@ that ends with EngineBusy.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,14 +21,7 @@ from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
 from quire.base.media.server_media import ServerMedia
 from quire.render.media.prepared import PreparedMedia
 from quire.serve.media.download import Downloads
-from quire.serve.media.parts import (
-    ImagePart,
-    Part,
-    find_images,
-    replace_images,
-    replace_parts,
-    wrong,
-)
+from quire.serve.media.parts import ImagePart, change_parts, error_at, take_images, wrong
 from quire.serve.media.sources import MediaSources
 
 MAX_FILE_BYTES = 32 << 20
@@ -79,10 +72,10 @@ class RequestImages:
             return messages, []
         assert decoder is not None
         digests: list[str] = []
-        plain = replace_parts(messages, lambda part, where: self._plain(part, digests))
+        plain = change_parts(messages, lambda part, where: self._plain(part, digests))
         most = min(MAX_PIXELS, MAX_ALL_PIXELS // max(1, len(self.files)))
         names = list(dict.fromkeys(digests))
-        made = await _all(_decoded(decoder, self.files[name], most) for name in names)
+        made = await gathered(_decoded(decoder, self.files[name], most) for name in names)
         by_name = dict(zip(names, made, strict=True))
         media = [by_name[name] for name in digests]
         num_tokens = sum(each.num_tokens for each in media)
@@ -94,8 +87,8 @@ class RequestImages:
             )
         return plain, media
 
-    def _plain(self, part: Part, digests: list[str]) -> Part:
-        if part.get("type") != "image":
+    def _plain(self, part: Any, digests: list[str]) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != "image":
             return part
         name = part.get("sha256")
         if not isinstance(name, str) or name not in self.files:
@@ -128,77 +121,75 @@ class ImageReader:
 
         Raises RequestError for a part that is wrong or not allowed, and EngineBusy.
         """
-        parts = find_images(messages, self._most)
+        taken, parts = take_images(messages, self._most)
         if not parts:
             yield RequestImages(messages, {})
             return
         if not takes_images:
             raise wrong(parts[0].where, NO_IMAGES)
-        data = await self._read({each.url: each for each in reversed(parts)})
-        num_bytes = sum(map(len, data.values()))
-        self._hold(num_bytes)
+        data: dict[str, bytes] = {}
         try:
-            yield await asyncio.to_thread(_named, messages, data)
+            await self._read({each.url: each for each in reversed(parts)}, data)
+            yield await asyncio.to_thread(_named, taken, data)
         finally:
-            self._num_bytes -= num_bytes
+            self._num_bytes -= sum(map(len, data.values()))
 
-    async def _read(self, parts: Mapping[str, ImagePart]) -> dict[str, bytes]:
-        """Return the bytes behind each URL."""
+    async def _read(self, parts: Mapping[str, ImagePart], data: dict[str, bytes]) -> None:
+        """Read the bytes behind each URL into `data`, and count them."""
         if self._num_reads and self._num_reads + len(parts) > MAX_READS:
             raise EngineBusy(f"{self._num_reads} images are being read; try again later.")
-        left = self._max_bytes
+        loop, num_bytes = asyncio.get_running_loop(), 0
 
-        async def read(part: ImagePart) -> bytes:
-            nonlocal left
-            loop = asyncio.get_running_loop()
+        async def read(part: ImagePart) -> None:
+            nonlocal num_bytes
             try:
-                data = await loop.run_in_executor(self._threads, self.sources.read, part.url)
+                found = await loop.run_in_executor(self._threads, self.sources.read, part.url)
             except RequestError as error:
-                raise _at(part.where, error) from None
-            left -= len(data)
-            if left < 0:
+                raise error_at(part.where, error) from None
+            num_bytes += len(found)
+            if num_bytes > self._max_bytes:
                 rule = (
                     f"makes the images of the request exceed {self._max_bytes:,} bytes, the limit"
                 )
                 raise wrong(part.where, f"{rule}; send fewer or smaller images")
-            return data
+            others = self._num_bytes + len(found) - num_bytes
+            if others and others + num_bytes > MAX_OPEN_BYTES:
+                raise EngineBusy(
+                    f"images with {others:,} bytes are being decoded; try again later."
+                )
+            data[part.url] = found
+            self._num_bytes += len(found)
 
         self._num_reads += len(parts)
         try:
-            found = await _all(read(part) for part in parts.values())
+            await gathered(read(part) for part in parts.values())
         finally:
             self._num_reads -= len(parts)
-        return dict(zip(parts, found, strict=True))
-
-    def _hold(self, num_bytes: int) -> None:
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_OPEN_BYTES:
-            raise EngineBusy(
-                f"images with {self._num_bytes:,} bytes are being decoded; try again later."
-            )
-        self._num_bytes += num_bytes
 
 
 def _named(messages: Messages, data: Mapping[str, bytes]) -> RequestImages:
-    """Return the images by their digests."""
+    """Return the images by their digests. messages: with ImageParts."""
     files: dict[str, ImageFile] = {}
 
-    def named(image: ImagePart) -> Part:
-        found = data[image.url]
+    def named(part: Any, where: str) -> Any:
+        if not isinstance(part, ImagePart):
+            return part
+        found = data[part.url]
         name = hashlib.sha256(found).hexdigest()
-        files.setdefault(name, ImageFile(found, image.where))
+        files.setdefault(name, ImageFile(found, part.where))
         return {"type": "image", "sha256": name}
 
-    return RequestImages(replace_images(messages, named), files)
+    return RequestImages(change_parts(messages, named), files)
 
 
 async def _decoded(decoder: Decoder, file: ImageFile, max_pixels: int) -> PreparedMedia:
     try:
         return await decoder.file_async(file.data, max_pixels)
     except RequestError as error:
-        raise _at(file.where, error) from None
+        raise error_at(file.where, error) from None
 
 
-async def _all(works: Any) -> list[Any]:
+async def gathered(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Return what several coroutines return. The first error ends the others, and is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -207,10 +198,3 @@ async def _all(works: Any) -> list[Any]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _at(where: str, error: RequestError) -> RequestError:
-    """Return an error that names the field."""
-    if isinstance(error, EngineBusy):
-        return error
-    return RequestError(f"{where}: {error}", where, error.code)

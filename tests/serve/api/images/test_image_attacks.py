@@ -20,6 +20,7 @@ from quire.render.media.prepared import PreparedMedia
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.media import download, request_images
+from quire.serve.media.addresses import Lookups
 from quire.serve.media.download import Downloads
 from quire.serve.media.request_images import ImageReader
 from quire.serve.media.sources import MediaSources
@@ -87,7 +88,7 @@ def downloading(
         names.append(host)
         return ["169.254.169.254"]
 
-    downloads = Downloads(("example.org",), resolver=resolver)
+    downloads = Downloads(("example.org",), lookups=Lookups(resolver))
     monkeypatch.setattr(context.images, "sources", MediaSources(downloads=downloads))
     monkeypatch.setattr(download._Pinned, "connect", lambda self: pytest.fail("a connection"))
     yield seeing
