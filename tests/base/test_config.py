@@ -41,6 +41,8 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         {"pipeline_depth": 0},
         {"max_num_seqs": 0},
         {"max_num_batched_tokens": 0},
+        {"max_encoder_tokens": -1},
+        {"encoder_cache_tokens": 0},
         {"max_model_len": 0},
         {"max_model_len": -2},
         {"max_model_len": "long"},

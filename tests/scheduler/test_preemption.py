@@ -66,7 +66,8 @@ def test_no_state_is_swapped_behind_drafts_that_may_be_wrong(
     """Blocks of wrong drafts can be cut off again, a state cannot go back."""
     memory = SimpleNamespace(
         kv=SimpleNamespace(has_states=has_states),
-        reserved=[0],
+        needs_to_stand=lambda blocks: [len(blocks)],
+        fits_at_all=lambda needs: needs == [2],
         rates=None,
     )
     member, other = [SimpleNamespace(group=None, samples=True, blocks=None) for _ in range(2)]

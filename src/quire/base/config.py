@@ -49,6 +49,10 @@ JSON_SETTINGS = (
     *JSON_OF_MODEL,
 )  # fmt: skip
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
+AT_LEAST_ONE = (  # settings of the scheduler
+    "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth",
+    "encoder_cache_tokens",
+)  # fmt: skip
 
 
 def most_tokens(max_model_len: int, runner: str) -> int:
@@ -320,10 +324,11 @@ class EngineConfig:
         share = cache.gpu_memory_utilization
         check(0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
         check(0 <= cache.watermark < 1, "watermark", cache.watermark, "in [0, 1)")
-        names = "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth"
-        for name in names:
+        for name in AT_LEAST_ONE:
             value = getattr(scheduler, name)
             check(value is None or value >= 1, name, value, "at least 1")
+        most = scheduler.max_encoder_tokens
+        check(most >= 0, "max_encoder_tokens", most, "at least 0; 0 means max_num_batched_tokens")
         length = self.model.max_model_len
         fits = length is None or length >= 1 or length == AUTO_LENGTH
         check(fits, "max_model_len", length, "at least 1, or auto (-1)")

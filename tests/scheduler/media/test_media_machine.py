@@ -105,14 +105,7 @@ class MediaWindowMachine(MediaMachine):
 
 
 class MediaStatesMachine(MediaMachine):
-    """One sequence per request: members of a group that compute their prompts again share no
-    states, and may then need more blocks than there are."""
-
     groups = (FULL, STATES)
-
-    def prepared(self, request: Request) -> Request:
-        request = super().prepared(request)
-        return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, n=1))
 
 
 @pytest.mark.parametrize("max_examples", [4, pytest.param(300, marks=pytest.mark.slow)])

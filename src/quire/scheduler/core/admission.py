@@ -162,19 +162,40 @@ class Admission:
         members = [m for m in sequence.members if m.host_blocks is not None]
         if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
             return None
-        if not self._preemption.resume(members, self.reserve(sequence), builder, now):
+        counts = self._tokens_to_resume(members, budget, builder)
+        if not any(counts):  # without a token the plan would not start them
             return None
-        used, size = 0, self._memory.block_size
-        for member in members:
-            computed = member.num_swapped_tokens
-            room = size - computed % size  # one new block at most
-            num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
-            num_new = self._memory.limit_chunk(member, computed, num_new, builder)
-            if num_new > 0:
-                self._preemption.ensure_capacity(member, computed + num_new, builder, now)
+        num_more = -(-max(counts) // self._memory.block_size) - 1
+        needs = self._memory.needs_to_stand([member.swapped for member in members])
+        if not self._memory.fits_at_all([need + num_more for need in needs]):
+            for member in members:  # they could never go on
+                self._lifecycle.forget_swapped(member)
+            return self._start(sequence, builder, budget, now)
+        if not self._preemption.resume(members, self.reserve(sequence) + num_more, builder, now):
+            return None
+        used = 0
+        for member, num_new in zip(members, counts, strict=True):
+            appended = self._memory.grow(member, num_new) if num_new > 0 else None
+            if appended is not None:
+                self._rows.set_capacity(member.row, member.blocks.capacity)
+                builder.add_blocks(member.row, appended)
                 self._grant(member, num_new, builder)
                 used += num_new
+        assert used, "each member has room for a block more"
         return used
+
+    def _tokens_to_resume(
+        self, members: list[Sequence], budget: int, builder: PlanBuilder
+    ) -> list[int]:
+        """Return how many tokens the plan may compute of each swapped member. One new block is
+        enough, except for a limit that allows only more tokens together."""
+        counts, size, limit = list[int](), self._memory.block_size, self._memory.limit_chunk
+        for member in members:
+            first = member.num_swapped_tokens
+            most = min(budget - sum(counts), member.num_known_tokens - member.is_open - first)
+            num_new = limit(member, first, min(most, size - first % size), builder)
+            counts.append(num_new or limit(member, first, most, builder))
+        return counts
 
     def _grant(
         self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()

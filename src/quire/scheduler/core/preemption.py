@@ -70,7 +70,7 @@ class Preemption:
             return False
         if memory.kv.has_states and any(self._rows.is_trying(m) for m in members):
             return False  # their states are behind drafts that may be rejected
-        if any(memory.reserved) and not memory.fits_at_all(memory.needs_to_stand(blocks)):
+        if not memory.fits_at_all(memory.needs_to_stand(blocks)):
             return False
         return self.swapping_is_cheaper(members)
 

@@ -1,0 +1,179 @@
+"""Images through the whole engine, in float64: transformers' tokens and log-probabilities.
+
+Each family runs on a tiny checkpoint with images of odd sizes. Settings cut images into chunks,
+preempt rows, leave the encoder cache too small, draft tokens, and divide the model among ranks.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire import SamplingParams, StructuredOutputsParams
+from quire.base.errors import RequestError
+from quire.base.events import Stepped
+from quire.engine.drafting.draft_pace import StepTimes
+from tests.support.models.image_engine import (
+    BLOCK,
+    GREEDY,
+    MAX_LEN,
+    NEAR,
+    NUM_TOKENS,
+    VOCAB_SIZE,
+    Images,
+    finished,
+    other_pictures,
+)
+from tests.support.models.multimodal import IMAGE_TOKEN
+from tests.support.models.vision_checkpoints import MODELS
+
+QUICK = "qwen3_vl"  # has features for several layers, and positions of three axes
+WHOLE = "gemma3"  # computes each image in one step
+FAMILIES = [
+    pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in MODELS
+]
+ODD_CHUNKS = 5  # tokens; more than a whole item of Gemma 3
+LONGEST = 20  # tokens of an item, at most
+NUM_BLOCKS = MAX_LEN // BLOCK + 3  # of a pool that is too small for all prompts together
+FORM = "[d-h]{3}[0-9]{2}"
+WAYS: dict[str, dict[str, Any]] = {
+    "odd chunks": {"max_num_batched_tokens": ODD_CHUNKS, "max_num_seqs": 1},
+    "small steps": {"max_num_batched_tokens": 13, "pipeline_depth": 2},
+    "recomputed": {"num_blocks": NUM_BLOCKS, "preemption_mode": "recompute"},
+    "swapped": {"num_blocks": NUM_BLOCKS, "preemption_mode": "swap"},
+    "tiny cache": {"encoder_cache_tokens": LONGEST, "max_encoder_tokens": 1},
+    "ngram": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 1,
+        }
+    },
+}
+RANKS: dict[str, dict[str, Any]] = {
+    "two ranks": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 13},
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Images]:
+    """Return the checkpoint of a family, written once."""
+    found: dict[str, Images] = {}
+
+    def of(family: str) -> Images:
+        if family not in found:
+            folder = tmp_path_factory.mktemp(family)
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+            found[family] = Images.write(folder, family, **heads)
+        return found[family]
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def drafts_whatever_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_transformers(
+    written: Callable[[str], Images], family: str, way: str
+) -> None:
+    images = written(family)
+    with images.open(**WAYS[way]) as llm:
+        steps: list[Stepped] = []
+        core = llm.engine.client.core
+        core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
+        outputs = images.check_greedy(llm, images.prompts * 2)
+        core.scheduler.check_invariants()
+        media = core.scheduler.media
+        assert media is not None and media.num_encoded_tokens > 0
+    num_preempted = sum(each.metrics.num_preemptions for each in outputs if each.metrics)
+    assert (num_preempted > 0) == (way in ("recomputed", "swapped"))
+    assert (sum(step.num_guessed for step in steps) > 0) == (way == "ngram")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", RANKS)
+@pytest.mark.parametrize("family", MODELS)
+def test_ranks_answer_as_transformers_does(
+    written: Callable[[str], Images], family: str, way: str
+) -> None:
+    images = written(family)
+    with images.open(**RANKS[way]) as llm:
+        images.check_greedy(llm, images.prompts)
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk"),
+    [
+        (QUICK, ODD_CHUNKS),
+        *(
+            pytest.param(family, ODD_CHUNKS if family == WHOLE else 1, marks=pytest.mark.slow)
+            for family in MODELS
+        ),
+    ],
+)
+def test_hits_of_every_length_after_aborts(
+    written: Callable[[str], Images], family: str, chunk: int
+) -> None:
+    """A request is aborted after each number of steps; the next one begins with its blocks."""
+    images = written(family)
+    prompt, lengths, inside = images.prompts[2], set(), set()
+    with images.open(400, block_size=1, max_num_batched_tokens=chunk, max_num_seqs=1) as llm:
+        for num_steps in range(len(prompt.tokens) // chunk):
+            llm.reset_prefix_cache()
+            request = images.request(llm, prompt, GREEDY)
+            llm.engine.client.add(request, "")
+            for _ in range(num_steps):
+                llm.engine.client.step()
+            llm.engine.client.abort([request.request_id])
+            [output] = images.check_greedy(llm, [prompt])
+            lengths.add(output.num_cached_tokens)
+        for (start, _), num in zip(prompt.images, prompt.lengths, strict=True):
+            inside |= {length for length in lengths if length and start < length < start + num}
+    assert len(lengths) >= len(prompt.tokens) // chunk - 2
+    assert bool(inside) == (family != WHOLE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_pictures_are_no_hits(written: Callable[[str], Images], family: str) -> None:
+    images = written(family)
+    prompt = images.prompts[1]
+    with images.open() as llm:
+        images.check_greedy(llm, [prompt])
+        [other] = images.check_greedy(llm, [other_pictures(prompt)])
+        [same] = images.check_greedy(llm, [prompt])
+    assert other.num_cached_tokens is not None and same.num_cached_tokens is not None
+    assert other.num_cached_tokens <= prompt.images[0][0] < same.num_cached_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_samples_and_grammars(written: Callable[[str], Images], family: str) -> None:
+    images = written(family)
+    prompt = images.prompts[2]
+    form = StructuredOutputsParams(regex=FORM)
+    common: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logprobs": 0, "seed": 3}
+    common["logit_bias"] = dict.fromkeys(range(IMAGE_TOKEN, VOCAB_SIZE), -100.0)
+    asked = [
+        SamplingParams(n=3, ignore_eos=True, prompt_logprobs=0, **common),
+        SamplingParams(structured_outputs=form, **common),
+    ]
+    with images.open(NUM_BLOCKS, max_num_batched_tokens=13) as llm:
+        made = [images.request(llm, prompt, params) for params in asked]
+        several, formed = finished(llm, made)
+        with pytest.raises(RequestError, match="beam search does not accept images"):
+            images.request(llm, prompt, SamplingParams(use_beam_search=True, n=2, temperature=0))
+    images.check(prompt, several)
+    assert len({tuple(choice.token_ids) for choice in several.outputs}) == 3
+    wanted = images.logprobs(prompt, [])
+    assert several.prompt_logprobs is not None
+    for token, found, row in zip(
+        prompt.tokens[1:], several.prompt_logprobs[1:], wanted, strict=False
+    ):
+        assert found is not None and abs(found[token].logprob - float(row[token])) < NEAR
+    [choice] = formed.outputs
+    assert choice.error is None and re.fullmatch(FORM, choice.text)
