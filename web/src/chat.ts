@@ -242,6 +242,7 @@ export class ChatView {
       const content = box.value.trim();
       if (content || images) void this.answer(branch, add(this.now, message.parent, { role: "user", content, ...images }).id);
     } }, ...(images ? [shownImages(images.images)] : []), box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Resend")));
+    this.isFollowing = false; // the box stays in sight
     this.views.get(message.id)?.element.replaceWith(form);
     box.focus();
   }
