@@ -102,13 +102,15 @@ def test_images_are_sent_with_the_next_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     target, path = Parrot(), picture(tmp_path / "a b.png")
-    text = f"/image {path}\n/image\n/image {tmp_path}/none.png\nsee\nnext\n/reset\nnew\n"
+    text = f"/image {path}\n/image\n/image {tmp_path}/none.png\n/image {__file__}\n"
+    text += "see\nnext\n/reset\nnew\n"
     assert chat(monkeypatch, target, text) == 0
     captured = capsys.readouterr()
     assert captured.out == "see\nnext\nnew\n"
     assert "[image a b.png, 7 bytes: sent with the next message]" in captured.err
     assert "give the path of an image" in captured.err
     assert "none.png' cannot be read: No such file or directory." in captured.err
+    assert "test_chat.py' is no image by its name, but text/x-python." in captured.err
     url = "data:image/png;base64,cGljdHVyZQ=="
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "see"}]
     assert [contents(heard) for heard in target.heard] == [[parts], [parts, "see", "next"], ["new"]]

@@ -128,7 +128,8 @@ def test_beams_of_samples_refuse_images(shared: LLM) -> None:
 
 def test_too_few_images_and_options_are_refused(shared: LLM) -> None:
     with pytest.raises(
-        RequestError, match="2 times '<start_of_image>', and the number of its images is 1"
+        RequestError,
+        match="'<start_of_image>' in the prompt is 2, and the number of its images is 1",
     ):
         shared.generate(PROMPT | {"multi_modal_data": {"image": PICTURE}}, PARAMS, False)
     with pytest.raises(RequestError, match="mm_processor_kwargs is not supported"):

@@ -12,7 +12,9 @@ from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions
 from quire.tools.replay_model import replay_with_model
+from tests.render.media.test_processors import picture
 from tests.support.engine.recorded_runs import begin_segment
+from tests.support.render.tiny_tokenizers import write_vision_model
 
 PROMPTS = ["Once upon a time", "The fox said", "The sea"]
 NAME = {"enum": ["fox", "cow"]}
@@ -68,3 +70,30 @@ def test_a_segment_that_begins_within_an_answer(
     outcome = replay_with_model(segments, {})
     assert outcome.difference is None
     assert "sampled tokens are identical" in outcome.notes[-1]
+
+
+def test_it_stops_where_an_image_is_encoded(tmp_path: Path) -> None:
+    """A recording has no pixels: the steps before the image are compared, and no later ones."""
+    folder = write_vision_model(tmp_path / "model", "gemma3")
+    text = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+            "max_position_embeddings": 64}  # fmt: skip
+    tower = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 20,
+             "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": 14,
+             "image_size": 56}  # fmt: skip
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": tower,
+              "mm_tokens_per_image": 4, "dtype": "float32"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    prompt = {"prompt": "ab<start_of_image>", "multi_modal_data": {"image": picture(56, 56)}}
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    path = tmp_path / "recording"
+    with LLM(
+        str(folder), load_format="dummy", kv_cache_memory_bytes=4 << 20, record=str(path),
+        record_tokens=True, disable_log_stats=True,
+    ) as llm:  # fmt: skip
+        llm.generate("ab", params, use_tqdm=False)
+        llm.generate(prompt, params, use_tqdm=False)
+    outcome = replay_with_model(read_recording(path), {})
+    assert outcome.difference is None
+    assert "encodes an image or a video, whose pixels are not in the recording" in outcome.notes[0]
+    assert outcome.notes[1] == "3 sampled tokens are identical"

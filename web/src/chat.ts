@@ -4,7 +4,7 @@ import { asSent, follow } from "./answer";
 import { ChatSettings } from "./chat_settings";
 import { MOST_BRANCHES, add, begin, endOf, load, numShared, pathTo, save, titleOf, versionsOf, type Conversation, type Message } from "./conversations";
 import { button, byId, make, say } from "./dom";
-import { ImageTray } from "./images";
+import { ImageTray, shownImages } from "./images";
 import { MessageView, type Actions } from "./message_view";
 
 const NARROW = 1100; // pixels, below which the settings begin closed
@@ -47,6 +47,9 @@ export class ChatView {
       }
     });
     this.thread.addEventListener("scroll", () => { this.isFollowing = this.isAtEnd(); });
+    // Images load after they are drawn, and the tray above the composer takes room from the thread.
+    this.thread.addEventListener("load", () => this.followEnd(), true);
+    new ResizeObserver(() => this.followEnd()).observe(this.thread);
     byId("chat").addEventListener("keydown", (event) => event.key === "Escape" && this.halt());
     this.open(this.now);
   }
@@ -233,12 +236,13 @@ export class ChatView {
   private edit(message: Message, branch: number): void {
     const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
     box.value = message.content;
-    const images = message.images && { images: message.images };
+    const images = message.images?.length ? { images: message.images } : undefined;
     const form = make("form", { class: "message user editing", onsubmit: (event) => {
       event.preventDefault();
       const content = box.value.trim();
       if (content || images) void this.answer(branch, add(this.now, message.parent, { role: "user", content, ...images }).id);
-    } }, box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Resend")));
+    } }, ...(images ? [shownImages(images.images)] : []), box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Resend")));
+    this.isFollowing = false; // the box stays in sight
     this.views.get(message.id)?.element.replaceWith(form);
     box.focus();
   }

@@ -30,6 +30,7 @@ from quire.base.json_file import read_object, with_floats
 from quire.base.layer_windows import layer_windows, linear_layers
 from quire.base.linear_attention import LinearAttention, linear_attention
 from quire.base.media.encoder_size import EncoderSize
+from quire.base.media.families import whole_fields
 from quire.base.model_options import (
     EXPERTS,
     ROTARY_TYPES,
@@ -229,6 +230,10 @@ class ModelSpec:
     def fields(self) -> Fields:
         """Read the config itself, with what transformers takes for absent fields."""
         return Fields(self.raw, defaults=defaults_of(self.model_type))
+
+    @property
+    def type_name(self) -> str:  # of the whole model, also where this is its text part
+        return (whole_fields(self.raw) or self.fields).text("model_type", self.model_type)
 
     @property
     def layers(self) -> LayerOptions:

@@ -122,6 +122,8 @@ class Image:
                 f"the image {path!r} has more than {MAX_IMAGE_BYTES:,} bytes; scale it down."
             )
         kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        if not kind.startswith(("image/", "application/octet-stream")):
+            raise ConfigError(f"the file {path!r} is no image by its name, but {kind}.")
         url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         return cls(Path(path).name, len(data), url)
 

@@ -120,7 +120,7 @@ def _lines(found: "Fit") -> Iterator[str]:
     available = "" if is_gpu else " available"
     yield from _section(
         "model",
-        ("name", f"{found.model} ({found.spec.model_type}, {config.model.dtype})"),
+        ("name", f"{found.model} ({found.spec.type_name}, {config.model.dtype})"),
         ("device", f"{device.name}: {_size(device.memory_bytes)}{available}{share}{_ranks(found)}"),
     )
     yield from _section(

@@ -14,6 +14,7 @@ from quire.render.call_arguments import arguments_object, arguments_text
 from quire.render.template_forms import TemplateForms
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+IMAGE_PARTS = ("image_url", "input_image")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 MAX_DEPTH = 64
 MEDIA_PARTS = ({"type": "image"}, {"type": "video"})  # as transformers' templates take them
@@ -182,7 +183,8 @@ def _part_text(part: object, index: int) -> str:
         raise _wrong_part(index, f"has a part of type {type(part).__name__}; it must be an object")
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
-        rule = f"has a part of type {kind!r}, which is not supported here; send text parts"
+        images = "" if kind in IMAGE_PARTS else ", and images as image_url parts"
+        rule = f"has a part of type {kind!r}, which is not supported here; send text parts{images}"
         raise _wrong_part(index, rule)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):

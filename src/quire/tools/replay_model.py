@@ -132,6 +132,12 @@ class _Runs:
         self.masks.forgo(self.flying)
 
     def _submit(self, plan: Plan, sampling: Iterable[Sequence]) -> None:
+        if plan.encoder_inputs:
+            self.note = (
+                f"step {plan.step_id} encodes an image or a video, whose pixels are not in the"
+                " recording; the model stops there"
+            )
+            raise _Stop
         sequences = dict(zip(plan.sample_rows.tolist(), sampling, strict=True))
         masks = MaskPromise() if len(plan.masked_rows) else None
         self.flying.append(_Flying(plan, sequences, masks))

@@ -83,7 +83,15 @@ def test_refuses_what_is_no_image(data: bytes) -> None:
 def test_refuses_long_files_and_long_images() -> None:
     with pytest.raises(RequestError, match="more than the limit of 10"):
         decode_image(encoded(SOURCE), ImageLimits(max_bytes=10))
-    with pytest.raises(RequestError, match="longer side"):
+    with pytest.raises(RequestError, match="^the image has 201 x 1 pixels; its longer side"):
         decode_image(encoded(Image.new("L", (201, 1))), LIMITS)
     with pytest.raises(RequestError, match="more than the limit of 300"):
         decode_image(encoded(SOURCE), ImageLimits(max_pixels=300))
+
+
+def test_images_beyond_pillows_own_limit_are_refused_with_that_of_quire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(RequestError, match=r"more pixels than the limit of 150; scale it down"):
+        decode_image(encoded(SOURCE), ImageLimits(max_pixels=150))

@@ -56,15 +56,17 @@ class MediaItem(msgspec.Struct, frozen=True, omit_defaults=True):
         return msgspec.structs.replace(self, shape=(), pixels=b"", table=b"")
 
 
-def items_before(items: tuple[MediaItem, ...], num_tokens: int) -> tuple[MediaItem, ...]:
-    """Return the items among the first tokens of a prompt. Raises RequestError if the last of these
-    tokens is inside an item, which cannot be cut."""
+def items_before(
+    items: tuple[MediaItem, ...], num_tokens: int, param: str = "num_tokens"
+) -> tuple[MediaItem, ...]:
+    """Return the items among the first tokens of a prompt. Raises RequestError, which names the
+    parameter, if the last of these tokens is inside an item, which cannot be cut."""
     for item in items:
         if item.start < num_tokens < item.end:
             raise RequestError(
                 f"token {num_tokens} is inside the {item.kind} at tokens {item.start} to"
                 f" {item.end - 1}; cut the prompt at token {item.start} or {item.end}.",
-                "num_tokens",
+                param,
             )
     return tuple(item for item in items if item.end <= num_tokens)
 

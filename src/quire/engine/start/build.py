@@ -379,7 +379,7 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
 def _log_start(built: LoadedModel, source: ModelSource) -> None:
     logger.info(
         "model %s (%s, %s) on %s, attention: %s",
-        source.name, built.spec.model_type, str(built.dtype).removeprefix("torch."),
+        source.name, built.spec.type_name, str(built.dtype).removeprefix("torch."),
         built.device_type, built.backend_name,
     )  # fmt: skip
     if built.draft_source is not None and built.spec.drafter is not None:

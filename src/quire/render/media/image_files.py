@@ -48,8 +48,12 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
     except UnidentifiedImageError:
         known = ", ".join(FORMATS)
         raise RequestError(f"the image is in none of the formats {known}; convert it.") from None
-    except Image.DecompressionBombError as error:
-        raise RequestError(f"the image is too large: {error}") from None
+    except Image.DecompressionBombError:
+        raise RequestError(
+            f"the image has more pixels than the limit of {limits.max_pixels:,}; scale it down."
+        ) from None
+    except RequestError:  # a ValueError, but the file is not damaged
+        raise
     except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise RequestError(f"the image file is damaged: {error}") from None
 

@@ -177,8 +177,8 @@ class Placeholders:
         for kind, each in self._by_kind.items():
             if found[kind] != given[kind]:
                 raise RequestError(
-                    f"the prompt has {found[kind]} times {each.mark!r}, and the number of its"
-                    f" {kind}s is {given[kind]}; write it once for each {kind}."
+                    f"the number of placeholders {each.mark!r} in the prompt is {found[kind]}, and"
+                    f" the number of its {kind}s is {given[kind]}; give one {kind} for each."
                 )
 
     def _check_kind(self, kind: str) -> None:

@@ -108,6 +108,7 @@ async def fork(request_id: str, body: ForkBody, request: fastapi.Request, api: A
     if at_token > source.num_tokens:
         text = f"at_token must be from 1 to {source.num_tokens}, the number of its tokens"
         raise bad_request(f"{text}; got {at_token}.", "at_token")
+    items_before(source.media, at_token, "at_token")
     return await _go_on(api, body, request, source, at_token, takes_over=False)
 
 

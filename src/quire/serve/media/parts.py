@@ -73,9 +73,8 @@ def read_part(part: Part, where: str) -> ImagePart | None:
     if detail is not None and detail not in DETAILS:
         raise wrong(f"{where}.detail", f"must be one of {', '.join(DETAILS)}, got {_shown(detail)}")
     if not isinstance(given, str) or not given:
-        raise wrong(
-            field, f'must be {{"url": ...}} with a data: or https: URL, got {_shown(given)}'
-        )
+        form = 'must be {"url": ...} with' if kind == "image_url" else "must be"
+        raise wrong(field, f"{form} a data: or https: URL, got {_shown(given)}")
     return ImagePart(given, field)
 
 

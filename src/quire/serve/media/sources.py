@@ -52,7 +52,9 @@ class MediaSources:
         try:
             return base64.b64decode(body, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise RequestError(f"the content of a data: URL is no valid base64: {error}.") from None
+            raise RequestError(
+                f"the content is no valid base64, without line breaks: {error}."
+            ) from None
 
     def _file(self, url: str) -> bytes:
         if self.folder is None:

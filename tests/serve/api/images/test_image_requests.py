@@ -146,6 +146,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ({"type": "image_url", "image_url": {"url": ""}}, "image_url", "got ''"),
     (chat_part("u", detail="extreme"), "detail", "got 'extreme'"),
     ({"type": "input_image", "file_id": "f"}, "file_id", "files are for batches"),
+    ({"type": "input_image"}, "image_url", "must be a data: or https: URL, got None"),
     (chat_part("ftp://example.org/a.png"), "image_url", "must be a data: or an https: URL"),
     (chat_part("data:image/png,abc"), "image_url", "base64"),
     (chat_part("data:image/png;base64,@"), "image_url", "no valid base64"),
@@ -159,6 +160,12 @@ def test_a_wrong_part_is_named(seeing: TestClient, part: Any, field: str, words:
     error = seeing.post("/v1/chat/completions", json={"messages": messages}).json()["error"]
     assert error["param"] == f"messages[1].content[1].{field}"
     assert error["message"].startswith(error["param"]) and words in error["message"]
+
+
+def test_an_unknown_part_is_refused_with_the_known_ones(seeing: TestClient) -> None:
+    answer = seeing.post("/v1/chat/completions", json=chat([QUESTION, {"type": "picture"}]))
+    message = answer.json()["error"]["message"]
+    assert "'picture'" in message and "send text parts, and images as image_url parts" in message
 
 
 def test_other_endpoints_name_their_own_fields(seeing: TestClient) -> None:
