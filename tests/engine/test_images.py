@@ -15,9 +15,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Stepped
 from quire.engine.drafting.draft_pace import StepTimes
 from tests.support.models.image_engine import (
-    BLOCK,
     GREEDY,
-    MAX_LEN,
     NEAR,
     NUM_TOKENS,
     VOCAB_SIZE,
@@ -34,27 +32,27 @@ FAMILIES = [
     pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in MODELS
 ]
 ODD_CHUNKS = 5  # tokens; more than a whole item of Gemma 3
-LONGEST = 20  # tokens of an item, at most
-NUM_BLOCKS = MAX_LEN // BLOCK + 3  # of a pool that is too small for all prompts together
 FORM = "[d-h]{3}[0-9]{2}"
-WAYS: dict[str, dict[str, Any]] = {
-    "odd chunks": {"max_num_batched_tokens": ODD_CHUNKS, "max_num_seqs": 1},
-    "small steps": {"max_num_batched_tokens": 13, "pipeline_depth": 2},
-    "recomputed": {"num_blocks": NUM_BLOCKS, "preemption_mode": "recompute"},
-    "swapped": {"num_blocks": NUM_BLOCKS, "preemption_mode": "swap"},
-    "tiny cache": {"encoder_cache_tokens": LONGEST, "max_encoder_tokens": 1},
-    "ngram": {
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 1,
-        }
-    },
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+WAYS: dict[str, Callable[[Images], dict[str, Any]]] = {
+    "odd chunks": lambda _: {"max_num_batched_tokens": ODD_CHUNKS, "max_num_seqs": 1},
+    "small steps": lambda _: {"max_num_batched_tokens": 13, "pipeline_depth": 2},
+    "recomputed": lambda i: {"num_blocks": i.few_blocks, "preemption_mode": "recompute"},
+    "swapped": lambda i: {"num_blocks": i.few_blocks, "preemption_mode": "swap"},
+    "tiny cache": lambda i: {"encoder_cache_tokens": i.longest, "max_encoder_tokens": 1},
+    "drafts": lambda _: {"speculative_config": DRAFTS},
 }
 RANKS: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 13},
 }
+SHORT_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 1]}
+# Of the text parts, so that two ranks can share them.
+HEADS: dict[str, dict[str, Any]] = {
+    family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MODELS
+}
+for _family in ("qwen2_vl", "qwen2_5_vl"):  # whose heads are as wide as the hidden size allows
+    HEADS[_family] |= {"head_dim": 6, "rope_parameters": SHORT_ROPE}
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +62,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Images]
 
     def of(family: str) -> Images:
         if family not in found:
-            folder = tmp_path_factory.mktemp(family)
-            heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-            found[family] = Images.write(folder, family, **heads)
+            found[family] = Images.write(tmp_path_factory.mktemp(family), family, **HEADS[family])
         return found[family]
 
     return of
@@ -83,7 +79,7 @@ def test_answers_are_those_of_transformers(
     written: Callable[[str], Images], family: str, way: str
 ) -> None:
     images = written(family)
-    with images.open(**WAYS[way]) as llm:
+    with images.open(**WAYS[way](images)) as llm:
         steps: list[Stepped] = []
         core = llm.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
@@ -93,7 +89,7 @@ def test_answers_are_those_of_transformers(
         assert media is not None and media.num_encoded_tokens > 0
     num_preempted = sum(each.metrics.num_preemptions for each in outputs if each.metrics)
     assert (num_preempted > 0) == (way in ("recomputed", "swapped"))
-    assert (sum(step.num_guessed for step in steps) > 0) == (way == "ngram")
+    assert (sum(step.num_guessed for step in steps) > 0) == (way == "drafts")
 
 
 @pytest.mark.slow
@@ -162,7 +158,7 @@ def test_scores_samples_and_grammars(written: Callable[[str], Images], family: s
         SamplingParams(n=3, ignore_eos=True, prompt_logprobs=0, **common),
         SamplingParams(structured_outputs=form, **common),
     ]
-    with images.open(NUM_BLOCKS, max_num_batched_tokens=13) as llm:
+    with images.open(images.few_blocks, max_num_batched_tokens=13) as llm:
         made = [images.request(llm, prompt, params) for params in asked]
         several, formed = finished(llm, made)
         with pytest.raises(RequestError, match="beam search does not accept images"):

@@ -27,9 +27,8 @@ from tests.support.models.multimodal import (
 )
 from tests.support.models.reference_checkpoints import pool_bytes
 
-NUM_TOKENS = 6
+NUM_TOKENS = 10
 BLOCK = 4
-MAX_LEN = 80
 NEAR = 3e-6  # logits are float64, log-probabilities float32
 VOCAB_SIZE = 64
 WORDS = string.ascii_lowercase + string.ascii_uppercase + string.digits + "+/"
@@ -63,6 +62,21 @@ class Images:
         """Prompts with several images of odd sizes, and one of text."""
         return [prompt_of(self.family, numbers) for numbers in IMAGES]
 
+    @property
+    def max_len(self) -> int:
+        """Return the tokens of the longest prompt and its answer."""
+        return max(len(prompt.tokens) for prompt in self.prompts) + NUM_TOKENS
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest item."""
+        return max(length for prompt in self.prompts for length in prompt.lengths)
+
+    @property
+    def few_blocks(self) -> int:
+        """Return the blocks of a pool that is too small for all prompts together."""
+        return -(-self.max_len // BLOCK) + 2
+
     def logprobs(self, prompt: Prompt, more: list[int]) -> torch.Tensor:
         """Return transformers' log-probabilities after each token, [T, V]. more: of an answer."""
         whole = Prompt([*prompt.tokens, *more], prompt.images, prompt.sizes)
@@ -74,8 +88,13 @@ class Images:
 
     def open(self, num_blocks: int = 200, **settings: Any) -> LLM:
         """Open an engine in float64. num_blocks: of the pool."""
-        own = {"dtype": "float64", "max_model_len": MAX_LEN, "block_size": BLOCK}
-        own |= {"disable_log_stats": True, "scheduling_policy": "fifo", "max_num_seqs": 8}
+        own = {"dtype": "float64", "max_model_len": self.max_len, "block_size": BLOCK}
+        own |= {
+            "disable_log_stats": True,
+            "watermark": 0.0,
+            "scheduling_policy": "fifo",
+            "max_num_seqs": 8,
+        }
         size = int(settings.get("block_size", BLOCK))
         own["kv_cache_memory_bytes"] = pool_bytes(self.folder, num_blocks, size)
         return LLM(str(self.folder), **(own | settings))
