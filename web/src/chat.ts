@@ -237,12 +237,17 @@ export class ChatView {
     const box = make("textarea", { rows: 3, "aria-label": "Edit your message", dir: "auto" });
     box.value = message.content;
     const images = message.images?.length ? { images: message.images } : undefined;
+    const wasFollowing = this.isFollowing;
+    this.isFollowing = false; // the box stays in sight
+    const cancel = (): void => {
+      this.isFollowing = wasFollowing;
+      this.draw();
+    };
     const form = make("form", { class: "message user editing", onsubmit: (event) => {
       event.preventDefault();
       const content = box.value.trim();
       if (content || images) void this.answer(branch, add(this.now, message.parent, { role: "user", content, ...images }).id);
-    } }, ...(images ? [shownImages(images.images)] : []), box, make("div", { class: "row" }, button("Cancel", () => this.draw()), make("button", { class: "main" }, "Resend")));
-    this.isFollowing = false; // the box stays in sight
+    } }, ...(images ? [shownImages(images.images)] : []), box, make("div", { class: "row" }, button("Cancel", cancel), make("button", { class: "main" }, "Resend")));
     this.views.get(message.id)?.element.replaceWith(form);
     box.focus();
   }

@@ -20,6 +20,11 @@ sync_api = pytest.importorskip("playwright.sync_api")
 MOST_MS = 30_000
 PNG = file_of(picture(56, 56))
 LARGE = file_of(picture(20, 3000, 1))
+AT_END = """() => {
+  const [thread, tray] = [document.querySelector(".thread"), document.querySelector(".composer .images")];
+  return !tray.hidden && thread.scrollTop > 0
+    && thread.scrollHeight - thread.scrollTop - thread.clientHeight < 2;
+}"""
 GIVE = """([kind, name, type, content]) => {
   const bytes = Uint8Array.from(atob(content), (each) => each.charCodeAt(0));
   const data = new DataTransfer();
@@ -96,6 +101,15 @@ def test_images_in_a_conversation(browser: Any, context: ApiContext, tmp_path: P
         )
         assert sizes == [[2048, "data:image/jpeg"], [56, "data:image/png;"]]
         assert len(client.requests[-1].media) == 2
+        # An edited question shows its images.
+        page.get_by_role("button", name="Edit", exact=True).click()
+        assert page.locator(".editing img").count() == 2
+        page.get_by_role("button", name="Cancel", exact=True).click()
+        # The end of the conversation stays in sight where the tray takes room from it.
+        page.set_viewport_size({"width": 800, "height": 360})
+        give(page, "paste", PNG)
+        page.wait_for_function(AT_END)
+        page.get_by_role("button", name="Remove image 1", exact=True).click()
         # They are stored, and sent again with the next question.
         page.reload()
         shown.nth(1).wait_for()
