@@ -78,14 +78,14 @@ def test_room_to_hold_counts_the_tokens_of_images(monkeypatch: pytest.MonkeyPatc
     bench = HeldBench()
     held = bench.keep()
     image = MediaItem(1, 3, bytes(32))
-    held.request = msgspec.structs.replace(held.request, media=(image,))
+    held.request = held.request.with_media((image,))
     text = msgspec.structs.replace(make_request("b", PROMPT), keep_s=9.0)
     check = bench.scheduler.retained.check
-    check(msgspec.structs.replace(text, media=(image,)))
-    two = msgspec.structs.replace(text, media=(image, image.at(5)))
+    check(text.with_media((image,)))
+    two = text.with_media((image, image.at(5)))
     with pytest.raises(EngineBusy, match="3 tokens of images are retained .* 6 more .* of 8"):
         check(two)
-    held.request = msgspec.structs.replace(held.request, media=(image,) * 4)
+    held.request = held.request.with_media((image,) * 4)
     check(text)
     bench.let_go()
 

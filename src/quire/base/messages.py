@@ -23,8 +23,7 @@ class Fork(msgspec.Struct, frozen=True):
     shares.
 
     index: which of the other one's sequences. takes_over: once this one has ended and is held, the
-    other one is held no longer. num_items: media items among these tokens, which a fork cannot do
-    without: their tokens alone mean nothing.
+    other one is held no longer. num_items: media items among these tokens, which it must have.
     """
 
     request_id: str
@@ -97,6 +96,10 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     def spans(self) -> tuple[MediaItem, ...]:
         """Its media items without pixels."""
         return tuple(item.without_pixels for item in self.media)
+
+    def with_media(self, media: tuple[MediaItem, ...]) -> "Request":
+        """Return the request with these items."""
+        return msgspec.structs.replace(self, media=media)
 
 
 def without_prompt(request: Request) -> Request:

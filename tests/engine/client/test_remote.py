@@ -158,7 +158,7 @@ def test_the_pixels_of_open_requests_are_bounded(
 
     def seeing(name: str, num_bytes: int) -> Request:
         item = MediaItem(1, 2, b"d" * 32, pixels=bytes(num_bytes))
-        return msgspec.structs.replace(request(name), media=(item,))
+        return request(name).with_media((item,))
 
     async def run() -> None:
         client = await RemoteClient.connect(served.path, None)

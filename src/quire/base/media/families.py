@@ -1,7 +1,7 @@
 """Model types that read images by classes of quire: which text part each has, and its config.
 
 The text part of such a model is a plain decoder. Its config stands in `text_config`, or, in old
-checkpoints of Qwen2-VL and Qwen2.5-VL, beside `vision_config`.
+checkpoints of Qwen2-VL and Qwen2.5-VL, next to `vision_config`.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.base.config_fields import Fields
 
-WHOLE = "whole_config"  # a field of the made config: what the whole says beside its text part
+WHOLE = "whole_config"  # a field of the made config: all but the text part of the whole config
 TEXT_PART = "text_config"
 ROPES = ("rope_scaling", "rope_parameters")
 MROPE = "mrope"  # how old configs call a default rotation with three axes
@@ -23,7 +23,7 @@ class Family:
 
     text_types: the types that its config may name, and the type that runs it; the first is the
     default. defaults: transformers', for absent fields, where they are not those of that type.
-    always: fields that it does not read from the config. is_flat: whether it may stand beside
+    always: fields that it does not read from the config. is_flat: whether it may stand next to
     `vision_config`. has_mrope: whether positions have three axes. ties_by_part: whether the head is
     tied if the text part says so, also where the whole says otherwise.
     """
@@ -87,7 +87,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def knows_part(raw: Mapping[str, Any], family: Family) -> bool:
-    """Tell whether quire has a class for the text part of a config of this family."""
+    """Return whether quire has a class for the text part of a config of this family."""
     own = (Fields(raw).inner(TEXT_PART) or Fields({})).text("model_type", "")
     return not own or own in family.text_types
 
@@ -113,7 +113,7 @@ def family_part(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def whole_fields(raw: Mapping[str, Any]) -> Fields | None:
-    """Return what a config says beside its text part; None for a model without images."""
+    """Return all but the text part of a config; None for a model without images."""
     whole = raw.get(WHOLE)
     return Fields(whole) if isinstance(whole, dict) else None
 

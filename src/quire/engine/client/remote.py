@@ -349,7 +349,7 @@ class RemoteClient:
             raise EngineBusy(
                 f"the images of open requests have {self._num_media_bytes:,} bytes, and"
                 f" {num_media_bytes:,} more would exceed the limit of {MAX_OPEN_MEDIA_BYTES:,}; try"
-                " again when some of these requests have ended."
+                " again later."
             )
         if self._writer is None:
             return

@@ -1,5 +1,6 @@
-"""The CLIP tower (arXiv 2103.00020) with the projector of LLaVA 1.5 (arXiv 2310.03744), and the
-assembly of tiles of LLaVA-NeXT (LLaVA 1.6, the authors' report of January 2024).
+"""The CLIP tower (arXiv 2103.00020) with the projector of LLaVA 1.5 (arXiv 2310.03744).
+
+LLaVA-NeXT (LLaVA 1.6, the authors' report of January 2024) also joins tiles.
 
 The projector reads the states between layers, in most checkpoints those before the last layer.
 LLaVA-NeXT puts the features of the tiles together again, cuts the padding off, and ends each row

@@ -22,8 +22,8 @@ class VisionDecoder(Decoder):
     """A decoder that has a tower if its config describes one. Every rank and stage has all of the
     tower.
 
-    tower_spec: the class of the tower's sizes; `from_config` takes what `config.json` says beside
-    the text part and the width of the text model, and raises ModelError. tower_kind: the class of
+    tower_spec: the class of the tower's sizes; `from_config` takes all but the text part of
+    `config.json`, and the width of the text model. It raises ModelError. tower_kind: the class of
     the tower, which takes the sizes and the factory.
 
     `--quantization` leaves out the tower; a checkpoint that stores it quantised is obeyed.

@@ -37,11 +37,7 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
 
     Raises RequestError for a file that is too large, damaged, or of another format.
     """
-    if len(data) > limits.max_bytes:
-        raise RequestError(
-            f"the image has {len(data):,} bytes, more than the limit of {limits.max_bytes:,};"
-            " send a smaller file."
-        )
+    check_bytes(data, limits)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return to_pixels(image, limits)
@@ -55,7 +51,16 @@ def decode_image(data: bytes, limits: ImageLimits) -> Pixels:
     except RequestError:  # a ValueError, but the file is not damaged
         raise
     except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise RequestError(f"the image file is damaged: {error}") from None
+        raise RequestError(f"the image file is damaged: {error}; send another file.") from None
+
+
+def check_bytes(data: bytes, limits: ImageLimits) -> None:
+    """Raise RequestError for a file over the limit."""
+    if len(data) > limits.max_bytes:
+        raise RequestError(
+            f"the image has {len(data):,} bytes, more than the limit of {limits.max_bytes:,};"
+            " send a smaller file."
+        )
 
 
 def to_pixels(image: Image.Image, limits: ImageLimits) -> Pixels:

@@ -1,8 +1,8 @@
 """Images of LLaVA 1.5 (one square) and LLaVA-NeXT (one square and tiles of a larger grid).
 
-LLaVA-NeXT chooses of several grids the one that keeps most of the image, scales the image into it,
-pads it with black, and cuts it into tiles of the tower's size. The tower's features of the tiles
-are put together again, the padding is cut off, and a newline feature ends each row.
+LLaVA-NeXT chooses the grid that keeps most of the image. It scales the image into the grid, pads it
+with black, and cuts it into tiles of the tower's size. The model then joins the features of the
+tiles, cuts the padding off, and ends each row with a newline feature.
 """
 
 import math

@@ -14,7 +14,7 @@ import numpy as np
 from quire.base.errors import RequestError
 from quire.render.job_process import MAX_ANSWER_BYTES, JobKind
 from quire.render.job_worker import LENGTH, serve_jobs
-from quire.render.media.image_files import ImageLimits, decode_image
+from quire.render.media.image_files import ImageLimits, check_bytes, decode_image
 from quire.render.media.image_ops import Float32
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import MediaSettings, image_processor
@@ -38,11 +38,7 @@ def pack_job(data: bytes, settings: MediaSettings, limits: ImageLimits) -> bytes
 
     Raises RequestError for a file over the limit, which needs no process.
     """
-    if len(data) > limits.max_bytes:
-        raise RequestError(
-            f"the image has {len(data):,} bytes, more than the limit of {limits.max_bytes:,};"
-            " send a smaller file."
-        )
+    check_bytes(data, limits)
     return _pack([asdict(settings), asdict(limits)], data)
 
 

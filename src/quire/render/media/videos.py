@@ -50,8 +50,8 @@ class Frames:
 def frames_of(source: Any) -> Frames:
     """Return the frames of a video of the program. Raises RequestError.
 
-    source: an array [N, H, W, 3], a list of pictures or arrays, or a pair of these and a dictionary
-    with fps, frames_indices and total_num_frames, as vLLM's loaders return.
+    source: an array [N, H, W, 3], or a list of pictures or arrays; or a pair of these and a
+    dictionary, as vLLM's loaders return it: fps, frames_indices, total_num_frames.
     """
     details: Mapping[str, Any] = {}
     if isinstance(source, tuple):

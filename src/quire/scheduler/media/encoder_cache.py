@@ -3,7 +3,7 @@
     referenced entry      a sequence is inside its item, or a step in flight writes or reads it
     unreferenced entry    stays for the next request with this digest; the least recently used one
                           is evicted first
-    forgotten entry       nobody finds it any more; its slots are free once no reference is left
+    forgotten entry       it is not found any more; its slots are free once no reference is left
 
 Slots of an entry need not be neighbours, so there is no fragmentation.
 """
@@ -86,7 +86,7 @@ class EncoderCache:
             self._free += entry.slots.tolist()
 
     def forget(self, entry: Entry) -> None:
-        """Let nobody find an entry any more; its slots are free once it has no references."""
+        """Remove an entry from the index. Its slots are free once it has no references."""
         if not entry.is_known:
             return
         entry.is_known = False

@@ -9,10 +9,10 @@ step: the step's budget of encoder tokens is used up, or the cache has no slots.
 rows encode in a step in flight counts as missing: if that step fails, it may not be there. In one
 step, rows with the same item share one encoder input.
 
-A sequence refers to the entry of the item that its next token is inside of, and a step in flight to
+A sequence refers to an entry while its next token is inside the item. A step in flight refers to
 all entries that it writes or reads. So a step that is repeated finds its slots as they were. No
-sequence waits while it refers to an entry: the rest of that item needs no more slots. So one of the
-sequences can always go on.
+sequence waits while it refers to an entry, because the rest of that item needs no more slots. So
+one of the sequences can always continue.
 """
 
 from dataclasses import dataclass, field
@@ -224,7 +224,7 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
     # ---- what becomes of references ----------------------------------------------------------
 
     def end_step(self, end: StepEnd, now: float) -> None:
-        """See StepExtension. After a failure, nobody relies on what steps in flight encode."""
+        """See StepExtension. After a failure, what steps in flight encode is not used."""
         result, step = end.result, self._steps.pop(end.result.step_id, None)
         ended = [] if step is None else [step]
         if result.error is not None or result.row_errors:

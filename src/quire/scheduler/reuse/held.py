@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
@@ -127,7 +126,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
         assert fork is not None, "it is no fork"
         inherited = items_before(found.request.media, fork.num_tokens)
         own = tuple(item for item in request.media if item.start >= fork.num_tokens)
-        return msgspec.structs.replace(request, media=(*inherited, *own))
+        return request.with_media((*inherited, *own))
 
     def enter(self, sequence: Sequence, now: float) -> None:
         """See Extension. A fork takes hold of the blocks that it begins with. From then on the row
@@ -286,7 +285,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
             media = items_before(held.request.media, num_tokens)
         except RequestError:  # inside an item; the server refuses such a rewind
             return
-        held.request = msgspec.structs.replace(held.request, media=media)
+        held.request = held.request.with_media(media)
         self._note(held)
         held.tokens = held.tokens[:num_tokens].copy()
         held.digests = held.digests[: num_tokens // size]

@@ -49,8 +49,8 @@ def _all_forms(address: Address) -> list[Address]:
 class Lookups:
     """Resolves names within a time, MAX_LOOKUPS at once.
 
-    The C library's resolver cannot be interrupted. So it runs in a thread, which is left behind
-    after the timeout and counts until it ends.
+    The C library's resolver cannot be interrupted. So it runs in a thread, which outlives
+    the timeout and counts until it ends.
     """
 
     def __init__(self, resolver: Resolver = resolve) -> None:
@@ -80,7 +80,7 @@ def public_address(host: str, port: int, timeout_s: float, lookups: Lookups) -> 
     """Return an address of the host to connect to.
 
     Raises RequestError if the host cannot be resolved in time, or if any of its addresses is not
-    public, and EngineBusy if too many names are being resolved.
+    public. Raises EngineBusy if too many names are being resolved.
     """
     try:
         addresses = lookups.addresses(host, port, timeout_s)

@@ -135,7 +135,7 @@ class ImageReader:
             self._num_bytes -= sum(map(len, data.values()))
 
     async def _read(self, parts: Mapping[str, ImagePart], data: dict[str, bytes]) -> None:
-        """Read the bytes behind each URL into `data`, and count them."""
+        """Read the file of each URL into `data`, and count its bytes."""
         if self._num_reads and self._num_reads + len(parts) > MAX_READS:
             raise EngineBusy(f"{self._num_reads} images are being read; try again later.")
         loop, num_bytes = asyncio.get_running_loop(), 0

@@ -64,7 +64,7 @@ class MediaSources:
             )
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost"):
-            raise RequestError(f"a file: URL names no host, got {parts.netloc[:80]!r}.")
+            raise RequestError(f"a file: URL names no host, got {parts.netloc[:80]!r}; remove it.")
         path = unquote(parts.path)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -89,4 +89,6 @@ class MediaSources:
         return RequestError(f"{path[:200]!r} is no readable file below the folder that is allowed.")
 
     def _too_large(self) -> RequestError:
-        return RequestError(f"the media item has more than {self.max_bytes:,} bytes, the limit.")
+        return RequestError(
+            f"the media item has more than {self.max_bytes:,} bytes, the limit; send a smaller one."
+        )
