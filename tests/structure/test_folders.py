@@ -33,7 +33,7 @@ CROWDED = {
 }
 # Lines of a folder's own files.
 BUDGETS = {
-    "base": 8340,
+    "base": 8360,
     "base/media": 300,
     "cli": 3050,
     "cli/options": 1000,
