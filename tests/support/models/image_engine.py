@@ -95,7 +95,7 @@ class Images:
             self._known[key] = logits.log_softmax(-1)
         return self._known[key]
 
-    def open(self, num_blocks: int = 200, **settings: Any) -> LLM:
+    def open(self, num_blocks: int = 500, **settings: Any) -> LLM:
         """Open an engine in float64. num_blocks: of the pool."""
         own = {"dtype": "float64", "max_model_len": self.max_len, "block_size": BLOCK}
         own |= {
