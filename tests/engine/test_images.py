@@ -12,8 +12,15 @@ import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
-from quire.base.events import Stepped
-from quire.engine.drafting.draft_pace import StepTimes
+from tests.models.image_matrix import (
+    IN_RANKS,
+    ODD_CHUNKS,
+    WAYS,
+    YES,
+    check,
+    read_results,
+    write_tiny,
+)
 from tests.support.models.image_engine import (
     GREEDY,
     NEAR,
@@ -31,28 +38,7 @@ WHOLE = "gemma3"  # computes each image in one step
 FAMILIES = [
     pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in MODELS
 ]
-ODD_CHUNKS = 5  # tokens; more than a whole item of Gemma 3
 FORM = "[d-h]{3}[0-9]{2}"
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
-WAYS: dict[str, Callable[[Images], dict[str, Any]]] = {
-    "odd chunks": lambda _: {"max_num_batched_tokens": ODD_CHUNKS, "max_num_seqs": 1},
-    "small steps": lambda _: {"max_num_batched_tokens": 13, "pipeline_depth": 2},
-    "recomputed": lambda i: {"num_blocks": i.few_blocks, "preemption_mode": "recompute"},
-    "swapped": lambda i: {"num_blocks": i.few_blocks, "preemption_mode": "swap"},
-    "tiny cache": lambda i: {"encoder_cache_tokens": i.longest, "max_encoder_tokens": 1},
-    "drafts": lambda _: {"speculative_config": DRAFTS},
-}
-RANKS: dict[str, dict[str, Any]] = {
-    "two ranks": {"tensor_parallel_size": 2},
-    "two stages": {"pipeline_parallel_size": 2, "max_num_batched_tokens": 13},
-}
-SHORT_ROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 1]}
-# Of the text parts, so that two ranks can share them.
-HEADS: dict[str, dict[str, Any]] = {
-    family: {"num_attention_heads": 4, "num_key_value_heads": 2} for family in MODELS
-}
-for _family in ("qwen2_vl", "qwen2_5_vl"):  # whose heads are as wide as the hidden size allows
-    HEADS[_family] |= {"head_dim": 6, "rope_parameters": SHORT_ROPE}
 
 
 @pytest.fixture(scope="module")
@@ -62,45 +48,27 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Images]
 
     def of(family: str) -> Images:
         if family not in found:
-            found[family] = Images.write(tmp_path_factory.mktemp(family), family, **HEADS[family])
+            found[family] = write_tiny(tmp_path_factory.mktemp(family), family)
         return found[family]
 
     return of
 
 
-@pytest.fixture(autouse=True)
-def drafts_whatever_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(
+            family, way, marks=() if family == QUICK and way not in IN_RANKS else pytest.mark.slow
+        )
+        for family in MODELS
+        for way in WAYS
+    ],
+)
 def test_answers_are_those_of_transformers(
     written: Callable[[str], Images], family: str, way: str
 ) -> None:
-    images = written(family)
-    with images.open(**WAYS[way](images)) as llm:
-        steps: list[Stepped] = []
-        core = llm.engine.client.core
-        core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-        outputs = images.check_greedy(llm, images.prompts * 2)
-        core.scheduler.check_invariants()
-        media = core.scheduler.media
-        assert media is not None and media.num_encoded_tokens > 0
-    num_preempted = sum(each.metrics.num_preemptions for each in outputs if each.metrics)
-    assert (num_preempted > 0) == (way in ("recomputed", "swapped"))
-    assert (sum(step.num_guessed for step in steps) > 0) == (way == "drafts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", RANKS)
-@pytest.mark.parametrize("family", MODELS)
-def test_ranks_answer_as_transformers_does(
-    written: Callable[[str], Images], family: str, way: str
-) -> None:
-    images = written(family)
-    with images.open(**RANKS[way]) as llm:
-        images.check_greedy(llm, images.prompts)
+    check(written(family), way)
+    assert read_results()[family][way] == YES, "run python -m tests.models.image_matrix"
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,13 @@ from quire.tools.verify.paged import Paging
 from quire.tools.verify.theirs import Reference, Theirs
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import take_dequantised
+from tests.models.image_matrix import PAGE, YES, read_section
 from tests.models.test_gguf_families import CONVERTIBLE, convertible
 from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import convert, model_metadata
 from tests.support.models.paged_forward import CPU
 from tests.support.models.reference_checkpoints import pool_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "use" / "model-table.md"
-YES = "yes"
 EXACT = 1e-10
 LONG = 4  # of the prompts; the short ones grow into windows
 SHORTEST = 2  # of the long ones
@@ -371,9 +370,9 @@ TAIL = """
 - **Configs.** A test changes every field of each type's config and compares with transformers
   (`tests/models/test_every_field.py`). Each value has the same effect, or is refused by its name.
 - **Your checkpoint.** `quire verify MODEL` makes the same comparisons with a real checkpoint.
-- **Drafts.** EAGLE-3 heads of both layouts work with every type above
+- **Drafts.** EAGLE-3 heads of both layouts work with every type of the first table
   (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`; [speculation](speculation.md)).
-- **Pooling.** All types above give embeddings, classes and scores ([embeddings](embeddings.md)).
+- **Pooling.** All types of the first table give embeddings, classes and scores ([embeddings](embeddings.md)).
   Tests compare Qwen 3 and Llama with transformers' `AutoModel` and
   `AutoModelForSequenceClassification`, within 1e-10 in float64 (`tests/serve/test_pooling.py`).
 - **Encoders.** `bert`, `roberta`, `xlm-roberta`, `camembert` and `modernbert` give embeddings,
@@ -413,7 +412,7 @@ def page(results: dict[str, dict[str, str]], losses: dict[str, float]) -> str:
     text += LOSSES_HEAD
     for name, loss in losses.items():
         text += f"| {name} | {loss:.4f} | {loss - losses['float32']:+.4f} |\n"
-    return text + TAIL
+    return text + read_section() + TAIL
 
 
 def read_losses() -> dict[str, float]:

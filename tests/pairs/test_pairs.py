@@ -3,10 +3,13 @@
 Side by side neither may change what the other gets. Together the answer is the same in an engine
 with room and one step at a time, and in one that is always short of memory, cuts prompts into
 chunks and is a step ahead.
+
+The same for prompts with images, on a tiny checkpoint.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from quire.base.outputs import RequestOutput
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
 from tests.support.models.eagle_heads import write_demo_head
+from tests.support.models.image_engine import Images, finished
 from tests.support.models.reference_checkpoints import shallow
 
 Pair = tuple[str, str]
@@ -91,19 +95,67 @@ def params_of(*names: str) -> SamplingParams:
     return SamplingParams(**fields)
 
 
+@dataclass(frozen=True)
+class Bench:
+    """An engine, and the prompt of all requests."""
+
+    llm: LLM
+    prompt: RenderedPrompt
+
+    def request(self, params: SamplingParams) -> Request:
+        """Raises RequestError for what excludes each other, or images."""
+        grammar = self.llm.engine.renderer.answer_grammar(params, self.prompt)
+        return self.llm.engine.requests.make(self.prompt, params, grammar=grammar)
+
+    def outputs(self, *params: SamplingParams) -> list[RequestOutput]:
+        return finished(self.llm, [self.request(each) for each in params])
+
+    def answers(self, *params: SamplingParams) -> list[Any]:
+        return [shown(output) for output in self.outputs(*params)]
+
+
+class Subject:
+    """A model and a prompt: text for the demo model, or images."""
+
+    def __init__(self, images: Images | None) -> None:
+        self.images = images
+
+    @contextmanager
+    def open(self, **settings: Any) -> Iterator[Bench]:
+        model = "demo" if self.images is None else str(self.images.folder)
+        own = {"max_model_len": 64, "dtype": "float32", "disable_log_stats": True}
+        with LLM(model, **own, **settings) as llm:
+            if self.images is None:
+                prompt = RenderedPrompt(llm.get_tokenizer().encode(PROMPT), PROMPT)
+            else:
+                prompt = self.images.rendered(self.images.prompts[1])
+            yield Bench(llm, prompt)
+
+    def block_bytes(self) -> int:
+        with self.open(kv_cache_memory_bytes=8 << 20) as made:
+            return (8 << 20) // made.llm.engine.memory.num_blocks[0]
+
+
+@pytest.fixture(scope="module", params=["text", pytest.param("images", marks=pytest.mark.slow)])
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    if request.param == "text":
+        return Subject(None)
+    return Subject(Images.write(tmp_path_factory.mktemp("images"), "qwen3_vl"))
+
+
 @pytest.fixture(scope="module")
-def roomy() -> Iterator[LLM]:
+def roomy(subject: Subject) -> Iterator[Bench]:
     plain = {"method": "none"}  # nor are tokens tried that a grammar forces
     settings = {"max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20, "speculative_config": plain}
-    with engine(**settings) as made:
+    with subject.open(**settings) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def short() -> Iterator[LLM]:
+def short(subject: Subject) -> Iterator[Bench]:
     """A pool that a request for three and its neighbours do not fit into."""
-    with engine(
-        max_num_seqs=8, kv_cache_memory_bytes=6 * block_bytes(), max_num_batched_tokens=8,
+    with subject.open(
+        max_num_seqs=8, kv_cache_memory_bytes=6 * subject.block_bytes(), max_num_batched_tokens=8,
         pipeline_depth=2,
     ) as made:  # fmt: skip
         yield made
@@ -120,14 +172,17 @@ GUESSES: dict[str, dict[str, Any]] = {
     "eagle3": {"num_speculative_tokens": 3},
     "draft_model": {"num_speculative_tokens": 3},
 }
+NEED_THE_DEMO = "eagle3", "draft_model"
 
 
 @pytest.fixture(scope="module", params=GUESSES)
 def guessing(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LLM]:
+    request: pytest.FixtureRequest, subject: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
     """Short of memory, and it tries what followed the last tokens before: often it is wrong. How
     long steps take is not looked at, so that it guesses on any machine."""
+    if subject.images is not None and request.param in NEED_THE_DEMO:
+        pytest.skip("its draft model is for the demo model")
     settings = {"method": request.param, **GUESSES[request.param]}
     depth = 2 if request.param == "ngram, by the device" else 1
     if request.param == "eagle3":
@@ -136,21 +191,12 @@ def guessing(
     num_blocks = 8
     if request.param == "draft_model":  # whose four layers have blocks besides
         settings["model"], num_blocks = str(shallow("demo", 4)), 14
-    with pytest.MonkeyPatch.context() as patch, engine(
-        max_num_seqs=8, kv_cache_memory_bytes=num_blocks * block_bytes(), max_num_batched_tokens=16,
-        speculative_config=settings, pipeline_depth=depth,
+    with pytest.MonkeyPatch.context() as patch, subject.open(
+        max_num_seqs=8, kv_cache_memory_bytes=num_blocks * subject.block_bytes(),
+        max_num_batched_tokens=16, speculative_config=settings, pipeline_depth=depth,
     ) as made:  # fmt: skip
         patch.setattr(StepTimes, "observe", lambda *_: None)
         yield made
-
-
-def engine(**settings: Any) -> LLM:
-    return LLM("demo", max_model_len=64, dtype="float32", disable_log_stats=True, **settings)
-
-
-def block_bytes() -> int:
-    with engine(kv_cache_memory_bytes=8 << 20) as made:
-        return (8 << 20) // made.engine.memory.num_blocks[0]
 
 
 def shown(output: RequestOutput) -> Any:
@@ -164,20 +210,20 @@ def shown(output: RequestOutput) -> Any:
     return choices, output.prompt_logprobs
 
 
-def answers(llm: LLM, *params: SamplingParams) -> list[Any]:
-    prompts = [PROMPT] * len(params)
-    return [shown(output) for output in llm.generate(prompts, list(params), use_tqdm=False)]
-
-
 @pytest.fixture(scope="module")
-def alone(roomy: LLM) -> dict[str, Any]:
-    return {name: answers(roomy, params_of(name))[0] for name in FEATURES}
+def alone(roomy: Bench) -> dict[str, Any]:
+    """Without what images exclude."""
+    found = {}
+    for name in FEATURES:
+        with suppress(RequestError):
+            found[name] = roomy.answers(params_of(name))[0]
+    return found
 
 
 class Expected:
     """What requests for two features get in an engine with room; each is asked once."""
 
-    def __init__(self, roomy: LLM) -> None:
+    def __init__(self, roomy: Bench) -> None:
         self._roomy = roomy
         self._found: dict[Pair, Any] = {}
 
@@ -186,14 +232,16 @@ class Expected:
         asked: dict[Pair, SamplingParams] = {}
         for pair in pairs:
             with suppress(RequestError):
-                asked[pair] = params_of(*pair)
+                params = params_of(*pair)
+                self._roomy.request(params)
+                asked[pair] = params
         new = {pair: params for pair, params in asked.items() if pair not in self._found}
-        self._found |= zip(new, answers(self._roomy, *new.values()), strict=True)
+        self._found |= zip(new, self._roomy.answers(*new.values()), strict=True)
         return {pair: self._found[pair] for pair in asked}
 
 
 @pytest.fixture(scope="module")
-def expected(roomy: LLM) -> Expected:
+def expected(roomy: Bench) -> Expected:
     return Expected(roomy)
 
 
@@ -202,62 +250,56 @@ def expected(roomy: LLM) -> Expected:
     [*groups_of_four(), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)],
     ids=", ".join,
 )
-def test_side_by_side(roomy: LLM, alone: dict[str, Any], names: tuple[str, ...]) -> None:
-    found = answers(roomy, *map(params_of, names))
+def test_side_by_side(roomy: Bench, alone: dict[str, Any], names: tuple[str, ...]) -> None:
+    names = tuple(name for name in names if name in alone)
+    found = roomy.answers(*map(params_of, names))
     assert dict(zip(names, found, strict=True)) == {name: alone[name] for name in names}
 
 
 @pytest.mark.parametrize("names", THREES, ids=", ".join)
 def test_guesses_change_nothing(
-    guessing: LLM, alone: dict[str, Any], names: tuple[str, ...]
+    guessing: Bench, alone: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     greedy = params_of("greedy", "ignore_eos")
-    found = answers(guessing, *map(params_of, names), greedy)
+    names = tuple(name for name in names if name in alone)
+    found = guessing.answers(*map(params_of, names), greedy)
     assert dict(zip(names, found[:-1], strict=True)) == {name: alone[name] for name in names}
 
 
 @pytest.mark.parametrize("form", ["json", pytest.param("regex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", THREES, ids=", ".join)
 def test_guesses_at_an_answer_with_a_form_change_nothing(
-    expected: Expected, guessing: LLM, names: tuple[str, ...], form: str
+    expected: Expected, guessing: Bench, names: tuple[str, ...], form: str
 ) -> None:
     """Those that its grammar forces, and others."""
     wanted = expected.of(*((form, name) for name in names))
     params = [params_of(*pair) for pair in wanted]
-    found = answers(guessing, *params, params_of("greedy", "ignore_eos"))
+    found = guessing.answers(*params, params_of("greedy", "ignore_eos"))
     assert dict(zip(wanted, found[:-1], strict=True)) == wanted
 
 
 @pytest.mark.parametrize("one", FEATURES)
-def test_a_fork_changes_nothing(roomy: LLM, short: LLM, alone: dict[str, Any], one: str) -> None:
+def test_a_fork_changes_nothing(
+    roomy: Bench, short: Bench, alone: dict[str, Any], one: str
+) -> None:
     """Of what is held, at the end of the prompt, with room and without."""
-    tokens = roomy.get_tokenizer().encode(PROMPT)
-    for llm in (roomy, short):
-        client = llm.engine.client
-        params = params_of(one)
-        made = llm.engine.requests.make(RenderedPrompt(tokens, PROMPT), params_of("ignore_eos"))
-        finished(llm, msgspec.structs.replace(made, keep_s=60.0))
-        grammar = llm.engine.renderer.answer_grammar(params, RenderedPrompt(tokens, PROMPT))
-        asked = llm.engine.requests.make(RenderedPrompt(tokens, PROMPT), params, grammar=grammar)
-        fork = Fork(made.request_id, 0, len(tokens))
-        assert shown(finished(llm, msgspec.structs.replace(asked, fork=fork))) == alone[one]
-        client.keep(made.request_id, 0.0)
+    if one not in alone:
+        pytest.skip("images exclude it")
+    for bench in (roomy, short):
+        made = bench.request(params_of("ignore_eos"))
+        finished(bench.llm, [msgspec.structs.replace(made, keep_s=60.0)])
+        fork = Fork(made.request_id, 0, len(made.prompt_token_ids))
+        asked = msgspec.structs.replace(bench.request(params_of(one)), fork=fork)
+        [output] = finished(bench.llm, [asked])
+        assert shown(output) == alone[one]
+        bench.llm.engine.client.keep(made.request_id, 0.0)
 
 
-def finished(llm: LLM, request: Request) -> RequestOutput:
-    """The last output of a request."""
-    llm.engine.client.add(request, PROMPT)
-    while True:
-        for output in llm.engine.client.step():
-            if output.finished:
-                return output
-
-
-def test_there_are_guesses(guessing: LLM) -> None:
+def test_there_are_guesses(guessing: Bench) -> None:
     steps: list[Stepped] = []
-    core = guessing.engine.client.core
+    core = guessing.llm.engine.client.core
     core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-    answers(guessing, params_of("greedy", "ignore_eos"), params_of("n"))
+    guessing.answers(params_of("greedy", "ignore_eos"), params_of("n"))
     tried, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
     assert tried > right > 0
 
@@ -267,16 +309,16 @@ def test_there_are_guesses(guessing: LLM) -> None:
     [*THREE_PAIRS, *(pytest.param((pair, pair), marks=pytest.mark.slow) for pair in PAIRS)],
     ids=lambda pairs: ", ".join(map(" and ".join, pairs)),
 )
-def test_together(expected: Expected, short: LLM, pairs: tuple[Pair, ...]) -> None:
+def test_together(expected: Expected, short: Bench, pairs: tuple[Pair, ...]) -> None:
     """Or the two exclude each other, and it is said at once."""
     wanted = expected.of(*pairs)
     asked = [pair for pair in pairs if pair in wanted]
-    found = answers(short, *(params_of(*pair) for pair in asked), params_of("n"))
+    found = short.answers(*(params_of(*pair) for pair in asked), params_of("n"))
     for pair, answer in zip(asked, found[:-1], strict=True):
         assert answer == wanted[pair], pair
 
 
-def test_the_short_engine_preempts(short: LLM) -> None:
+def test_the_short_engine_preempts(short: Bench) -> None:
     params = [params_of("n"), params_of("regex"), params_of("json"), params_of("n", "regex")]
-    outputs = short.generate([PROMPT] * 4, params, use_tqdm=False)
+    outputs = short.outputs(*params)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0

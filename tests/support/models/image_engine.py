@@ -31,7 +31,10 @@ NUM_TOKENS = 10
 BLOCK = 4
 NEAR = 3e-6  # logits are float64, log-probabilities float32
 VOCAB_SIZE = 64
-WORDS = string.ascii_lowercase + string.ascii_uppercase + string.digits + "+/"
+WORDS = (  # 0120 is a space, as byte-level tokenizers write it
+    "<pad>", "<s>", "</s>", *string.ascii_lowercase, *string.digits, "\u0120",
+    *".!?{}\":,-[]_'", *"ABCDEFG", "<image>", "<video>", "<start>", "<end>",
+)  # fmt: skip
 IMAGES = ([0], [1, 2], [2, 1, 0], [], [1])  # of the prompts, by number
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
 
@@ -49,9 +52,15 @@ class Images:
     def write(cls, folder: Path, family: str, **text: Any) -> "Images":
         """Write a checkpoint with a tokenizer. text: changes of the text part's config."""
         reference = write_multimodal(folder, family, vocab_size=VOCAB_SIZE, **text)
+        assert len(WORDS) == VOCAB_SIZE
         vocabulary = {word: number for number, word in enumerate(WORDS)}
-        backend = tk.Tokenizer(tk.models.WordLevel(vocabulary, unk_token="a"))
-        backend.pre_tokenizer = tk.pre_tokenizers.Split("", "isolated")
+        backend = tk.Tokenizer(tk.models.WordLevel(vocabulary, unk_token="<pad>"))
+        backend.pre_tokenizer = tk.pre_tokenizers.Sequence(
+            [
+                tk.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                tk.pre_tokenizers.Split("", "isolated"),
+            ]
+        )
         backend.decoder = tk.decoders.ByteLevel()
         backend.save(str(folder / "tokenizer.json"))
         (folder / "tokenizer_config.json").write_text("{}")
@@ -86,7 +95,7 @@ class Images:
             self._known[key] = logits.log_softmax(-1)
         return self._known[key]
 
-    def open(self, num_blocks: int = 200, **settings: Any) -> LLM:
+    def open(self, num_blocks: int = 500, **settings: Any) -> LLM:
         """Open an engine in float64. num_blocks: of the pool."""
         own = {"dtype": "float64", "max_model_len": self.max_len, "block_size": BLOCK}
         own |= {
