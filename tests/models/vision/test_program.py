@@ -87,6 +87,17 @@ def test_heads_of_all_sizes(head_dim: int) -> None:
     assert (got - wanted).norm() < 1e-6 * wanted.norm()
 
 
+@pytest.mark.parametrize("layers", [[0, -1], [-2, -2]])
+def test_a_state_may_be_the_input_or_be_read_twice(layers: list[int]) -> None:
+    found = checkpoint("llava", json.dumps({"vision_feature_layer": layers}))
+    tower, exact = found.tower(torch.float32), found.tower()
+    x_TD, _ = inputs_of(tower)
+    got = program_of(tower).run(x_TD, CUTS)
+    wanted = exact.states(x_TD.double(), RangeAttention(CUTS), None)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_need_the_blocks_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tower, images = checkpoint(family).tower(torch.float32), images_of(family)

@@ -72,7 +72,7 @@ class BlockProgram:
         attends = [each for each in draft.instructions if each.kind == Kind.ATTEND]
         sizes = {(each.heads, draft.widths[each.views[0].buffer] // each.heads) for each in attends}
         if len(sizes) != 1:
-            raise Untraceable(f"the blocks differ in their heads: {sorted(sizes)}")
+            raise Untraceable(f"its blocks must have heads of one size, got {sorted(sizes)}")
         parts = draft.parts({cut: cut for cut in range(num_cuts)}, here)
         return cls(draft, parts, x_TD.dtype, *sizes.pop())
 
