@@ -40,6 +40,12 @@ def prepare_messages(
     return out
 
 
+def check_messages(messages: Sequence[object]) -> None:
+    """Raise RequestError that names the message at fault, before other messages join them."""
+    for index, message in enumerate(messages):
+        _checked(message, index)
+
+
 def prepare_tools(tools: object) -> list[Message] | None:
     """Checked copies of tool descriptions ({"type": "function", "function": {...}}), or None."""
     if tools is None or tools == []:

@@ -13,12 +13,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.render.conversation import check_messages
 
 Json = Mapping[str, Any]
 
 
 def behind_an_answer(messages: Sequence[Json]) -> tuple[list[Json], str]:
-    """Return a conversation in which these messages follow an answer; and what that answer is."""
+    """Return a conversation in which these messages follow an answer; and what that answer is.
+
+    Raises RequestError that names the message at fault.
+    """
+    check_messages(messages)
     mark = f"mark{secrets.token_hex(8)}"
     answer: dict[str, Any] = {"role": "assistant", "content": mark}
     if calls := [_call_of(each) for each in messages if each.get("role") == "tool"]:

@@ -73,6 +73,9 @@ def test_a_fork_may_not_begin_inside_an_image(api: TestClient) -> None:
     assert error["param"] == "at_token"
     assert f"token {inside} is inside the image" in error["message"]
     whole = asked(api, max_tokens=6)["choices"][0]["message"]["content"]
+    body = {"max_tokens": 2, "messages": [{"role": "user", "content": [PICTURE]}]}
+    error = api.post(f"/v1/requests/{asked_id}/fork", json=body).json()["error"]
+    assert error["message"].startswith("messages[0] has a part of type 'image_url', which is not")
     more = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
     forked = api.post(f"/v1/requests/{asked_id}/fork", json=more).json()["choices"][0]["text"]
     assert forked and whole.endswith(forked)

@@ -21,7 +21,8 @@ MOST_MS = 30_000
 PNG = file_of(picture(56, 56))
 LARGE = file_of(picture(20, 3000, 1))
 AT_END = """() => {
-  const [thread, tray] = [document.querySelector(".thread"), document.querySelector(".composer .images")];
+  const thread = document.querySelector(".thread");
+  const tray = document.querySelector(".composer .images");
   return !tray.hidden && thread.scrollTop > 0
     && thread.scrollHeight - thread.scrollTop - thread.clientHeight < 2;
 }"""
