@@ -119,7 +119,9 @@ def replaced(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
     return dataclasses.replace(spec, raw=config)
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ModelSpec)])
+@pytest.mark.parametrize(
+    "name", [field.name for field in dataclasses.fields(ModelSpec) if field.name != "encoder"]
+)  # which follows from the others
 def test_each_field_of_a_spec_is_part_of_its_identity(name: str) -> None:
     spec = parse_spec(CONFIGS["qwen3_moe"])
     assert dataclasses.replace(spec, **{name: {"other": 1}}).identity != spec.identity

@@ -137,8 +137,9 @@ def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
         return TransformersModel
     if spec.model_type == eagle3_spec.MODEL_TYPE:
         return Eagle3
-    if spec.raw.get(PART_OF) in MULTIMODAL:
-        return MULTIMODAL[spec.raw[PART_OF]]
+    whole = spec.raw.get(PART_OF)
+    if isinstance(whole, str) and whole in MULTIMODAL:
+        return MULTIMODAL[whole]
     return model_class(spec.model_type)
 
 

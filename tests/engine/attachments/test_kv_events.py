@@ -233,7 +233,7 @@ def scheduler_of(num_blocks: int = 8, tier: bool = False) -> Scheduler:
     group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
     kv = KVManager((group,), (num_blocks,), BLOCK, True, host_limits=(4,) if tier else None)
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64)
-    return Scheduler(Memory(kv, 64), config, 100)
+    return Scheduler(Memory(kv, 64), config, 100, takes_media=True)
 
 
 def finish(doors: HeardDoors, request_id: str, prompt: list[int], **changed: Any) -> None:

@@ -185,3 +185,16 @@ def test_small_steps_have_room_for_a_whole_item() -> None:
     assert scheduler.memory.chunk_limit.min_tokens == 12
     scheduler.control(Abort("a"), 0.0)
     assert scheduler.memory.chunk_limit.min_tokens == 0
+
+
+def test_small_steps_have_room_for_an_item_until_the_last_sequence_of_its_request_ends() -> None:
+    """A sequence that was preempted computes the item again."""
+    scheduler = scheduler_of()
+    pair = msgspec.structs.replace(
+        make_request("a", list(range(14)), max_tokens=4, n=2),
+        media=(item(0, 12, is_whole=True),),
+    )
+    scheduler.update(answer(planned(scheduler, pair)), 0.0)
+    for index, left in ((0, 12), (1, 0)):
+        scheduler.control(Abort("a", index=index), 0.0)
+        assert scheduler.memory.chunk_limit.min_tokens == left

@@ -1,10 +1,8 @@
 """The CLIP tower (arXiv 2103.00020) with the projector of LLaVA 1.5 (arXiv 2310.03744).
 
-LLaVA-NeXT (LLaVA 1.6, the authors' report of January 2024) also joins tiles.
-
 The projector reads the states between layers, in most checkpoints those before the last layer.
-LLaVA-NeXT puts the features of the tiles together again, cuts the padding off, and ends each row
-with a learned newline feature.
+LLaVA-NeXT (LLaVA 1.6, the authors' report of January 2024) joins the features of the tiles, cuts
+the padding off, and ends each row with a learned newline feature.
 
 Shape legend: S squares, T positions of all squares, L positions of one, D tower width, W output
 width.

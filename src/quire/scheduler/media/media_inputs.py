@@ -72,7 +72,7 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         self._most_whole = config.max_num_batched_tokens
         if config.long_prefill_token_threshold:
             self._most_whole = min(self._most_whole, config.long_prefill_token_threshold)
-        self._open: dict[Sequence, int] = {}  # have items; tokens of the longest whole one
+        self._open: dict[Sequence, int] = {}  # leaders; tokens of the longest whole item
         self._inside: dict[Sequence, Entry] = {}  # of the item that the next token is in
         self._steps: dict[int, StepMedia] = {}  # in flight, and the one that is being planned
 
@@ -132,8 +132,9 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
         """See Extension."""
-        self._open.pop(sequence, None)
-        self.min_tokens = max(self._open.values(), default=0)
+        if sequence.group is None or sequence.group.unfinished == [sequence]:
+            self._open.pop(sequence.members[0], None)
+            self.min_tokens = max(self._open.values(), default=0)
         self._let_go(sequence)
 
     # ---- plans -------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
 from quire.base.hooks import HookRequest
+from quire.base.media.item import MediaItem
+from quire.base.messages import HeldRequest
 from quire.serve.api.app import create_app
 from quire.serve.hooks import Hooks
 from tests.serve.api.images.conftest import (
@@ -99,6 +102,33 @@ def test_a_hook_cannot_bring_an_image(watched: tuple[Watcher, TestClient, FakeCl
     answer = ask(client)
     assert answer.status_code == 500
     assert "returned an image that the request does not hold" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_fork_never_computes_the_tokens_of_images_as_text(
+    images: MakeImageContext, monkeypatch: pytest.MonkeyPatch, is_changed: bool
+) -> None:
+    """A hook changes its beginning, or the engine has lost its source."""
+
+    class Changer:
+        def before_admission(self, request: HookRequest) -> HookRequest:
+            return replace(request, prompt="changed") if is_changed else request
+
+    tokens = np.array([5, 0, 6], np.int32).tobytes()
+    image = MediaItem(1, 1, bytes(32))
+    source = HeldRequest("chat", 0, 3, 3, 0, 9.0, "", "", 9.0, tokens, media=(image,))
+
+    async def held(*given: object) -> list[HeldRequest]:
+        return [source]
+
+    context = images()
+    context.hooks = Hooks([Changer()])
+    monkeypatch.setattr(context.client, "held", held)
+    with TestClient(create_app(context), raise_server_exceptions=False) as client:
+        answer = client.post("/v1/requests/chat/fork", json={"prompt": " b", "max_tokens": 1})
+    text = "holds images" if is_changed else "no longer has the 1 images"
+    assert answer.status_code == (500 if is_changed else 400), answer.text
+    assert text in answer.json()["error"]["message"]
 
 
 def test_a_batch(images: MakeImageContext, tmp_path: Path) -> None:
