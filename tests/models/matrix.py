@@ -372,8 +372,8 @@ TAIL = """
 - **Your checkpoint.** `quire verify MODEL` makes the same comparisons with a real checkpoint.
 - **Drafts.** EAGLE-3 heads of both layouts work with every type of the first table
   (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`; [speculation](speculation.md)).
-- **Pooling.** All types of the first table give embeddings, classes and scores ([embeddings](embeddings.md)).
-  Tests compare Qwen 3 and Llama with transformers' `AutoModel` and
+- **Pooling.** All types of the first table give embeddings, classes and scores
+  ([embeddings](embeddings.md)). Tests compare Qwen 3 and Llama with transformers' `AutoModel` and
   `AutoModelForSequenceClassification`, within 1e-10 in float64 (`tests/serve/test_pooling.py`).
 - **Encoders.** `bert`, `roberta`, `xlm-roberta`, `camembert` and `modernbert` give embeddings,
   classes and scores of pairs, within 1e-10 of transformers' in float64, in any batch. With the C++

@@ -16,6 +16,7 @@ from quire.base.plan import Plan
 from quire.engine.loop.recovery import restrict
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.plain_scheduler import answer
@@ -124,6 +125,20 @@ def test_a_whole_item_is_never_cut() -> None:
     scheduler.update(answer(plan), 0.0)
     plan = planned(scheduler)
     assert plan.num_tokens.tolist() == [8] and encoded(plan) == [A]
+
+
+def test_a_swapped_row_resumes_with_a_whole_item() -> None:
+    """The item needs more than the one new block that a resumed row gets otherwise."""
+    scheduler = scheduler_of(preemption_mode="swap", max_num_batched_tokens=12)
+    plan = planned(scheduler, request("a", 14, item(6, 8, is_whole=True)))
+    assert plan.num_tokens.tolist() == [6]
+    scheduler.update(answer(plan), 0.0)
+    sequence = scheduler.lifecycle.sequences["a"]
+    scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+    assert sequence.host_blocks is not None
+    plan = planned(scheduler)
+    [start] = plan.started
+    assert start.num_computed_tokens == 6 and plan.num_tokens.tolist() == [8]
 
 
 def test_a_row_waits_while_another_one_holds_the_slots() -> None:
