@@ -26,6 +26,7 @@ class OpenVINOImages:
         self._prompt_len = job.workload.prompt_len
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = CACHE_GB
+        scheduler.max_num_batched_tokens = job.workload.prompt_len  # not in pieces of 256
         self._pipeline = openvino_genai.VLMPipeline(
             str(job.model), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=job.threads
         )

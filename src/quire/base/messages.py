@@ -89,12 +89,12 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     @property
     def marks(self) -> tuple[tuple[int, bytes], ...]:
         """Where its media items start, and their digests."""
-        return tuple((item.start, item.digest) for item in self.media) if self.media else ()
+        return tuple((item.start, item.digest) for item in self.media)
 
     @property
     def spans(self) -> tuple[MediaItem, ...]:
         """Its media items without pixels."""
-        return tuple(item.without_pixels for item in self.media) if self.media else ()
+        return tuple(item.without_pixels for item in self.media)
 
 
 def with_media(request: Request, media: tuple[MediaItem, ...]) -> Request:

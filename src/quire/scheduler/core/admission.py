@@ -119,7 +119,7 @@ class Admission:
                 lifecycle.park(sequence)
                 return 0
             num_new = min(num_new, self._most_prefill or num_new)
-            num_new = memory.chunk_limit.limit(sequence, hit.num_tokens, num_new, builder)
+            num_new = memory.limit_chunk(sequence, hit.num_tokens, num_new, builder)
             if num_new == 0:
                 return None
             if memory.keeps_nothing and num_new < sequence.num_known_tokens:
@@ -169,7 +169,7 @@ class Admission:
             computed = member.num_swapped_tokens
             room = size - computed % size  # one new block at most
             num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
-            num_new = self._memory.chunk_limit.limit(member, computed, num_new, builder)
+            num_new = self._memory.limit_chunk(member, computed, num_new, builder)
             if num_new > 0:
                 self._preemption.ensure_capacity(member, computed + num_new, builder, now)
                 self._grant(member, num_new, builder)
@@ -181,7 +181,7 @@ class Admission:
     ) -> None:
         """Plan the next tokens of a row, whose blocks are allocated. hit: as `name_full_blocks`."""
         rows, first = np.array([sequence.row]), sequence.num_computed_tokens
-        self._memory.chunk_limit.grant(sequence, first, num_new, builder)
+        self._memory.grant_chunk(sequence, first, num_new, builder)
         self._rows.advance(sequence.row, first + num_new)
         builder.add_rows(rows, np.array([num_new]))
         if self._memory.names.is_indexed(sequence):
@@ -192,13 +192,13 @@ class Admission:
         many."""
         memory = self._memory
         num_new, first = min(budget, self._rows.need_of(sequence)), sequence.num_computed_tokens
-        num_new = memory.chunk_limit.limit(sequence, first, num_new, builder)
+        num_new = memory.limit_chunk(sequence, first, num_new, builder)
         if num_new == 0:
             return 0
         appended = memory.grow(sequence, num_new)
         if appended is None:
             num_new = min(num_new, memory.kv.num_free_slots(sequence.blocks))
-            num_new = memory.chunk_limit.limit(sequence, first, num_new, builder)
+            num_new = memory.limit_chunk(sequence, first, num_new, builder)
             appended = memory.grow(sequence, num_new) if num_new > 0 else None
         if appended is None:
             return 0

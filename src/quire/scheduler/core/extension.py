@@ -134,10 +134,7 @@ class ChunkLimit:
     """
 
     limited: Collection[Sequence] = ()
-
-    @property
-    def min_tokens(self) -> int:
-        return 0
+    min_tokens: int = 0
 
     def limit(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
         """Return how many of `num` tokens, from the index `first` on, a plan may compute; 0 if the

@@ -25,6 +25,7 @@ from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.core.extension import CacheListener, ChunkLimit, HitSource, overriding
 from quire.scheduler.core.names import BlockNaming, Digester
+from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import Sequence
 
 STEP_UP = 1.0  # blocks per running row
@@ -136,6 +137,8 @@ class Memory:
         self._named = overriding(listeners, CacheListener, "named")
         self._copying = overriding(listeners, CacheListener, "copy_out")
         self._planned = overriding(listeners, CacheListener, "end_plan")
+        self._limits = overriding([self.chunk_limit], ChunkLimit, "limit")
+        self._grants = overriding([self.chunk_limit], ChunkLimit, "grant")
 
     def reserve(self, blocks: Needs) -> None:
         """Reserve blocks, by cache group, for the tables that they are meant for."""
@@ -154,6 +157,19 @@ class Memory:
     @property
     def block_size(self) -> int:
         return self.kv.block_size
+
+    # ---- what else limits a plan -------------------------------------------------------------
+
+    def limit_chunk(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
+        """See `ChunkLimit.limit`."""
+        for _, limit in self._limits:
+            num = limit(sequence, first, num, builder)
+        return num
+
+    def grant_chunk(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> None:
+        """See `ChunkLimit.grant`."""
+        for _, grant in self._grants:
+            grant(sequence, first, num, builder)
 
     # ---- does it fit -------------------------------------------------------------------------
 

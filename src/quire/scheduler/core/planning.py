@@ -162,19 +162,19 @@ class Planner:
 
     def _within_limits(self, rows: Int64, need: Int64, builder: PlanBuilder) -> Int64:
         """Return how many of the needed tokens of each row the plan may compute."""
-        chunks, table, need = self._memory.chunk_limit, self._rows.table, need.copy()
-        limited = np.isin(rows, [sequence.row for sequence in chunks.limited])
+        memory, table, need = self._memory, self._rows.table, need.copy()
+        limited = np.isin(rows, [sequence.row for sequence in memory.chunk_limit.limited])
         for i in np.flatnonzero(limited & (need > 0)).tolist():
             first = int(table.computed[rows[i]])
-            need[i] = chunks.limit(table.sequences[rows[i]], first, int(need[i]), builder)
+            need[i] = memory.limit_chunk(table.sequences[rows[i]], first, int(need[i]), builder)
         return need
 
     def _grant(self, rows: Int64, need: Int64, builder: PlanBuilder) -> None:
         """Plan what the next tokens of limited rows need besides blocks."""
-        chunks, table = self._memory.chunk_limit, self._rows.table
-        limited = np.isin(rows, [sequence.row for sequence in chunks.limited])
+        memory, table = self._memory, self._rows.table
+        limited = np.isin(rows, [sequence.row for sequence in memory.chunk_limit.limited])
         for row, num in zip(rows[limited].tolist(), need[limited].tolist(), strict=True):
-            chunks.grant(table.sequences[row], int(table.computed[row]), num, builder)
+            memory.grant_chunk(table.sequences[row], int(table.computed[row]), num, builder)
 
     def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
         """Give one new block to each of these rows, if each needs just that and no row must be

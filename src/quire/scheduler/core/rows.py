@@ -158,7 +158,7 @@ class Rows:
             sample_index=sequence.index,
             stop_token_ids=request.stop_token_ids,
             bad_words_token_ids=request.bad_words_token_ids,
-            media=request.spans,
+            media=request.spans if request.media else (),
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> None:

@@ -151,7 +151,7 @@ class Sequence:
     @property
     def marks(self) -> tuple[Mark, ...]:
         """What identifies its tokens besides their ids (kv/digest.py), in order."""
-        return self.request.marks
+        return self.request.marks if self.request.media else ()
 
     @property
     def samples(self) -> bool:

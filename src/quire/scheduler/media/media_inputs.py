@@ -128,18 +128,15 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
         if media := sequence.request.media:
             sequence.watch(self)
             self._open[sequence] = max(item.num_tokens if item.is_whole else 0 for item in media)
+            self.min_tokens = max(self._open.values())  # a whole item must fit into a step
 
     def leave(self, sequence: Sequence, reason: str, now: float) -> None:
         """See Extension."""
         self._open.pop(sequence, None)
+        self.min_tokens = max(self._open.values(), default=0)
         self._let_go(sequence)
 
     # ---- plans -------------------------------------------------------------------------------
-
-    @property
-    def min_tokens(self) -> int:
-        """See ChunkLimit: a whole item must fit into a step."""
-        return max(self._open.values(), default=0) if self._open else 0
 
     def limit(self, sequence: Sequence, first: int, num: int, builder: PlanBuilder) -> int:
         """See ChunkLimit."""
