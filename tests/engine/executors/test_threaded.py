@@ -20,7 +20,7 @@ from quire.base.validation import RequestLimits
 from quire.engine.executors.executor import failed_step
 from quire.engine.executors.threaded import DeviceThread, ThreadedExecutor
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.in_flight import LEAD_S, SHARE, Pacing
+from quire.engine.loop.in_flight import LEAD_S, NO_SAMPLING, SHARE, InFlight, StepInFlight
 from quire.engine.observability.beating import BeatingExecutor
 from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader
 from tests.support.engine.failing_core import Bench, prompt, with_poison
@@ -276,13 +276,19 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     core.close()
 
 
-def test_pacing_expects_no_more_than_the_last_step_took() -> None:
-    pacing = Pacing()
-    assert pacing.due_s([8]) == 0.0
-    pacing.begin(10.0)
-    pacing.end(8, 12.0)
-    assert pacing.due_s([4]) == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
-    assert pacing.due_s([100]) == pytest.approx(12.0 + SHARE * 2.0 - LEAD_S)
-    assert pacing.due_s([4, 100]) == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
-    pacing.end(4, 12.001)  # so short that there is no time to wait
-    assert pacing.due_s([100]) == 12.001
+def test_steps_are_expected_to_take_no_more_time_than_the_last_one() -> None:
+    in_flight = InFlight(1)
+
+    def begin(num_tokens: int, now_s: float) -> None:
+        plan = Plan(0)
+        in_flight.begin(StepInFlight(plan, NO_SAMPLING, plan, num_tokens, None), now_s)
+
+    begin(8, 10.0)
+    assert in_flight.due_s == 10.0
+    begin(4, 11.0)  # while the first one runs
+    in_flight.end(12.0)
+    assert in_flight.due_s == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
+    begin(100, 12.0)
+    assert in_flight.due_s == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
+    in_flight.end(12.001)  # so short that there is no time to wait
+    assert in_flight.due_s == 12.001

@@ -2,7 +2,6 @@
 the requests that arrive meanwhile, but early enough that the device never waits."""
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,61 +39,41 @@ class StepInFlight:
         return has_work or len(self.plan.rows) == 0
 
 
-class Pacing:
-    """Expects a step to take the time of the last one, or less if it has fewer tokens.
-
-    If a step takes less, only the lead of one plan is lost: the loop plans at once after a result.
-    num_stages: of the model; until as many plans are in flight, the next one is due.
-    """
-
-    def __init__(self, num_stages: int = 1) -> None:
-        self._num_stages = num_stages
-        self._num_tokens = 1
-        self._duration_s = 0.0
-        self._began_s = 0.0
-
-    def begin(self, now_s: float) -> None:
-        """Note that the device begins the oldest plan in flight."""
-        self._began_s = now_s
-
-    def end(self, num_tokens: int, now_s: float) -> None:
-        """Note that the device has carried out a plan and begins the next."""
-        self._num_tokens = max(1, num_tokens)
-        self._duration_s = now_s - self._began_s
-        self._began_s = now_s
-
-    def due_s(self, in_flight: Collection[int]) -> float:
-        """Return when to plan the next step. in_flight: tokens of each plan in flight."""
-        if len(in_flight) < self._num_stages:
-            return self._began_s
-        if SHARE * self._duration_s * len(in_flight) <= LEAD_S:
-            return self._began_s
-        per_token_s = self._duration_s / self._num_tokens
-        expected_s = sum([min(self._duration_s, per_token_s * num) for num in in_flight])
-        return self._began_s + SHARE * expected_s - LEAD_S
-
-
 class InFlight(deque[StepInFlight]):
-    """The steps in flight, oldest first. Change it by these methods alone, which keep the pace."""
+    """The steps in flight, oldest first. Change it by these methods alone, which keep the pace.
+
+    A step is expected to take the time of the last one, or less if it has fewer tokens. If it takes
+    less, only the lead of one plan is lost: the loop plans at once after a result. num_stages: of
+    the model; until as many plans are in flight, the next one is due.
+    """
 
     def __init__(self, num_stages: int) -> None:
         super().__init__()
-        self._pacing = Pacing(num_stages)
+        self._num_stages = num_stages
+        self._num_tokens = 1  # of the last step
+        self._duration_s = 0.0
+        self._began_s = 0.0  # when the device began the oldest step
 
     @property
     def due_s(self) -> float:
         """When to plan the next step, while steps are in flight."""
-        return self._pacing.due_s([step.num_tokens for step in self])
+        last_s = self._duration_s
+        if len(self) < self._num_stages or SHARE * last_s * len(self) <= LEAD_S:
+            return self._began_s
+        per_token_s = last_s / self._num_tokens
+        expected_s = sum([min(last_s, per_token_s * step.num_tokens) for step in self])
+        return self._began_s + SHARE * expected_s - LEAD_S
 
     def begin(self, step: StepInFlight, now_s: float) -> None:
         """Add a step that is submitted."""
         if not self:
-            self._pacing.begin(now_s)
+            self._began_s = now_s
         self.append(step)
 
     def end(self, now_s: float) -> None:
-        """Remove the oldest step, whose result has come."""
-        self._pacing.end(self.popleft().num_tokens, now_s)
+        """Remove the oldest step, whose result has come. The device begins the next."""
+        self._num_tokens = max(1, self.popleft().num_tokens)
+        self._duration_s, self._began_s = now_s - self._began_s, now_s
 
     def take_all(self) -> list[StepInFlight]:
         """Remove all steps."""

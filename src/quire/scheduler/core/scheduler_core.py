@@ -231,7 +231,7 @@ class SchedulerCore:
         return Decisions(
             events=lifecycle.take_events(),
             orders=orders,
-            notes=[] if not self._collectors else self._notes(now),
+            notes=[note for collect in self._collectors if (note := collect(now)) is not None],
             next_s=self._next_s(),
             **decided,
         )
@@ -245,9 +245,6 @@ class SchedulerCore:
             if due_s is not None and (next_s is None or due_s < next_s):
                 next_s = due_s
         return next_s
-
-    def _notes(self, now: float) -> list[Any]:
-        return [note for collect in self._collectors if (note := collect(now)) is not None]
 
     def _tell_ended(self) -> None:
         """Let watchers forget the sequences that have ended."""
