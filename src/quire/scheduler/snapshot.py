@@ -70,7 +70,10 @@ OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot bri
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
-        "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned"),
+        "Memory": (
+            "listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
+            "_grants",
+        ),
         "MissReports": ("_tell", "_last", "_open", "_young", "_old"),
     }
 )  # fmt: skip
