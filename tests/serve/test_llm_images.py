@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.base.config import ModelConfig
 from quire.base.errors import RequestError
 from quire.base.messages import Request
 from quire.engine.start.text import build_text_side
@@ -156,3 +157,15 @@ def test_async_prompts_are_rendered_with_their_images(
     wrong = {"prompt": "<start_of_image>", "multi_modal_data": {"image": str(folder / "a.png")}}
     with pytest.raises(RequestError, match=r"image\[0\]: the image is in none of the formats"):
         asyncio.run(engine._render(wrong))
+
+
+def test_a_model_that_runs_without_its_tower_takes_no_images(folder: Path) -> None:
+    """A class of transformers runs the text part alone."""
+    source = ModelSource(folder, "dummy", "tiny")
+    made = [
+        build_text_side(ModelConfig(model=str(folder), model_impl=impl), source).renderer
+        for impl in ("auto", "transformers")
+    ]
+    assert [renderer.media is None for renderer in made] == [False, True]
+    with pytest.raises(RequestError, match="this model does not accept images"):
+        LocalMedia(made[1]).take(CONVERSATION)

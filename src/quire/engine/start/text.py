@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError, ModelError
+from quire.base.model_spec import TRANSFORMERS
 from quire.base.settings import json_object
 from quire.engine.client.requests import RequestMaker
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
@@ -41,7 +42,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     """
     check_names(config.tool_call_parser, config.reasoning_parser)
     tokenizer = _read_tokenizer(config, source)
-    media = None if tokenizer is None else _media_renderer(source, tokenizer)
+    media = None if tokenizer is None else _media_renderer(config, source, tokenizer)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     use_sampling = config.generation_config == "auto"
     override = json_object("override_generation_config", config.override_generation_config)
@@ -62,10 +63,12 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     )
 
 
-def _media_renderer(source: ModelSource, tokenizer: Tokenizer) -> "MediaRenderer | None":
-    """Return what prepares images; None for a model without a vision tower. A model whose files for
-    images cannot be used answers texts only."""
-    if not takes_images(source.directory):
+def _media_renderer(
+    config: ModelConfig, source: ModelSource, tokenizer: Tokenizer
+) -> "MediaRenderer | None":
+    """Return what prepares images; None for a model without a vision tower, or run without it. A
+    model whose files for images cannot be used answers texts only."""
+    if config.model_impl == TRANSFORMERS or not takes_images(source.directory):
         return None
     from quire.render.media.media_renderer import MediaRenderer  # imports Pillow
 
