@@ -21,7 +21,7 @@ from tests.models.image_matrix import (
     read_results,
     write_tiny,
 )
-from tests.support.models.image_engine import (
+from tests.support.engine.image_engine import (
     GREEDY,
     NEAR,
     NUM_TOKENS,

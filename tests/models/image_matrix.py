@@ -17,7 +17,7 @@ import pytest
 
 from quire.base.events import Stepped
 from quire.engine.drafting.draft_pace import StepTimes
-from tests.support.models.image_engine import Images
+from tests.support.engine.image_engine import Images
 from tests.support.models.vision_checkpoints import MODELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "use" / "model-table.md"

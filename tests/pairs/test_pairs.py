@@ -25,8 +25,8 @@ from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
+from tests.support.engine.image_engine import Images, finished
 from tests.support.models.eagle_heads import write_demo_head
-from tests.support.models.image_engine import Images, finished
 from tests.support.models.reference_checkpoints import shallow
 
 Pair = tuple[str, str]

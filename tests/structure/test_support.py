@@ -15,6 +15,7 @@ COMMANDS = {
     "changed.py",
     "clients/",
     "golden/make.py",
+    "models/image_matrix.py",
     "models/matrix.py",
     "mutation/",
     "render/golden/make.py",

@@ -145,7 +145,11 @@ class Grammars:
     def _want(self, row: int, sequence: Sequence, guesses: tuple[int, ...] = ()) -> Wanted:
         guided = self._guided.get(sequence.request.request_id)
         is_over = sequence.state is State.ENDED
-        if guided is None or is_over or guided.request is not sequence.request:
+        if guided is None or is_over:
+            return Wanted(row, None)
+        # Another request may have had this id. The scheduler may complete a request, but keeps its
+        # list of tokens.
+        if guided.request.prompt_token_ids is not sequence.request.prompt_token_ids:
             return Wanted(row, None)
         token_ids = sequence.known_tokens[sequence.num_prompt_tokens :].copy()
         return Wanted(row, guided, sequence.index, token_ids, guesses)
