@@ -318,7 +318,9 @@ def test_together(expected: Expected, short: Bench, pairs: tuple[Pair, ...]) -> 
         assert answer == wanted[pair], pair
 
 
-def test_the_short_engine_preempts(short: Bench) -> None:
+def test_the_short_engine_preempts(subject: Subject, short: Bench) -> None:
+    if subject.images is not None:
+        pytest.skip("tests/engine/test_images.py preempts rows with images")
     params = [params_of("n"), params_of("regex"), params_of("json"), params_of("n", "regex")]
     outputs = short.outputs(*params)
     assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
