@@ -126,7 +126,8 @@ def test_scores_samples_and_grammars(written: Callable[[str], Images], family: s
         SamplingParams(n=3, ignore_eos=True, prompt_logprobs=0, **common),
         SamplingParams(structured_outputs=form, **common),
     ]
-    with images.open(images.few_blocks, max_num_batched_tokens=13) as llm:
+    room = images.few_blocks + 8  # three samples, and another request
+    with images.open(room, max_num_batched_tokens=13) as llm:
         made = [images.request(llm, prompt, params) for params in asked]
         several, formed = finished(llm, made)
         with pytest.raises(RequestError, match="beam search does not accept images"):
