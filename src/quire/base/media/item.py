@@ -1,4 +1,4 @@
-"""Media in a prompt: what stands at the place of its placeholder tokens.
+"""Media items of a prompt: the images and videos behind its placeholder tokens.
 
 A media item (an image, a video) occupies one span of placeholder tokens in the prompt. The vision
 tower turns its pixels into encoder outputs, one row of numbers per token. These replace the

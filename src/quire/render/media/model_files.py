@@ -27,7 +27,7 @@ class ModelFiles:
 
 
 def read_model_files(directory: Path) -> ModelFiles:
-    """Read the files of a model directory. Raises ModelError for one that is no JSON object."""
+    """Read the files of a model directory. Raises ModelError for a file without a JSON object."""
     names = ("config", "preprocessor_config", "processor_config", "video_preprocessor_config")
     return ModelFiles(*(read_json(directory / f"{name}.json") for name in names))
 

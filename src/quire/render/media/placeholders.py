@@ -80,8 +80,8 @@ class Placeholders:
         return tuple(self._by_kind)
 
     def mark(self, kind: str) -> str:
-        """Return what stands for an image or a video in a prompt. Raises RequestError for a kind
-        that the model does not take."""
+        """Return the placeholder text of an image or a video. Raises RequestError for a kind that
+        the model does not take."""
         self._check_kind(kind)
         return self._by_kind[kind].mark
 

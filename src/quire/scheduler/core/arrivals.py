@@ -153,7 +153,7 @@ class Arrivals:
             self._lifecycle.unpark(sequence)
 
     def cancel(self, message: Cancel, now: float) -> None:
-        """End a request whose client is told so."""
+        """End a request, and report that to its client."""
         for member in self._unfinished(message.request_id):
             self._lifecycle.drop(member, CANCELLED, now)
 

@@ -72,8 +72,8 @@ class BoundedRequest(fastapi.Request):
         return data
 
     async def json(self) -> Any:
-        """Decode the body that was read. Raise ApiHttpError for too much of it beside images, and
-        what json raises for what is no JSON."""
+        """Decode the body. Raises ApiHttpError if it is too large without its images, and the
+        errors of `json` if it is not JSON."""
         value = await read_beside(self.whole, "the body")
         most = self.app.state.context.config.max_body_bytes
         if len(self.whole) > most:

@@ -39,8 +39,8 @@ class Decoder(Protocol):
     """Prepares an image file for a model (`render/media/media_renderer.py`)."""
 
     async def file_async(self, data: bytes, max_pixels: int | None = None) -> PreparedMedia:
-        """Return the image. Raises RequestError for a file that is no usable image, and EngineBusy
-        where too many wait."""
+        """Return the image. Raises RequestError for an unusable file, and EngineBusy if too many
+        images wait."""
         ...
 
 
@@ -65,8 +65,8 @@ class RequestImages:
         """Return messages, which hooks may have changed, with a plain part for each image, and the
         media in the order of these parts.
 
-        Raises RequestError for files that are no usable images, or have more than max_tokens tokens
-        together; EngineBusy, and HookFailed for an image that the request did not bring.
+        Raises RequestError for unusable files, or if they have more than max_tokens tokens
+        together. Raises EngineBusy, and HookFailed for an image that the request did not bring.
         """
         if not self.files:
             return messages, []

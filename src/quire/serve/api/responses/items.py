@@ -169,7 +169,7 @@ def _parts(parts: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
 
 
 def _part_text(part: Mapping[str, Any], where: str, other: str) -> str:
-    """Return the text of a part. other: what it may be beside input_text."""
+    """Return the text of a part. other: the type that it may have besides input_text."""
     kind = part.get("type")
     if kind != "refusal" and kind not in TEXTS:
         raise _wrong(f"{where}.type", f"must be input_text or {other}, got {shown(kind)}")
