@@ -21,6 +21,7 @@ LAYERS = {
     "render": 2,
     "runner": 3,
     "engine": 4,
+    "plugins": 5,
     "serve": 5,
     "tools": 6,
     "cli": 7,
@@ -36,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "torch", "safetensors", "huggingface_hub", "transformers"},
     "runner": {"numpy", "torch"},
-    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch", "zmq",
-               "redis", "boto3", "botocore", "nixl"},  # fmt: skip
+    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch", "zmq"},
+    "plugins": {"boto3", "botocore", "nixl", "redis"},
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
         "opentelemetry", "ray", "rich", "starlette", "uvicorn",

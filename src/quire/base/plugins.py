@@ -1,4 +1,6 @@
-"""Find the classes of other packages by entry points; docs/extend/README.md says how to write one.
+"""Find classes by the entry points of packages; docs/extend/README.md says how to write one.
+
+quire has entry points of its own, for classes that need further packages (`quire.plugins`).
 
 A built-in name always means the built-in class. Entry points are read only for other names, so
 plug-ins cost nothing unless one is used.
@@ -9,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.base.errors import ConfigError, ModelError, QuireError
+from quire.base.errors import ConfigError, MissingDependency, ModelError, QuireError
 from quire.base.hooks import METHODS
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ ATTENTION_BACKENDS = PluginKind(
 )
 MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelError)
 CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "remove", "close"))
+TRANSFERS = PluginKind(
+    "quire.transfers",
+    "transfer of KV blocks",
+    ("register", "describe", "connect", "read", "disconnect", "close"),
+)
 TOOL_FORMATS = PluginKind("quire.tool_formats", "format of tool calls", ("format",))
 REASONING_FORMATS = PluginKind("quire.reasoning_formats", "format of reasoning", ("format",))
 HOOKS = PluginKind("quire.hooks", "hook", METHODS, any_of=True)
@@ -61,7 +68,7 @@ IMAGE_PROCESSORS = PluginKind(
 )
 KINDS = (
     POLICIES, EVICTION_POLICIES, BLOCK_HASHES, ATTENTION_BACKENDS, MODELS, CONNECTORS,
-    TOOL_FORMATS, REASONING_FORMATS, HOOKS, LOGITS_PROCESSORS, IMAGE_PROCESSORS,
+    TRANSFERS, TOOL_FORMATS, REASONING_FORMATS, HOOKS, LOGITS_PROCESSORS, IMAGE_PROCESSORS,
 )  # fmt: skip
 
 
@@ -78,13 +85,17 @@ def is_installed(kind: PluginKind, name: str, built_in: Iterable[str]) -> bool:
 
 
 def installed() -> list[tuple[str, str, str]]:
-    """List all kinds: (name, noun of its kind, package with version). Nothing is imported."""
+    """List what other packages bring, of all kinds: (name, noun, package with version).
+
+    Nothing is imported.
+    """
     from importlib.metadata import entry_points
 
     return [
         (point.name, kind.noun, _package(point))
         for kind in KINDS
         for point in sorted(entry_points(group=kind.group), key=lambda point: point.name)
+        if point.dist is None or point.dist.name != "quire"
     ]
 
 
@@ -104,6 +115,8 @@ def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[An
     whose = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
     try:
         loaded = point.load()
+    except MissingDependency:
+        raise
     except Exception as error:
         raise kind.error(
             f"{whose} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"

@@ -1,7 +1,7 @@
 """Blocks that a peer reads from another engine's memory itself: by a transfer in memory, which can
 lose, be late, and damage, and by NIXL's over shared memory or TCP, where it is installed.
 
-Covers `engine/connectors/direct.py` and `engine/connectors/nixl_transfer.py`.
+Covers `engine/connectors/direct.py` and `plugins/nixl_transfer.py`.
 """
 
 import ctypes
@@ -236,7 +236,7 @@ def test_a_peer_that_is_started_anew_is_read_again(transfer: MemoryTransfer) -> 
 
 
 def test_wrong_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="cannot be transferred by 'pigeon'"):
+    with pytest.raises(ConfigError, match="there is no transfer of KV blocks 'pigeon'"):
         make_store("peer://127.0.0.1:7?via=pigeon", 1)
     if not HAS_NIXL:
         with pytest.raises(MissingDependency, match="pip install 'quire"):
@@ -245,9 +245,9 @@ def test_wrong_settings_are_told() -> None:
 
 SERVER = """
 import sys
-from quire.engine.connectors.make import TRANSFERS
+from quire.engine.connectors.make import make_transfer
 from tests.engine.connectors.test_direct import engine
-served = engine(TRANSFERS["nixl"]())
+served = engine(make_transfer("nixl"))
 served.put(1, 2, 3)
 print("port", served.port, flush=True)
 sys.stdin.read()

@@ -1,12 +1,14 @@
-"""A store by its setting: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or a name that another
-package brings."""
+"""Make a store from its setting: `dir:/var/cache/kv`, `peer://10.0.0.2:7400`, or NAME:ADDRESS.
+
+Other names are those of entry points: of other packages, or of `quire.plugins` (Redis, S3).
+"""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ConfigError, QuireError
-from quire.base.plugins import CONNECTORS, all_names, load_plugin
+from quire.base.plugins import CONNECTORS, TRANSFERS, all_names, load_plugin
 from quire.base.secrets import SecretUrl
 from quire.engine.connectors.direct import DirectTransfer
 from quire.engine.connectors.disk import DiskStore, shared_memory_store
@@ -17,13 +19,10 @@ Make = Callable[[str, int], Any]
 VIA = "?via="
 
 
-def _nixl() -> DirectTransfer:
-    from quire.engine.connectors.nixl_transfer import NixlTransfer
-
-    return NixlTransfer()
-
-
-TRANSFERS: Mapping[str, Callable[[], DirectTransfer]] = MappingProxyType({"nixl": _nixl})
+def make_transfer(name: str) -> DirectTransfer:
+    """Make a transfer of blocks that a package brings. Raises ConfigError, and MissingDependency."""
+    transfer: DirectTransfer = load_plugin(TRANSFERS, name, ())()
+    return transfer
 
 
 def split_via(address: str) -> tuple[str, DirectTransfer | None]:
@@ -31,12 +30,7 @@ def split_via(address: str) -> tuple[str, DirectTransfer | None]:
     place, sign, name = address.partition(VIA)
     if not sign:
         return place, None
-    if name not in TRANSFERS:
-        raise ConfigError(
-            f"blocks cannot be transferred by {name!r}; remove {VIA}{name}, or use one of:"
-            f" {', '.join(TRANSFERS)}."
-        )
-    return place, TRANSFERS[name]()
+    return place, make_transfer(name)
 
 
 def _peer(address: str, max_bytes: int) -> PeerStore:
@@ -44,32 +38,9 @@ def _peer(address: str, max_bytes: int) -> PeerStore:
     return PeerStore(place, max_bytes, transfer)
 
 
-def _redis(address: str, max_bytes: int) -> BlockStore:
-    from quire.engine.connectors.redis_store import RedisStore
-
-    return RedisStore(address, max_bytes)
-
-
-def _rediss(address: str, max_bytes: int) -> BlockStore:
-    from quire.engine.connectors.redis_store import TlsRedisStore
-
-    return TlsRedisStore(address, max_bytes)
-
-
-def _s3(address: str, max_bytes: int) -> BlockStore:
-    from quire.engine.connectors.s3_store import S3Store
-
-    return S3Store(address, max_bytes)
-
-
 BUILT_IN: Mapping[str, Make] = MappingProxyType(
-    {
-        "dir": DiskStore, "shm": shared_memory_store, "peer": _peer,
-        "redis": _redis, "rediss": _rediss, "s3": _s3,
-    }
-)  # fmt: skip
-
-
+    {"dir": DiskStore, "shm": shared_memory_store, "peer": _peer}
+)
 NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (start/connect_stores.py)
 
 
