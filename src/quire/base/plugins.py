@@ -1,6 +1,4 @@
-"""Find classes by the entry points of packages; docs/extend/README.md says how to write one.
-
-quire has entry points of its own, for classes that need further packages (`quire.plugins`).
+"""Find classes by entry points, of `quire.plugins` and of packages; see docs/extend/README.md.
 
 A built-in name always means the built-in class. Entry points are read only for other names, so
 plug-ins cost nothing unless one is used.
@@ -85,10 +83,7 @@ def is_installed(kind: PluginKind, name: str, built_in: Iterable[str]) -> bool:
 
 
 def installed() -> list[tuple[str, str, str]]:
-    """List what other packages bring, of all kinds: (name, noun, package with version).
-
-    Nothing is imported.
-    """
+    """List what other packages bring, as (name, noun, package with version). Imports nothing."""
     from importlib.metadata import entry_points
 
     return [

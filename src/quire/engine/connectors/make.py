@@ -20,7 +20,7 @@ VIA = "?via="
 
 
 def make_transfer(name: str) -> DirectTransfer:
-    """Make a transfer of blocks that a package brings. Raises ConfigError, and MissingDependency."""
+    """Make a transfer that a package brings. Raises ConfigError, and MissingDependency."""
     transfer: DirectTransfer = load_plugin(TRANSFERS, name, ())()
     return transfer
 
