@@ -85,6 +85,19 @@ ENGINES = Page("cpu-engines.md", "Engines on a CPU", (
         (engines("cpu_rows.json", {"rows_rate": "64 rows"}, SHARE),),
     ),
     Section(
+        "Images",
+        "Seconds to the first token for an image of 1,024 x 1,024 pixels and 64 text tokens, with a"
+        " model of Qwen3-VL-2B's shape; and images per second with that model's vision tower and"
+        " three small text layers. Each with its share of the limit, of the tower's own limit, and"
+        " how many first tokens are those of transformers.",
+        "python -m benchmarks.cpu.images --rounds 3",
+        (engines("cpu_images.json", {
+            "image_ttft_s": "first token, s", "images_rate": "images/s"}, SHARE),
+         Table(ZEN4 + "cpu_images.json", {
+            "": "{engine}", "of the tower's limit": "{tower_share:.0%}",
+            "equal first tokens": "{equal_first_tokens}"}, {"figure": "images_rate"})),
+    ),
+    Section(
         "Beam search",
         "4 beams of 64 tokens, and the bytes of their keys and values, compared with transformers."
         " The aims: 2 times as fast for the demo model, as fast for the 0.6B shape.",

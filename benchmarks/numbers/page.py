@@ -235,14 +235,14 @@ def value_of(value: Value, results: Mapping[str, Result]) -> str:
 
 
 def _machines(results: Mapping[str, Result]) -> list[str]:
-    """Return a table of the machines, as the newest result of each says."""
-    newest: dict[str, Result] = {}
+    """Return a table of the machines, by the newest result of each that has a fact."""
+    newest: dict[str, dict[str, Any]] = {}
     for name, result in sorted(results.items(), key=lambda item: item[1].date):
-        newest[name.split("/")[0]] = result
+        known = {key: fact for key, fact in result.machine.items() if fact is not None}
+        newest.setdefault(name.split("/")[0], {}).update(known)
     lines = ["## Machines", "", "| name | processor | cores | GPU | torch |"]
     lines.append("|---|---|---|---|---|")
-    for name, result in sorted(newest.items()):
-        facts = result.machine
+    for name, facts in sorted(newest.items()):
         cells = (facts["cpu"], facts["cores"], facts.get("gpu") or "", facts.get("torch") or "")
         lines.append(f"| {name} | " + " | ".join(map(str, cells)) + " |")
     return [*lines, ""]
