@@ -22,8 +22,8 @@ from quire.base.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from quire.base.pooling_params import TASK_NAMES, PoolingParams, needed_task
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_open
+from quire.engine.client.async_client import pin
 from quire.engine.client.fleet import CoreClient, client_of
-from quire.engine.client.remote import pin
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
 from quire.engine.wire.core_choice import check_core

@@ -16,8 +16,9 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat, flat_settings
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.messages import Ready
+from quire.engine.client.async_client import pin
 from quire.engine.client.fleet import FleetClient, client_of, difference
-from quire.engine.client.remote import RemoteClient, pin
+from quire.engine.client.remote import RemoteClient
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader
 from quire.engine.observability.merged_metrics import merged

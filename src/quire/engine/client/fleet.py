@@ -19,6 +19,7 @@ from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.live import LiveFrame
 from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request, ResetPrefixCache
 from quire.base.outputs import RequestOutput
+from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.remote import RemoteClient, limits_of
 from quire.engine.observability.heartbeat import HeartbeatReader
 from quire.engine.observability.merged_metrics import merged
@@ -31,9 +32,9 @@ OWN_SETTINGS = ("record", "max_model_len")  # which cores may differ in; of leng
 T = TypeVar("T")
 
 
-class FleetClient:
-    """Has the methods of `RemoteClient`. paths: of the cores' sockets, in the order of their
-    numbers; the heartbeats are beside them."""
+class FleetClient(AsyncClient):
+    """A client of all cores. paths: the cores' sockets, in the order of their numbers; each
+    heartbeat file is in the same directory as its socket."""
 
     def __init__(
         self, paths: Sequence[Path], tokenizer: Tokenizer | None, clock: Clock | None = None
@@ -69,7 +70,6 @@ class FleetClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some core takes requests."""
         self._look()
         return any(core.is_usable for core in self._cores)
 
@@ -141,7 +141,6 @@ class FleetClient:
     # ---- all cores ---------------------------------------------------------------------------
 
     async def metrics(self) -> str:
-        """Return the metrics of all cores that answer, in one text."""
         return merged(await self._ask(lambda client: client.metrics()))
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:

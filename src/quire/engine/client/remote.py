@@ -1,28 +1,25 @@
-"""Clients of a core in another process, for asyncio: tokens in, `RequestOutput`s out (seeds C4).
+"""A client of one core in another process, for asyncio: tokens in, `RequestOutput`s out (seeds C4).
 
-`AsyncClient` is what servers are written against, `RemoteClient` speaks the wire. Text is made
-here, on the client's side, so that the core's thread never does.
+Text is made here, on the client's side, so that the core's thread never does.
 """
 
 import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import (
-    STEP_FAILED,
     TIMED_OUT,
     EngineBusy,
     EngineDead,
     EngineError,
     RequestError,
-    StepFailed,
 )
 from quire.base.live import LiveFrame
 from quire.base.messages import (
@@ -55,6 +52,7 @@ from quire.base.messages import (
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish, StepOutputs
 from quire.base.validation import RequestLimits
+from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.mailbox import Mailbox
 from quire.engine.client.output import ABORTED, OutputProcessor
 from quire.engine.wire.core_choice import check_core
@@ -74,94 +72,6 @@ MAX_OPEN_MEDIA_BYTES = 2 << 30  # of the pixels of all open requests, here and i
 MAX_MEDIA_BYTES = 960 << 20  # of the pixels of one request: a message may have 1 GiB
 
 _GONE = "the engine's process has ended; try again when /health answers 200."
-
-
-class AsyncClient(Protocol):
-    """What a server needs of an engine."""
-
-    @property
-    def ready(self) -> Ready:
-        """What the engine is. Raises EngineDead before it was there for the first time."""
-        ...
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    def check(self, request: Request) -> None:
-        """Raise RequestError if the engine can never serve this request."""
-        ...
-
-    def generate(
-        self, request: Request, prompt_text: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield what is due by the request's output_kind, until its output is finished.
-
-        A slow reader gets several steps in one output. Leaving early ends the request. Raises
-        RequestError if the core refuses it (EngineBusy if only for the others that wait),
-        EngineDead if the core is gone.
-        """
-        ...
-
-    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        """Add the next piece of the prompt of a request with is_open whose output is awaited. Raise
-        RequestError if the prompt cannot take it in, or if the request has ended."""
-        ...
-
-    async def metrics(self) -> str: ...
-
-    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        """Return what happened to a request, as JSON; empty if nobody remembers it, or if it is not
-        this tenant's."""
-        ...
-
-    async def live(self, core: int = 0) -> LiveFrame:
-        """Return what a core is doing, of several by its number. Raise RequestError if there is
-        none of that number."""
-        ...
-
-    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        """Return what is pinned, oldest first; tenant: whose, None is everybody's."""
-        ...
-
-    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
-        """Pin a prefix no longer; False if there is none of that id, or it is not this tenant's."""
-        ...
-
-    async def held(
-        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
-        """Return what is held, oldest first; or one sequence, held or not ended, with its tokens,
-        if there is one. tenant: whose, None is everybody's."""
-        ...
-
-    async def keep(
-        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
-    ) -> None:
-        """Hold a request for so many seconds from now on; 0.0: let it go. core_id: of several
-        cores, the one that has it."""
-        ...
-
-    async def rewind(
-        self,
-        request_id: str,
-        index: int,
-        num_tokens: int,
-        tenant: str | None = None,
-        core_id: int | None = None,
-    ) -> None:
-        """Leave of a held sequence the first num_tokens tokens."""
-        ...
-
-    async def reset_prefix_cache(self) -> None:
-        """Use nothing any more that was cached before."""
-        ...
-
-    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        """End requests of any client, or all: who reads them gets what there is, with finish_reason
-        `abort`. Return the ids of those that were open. tenant: whose; None is anybody's."""
-        ...
-
-    async def close(self) -> None: ...
 
 
 def limits_of(ready: Ready) -> RequestLimits:
@@ -192,30 +102,7 @@ def _answer_in(
     return message.request_ids if isinstance(message, Cancelled) else message.text
 
 
-async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
-    """Send a request to pin, and wait until it is computed. Raises RequestError as `generate`
-    does, and if the prefix was not pinned; StepFailed if a step failed on it."""
-    outputs = cast(AsyncGenerator[RequestOutput, None], client.generate(request))
-    reason, error = None, None
-    async with contextlib.aclosing(outputs):
-        async for output in outputs:
-            [done] = output.outputs
-            reason, error = done.finish_reason, done.error
-    if error is not None and error.code == STEP_FAILED:
-        raise StepFailed(f"{request.request_id}: {error.message}")
-    mine = await client.prefixes(request.tenant)
-    found = [prefix for prefix in mine if prefix.id == request.request_id]
-    if reason == "abort":
-        raise RequestError("the prefix was not pinned: it was removed while it was computed.")
-    if reason != "pinned":
-        why = reason if error is None else error.message
-        raise RequestError(f"the prefix was not pinned: {why}")
-    if not found:
-        raise RequestError("the prefix was pinned, but its ttl_s has passed already; raise ttl_s.")
-    return found[0]
-
-
-class RemoteClient:
+class RemoteClient(AsyncClient):
     """One connection to the core behind a Unix socket; a new one when the core was started
     again."""
 

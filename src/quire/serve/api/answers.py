@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.base.prefix import PrefixReport
-from quire.engine.client.remote import AsyncClient
+from quire.engine.client.async_client import AsyncClient
 from quire.engine.observability.prefix_words import shown_to
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.hooked_answer import HookedAnswer

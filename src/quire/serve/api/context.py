@@ -21,7 +21,7 @@ from quire.serve.media.request_images import ImageReader
 from quire.serve.rate_limits import RateLimits
 
 if TYPE_CHECKING:
-    from quire.engine.client.remote import AsyncClient
+    from quire.engine.client.async_client import AsyncClient
     from quire.serve.hooks import Hooks
 
 

@@ -16,7 +16,7 @@ from quire.base.messages import Fork, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure
-from quire.engine.client.remote import AsyncClient
+from quire.engine.client.async_client import AsyncClient
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request, too_late

@@ -17,11 +17,10 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from quire.base.errors import EngineBusy, EngineDead, QuireError, RequestError
-from quire.base.live import LiveFrame
-from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
+from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
 from quire.base.tenants import key_index
-from quire.engine.client.remote import AsyncClient
+from quire.engine.client.async_client import AsyncClient, ForwardingClient
 from quire.serve.api.rate_gate import too_many
 from quire.serve.rate_limits import RateLimits
 
@@ -106,8 +105,8 @@ def most_written(request: Request) -> int:
     return request.params.num_samples * (UNKNOWN_TOKENS if most is None else most)
 
 
-class ObservedClient:
-    """An `AsyncClient`. listeners: called with each request that has ended. rates: of which its
+class ObservedClient(ForwardingClient):
+    """listeners: called with each request that has ended. rates: of which its
     tokens are taken: those that it may come to when it begins, what it comes to beyond them as
     outputs come; what it did not need goes back at its end. needs_timeline: listeners want it of
     every request."""
@@ -119,7 +118,7 @@ class ObservedClient:
         rates: RateLimits | None = None,
         needs_timeline: bool = False,
     ) -> None:
-        self._client = client
+        super().__init__(client)
         self._listeners = listeners
         self._rates = rates
         self._needs_timeline = needs_timeline
@@ -133,9 +132,7 @@ class ObservedClient:
         seen = ObservedRequest(request, time.time(), time.monotonic(), num_prompt)
         self._reserve(seen)
         self._open[request.request_id] = seen
-        outputs = cast(
-            AsyncGenerator[RequestOutput, None], self._client.generate(request, prompt_text)
-        )
+        outputs = cast(AsyncGenerator[RequestOutput, None], super().generate(request, prompt_text))
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -150,7 +147,7 @@ class ObservedClient:
             self._end(seen)
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        self._client.append(request_id, token_ids, is_last)
+        super().append(request_id, token_ids, is_last)
         if (seen := self._open.get(request_id)) is not None:
             seen.num_prompt += len(token_ids)
             seen.num_reserved += len(token_ids)
@@ -210,62 +207,8 @@ class ObservedClient:
             except Exception:  # what is told of a request must not harm others
                 logger.exception("request %s cannot be reported", seen.request.request_id)
 
-    # ---- as they are --------------------------------------------------------------------------
-
-    @property
-    def ready(self) -> Ready:
-        return self._client.ready
-
-    @property
-    def is_alive(self) -> bool:
-        return self._client.is_alive
-
-    def check(self, request: Request) -> None:
-        self._client.check(request)
-
-    async def metrics(self) -> str:
-        return await self._client.metrics()
-
-    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        return await self._client.timeline(request_id, tenant)
-
-    async def live(self, core: int = 0) -> LiveFrame:
-        return await self._client.live(core)
-
-    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        return await self._client.prefixes(tenant)
-
-    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
-        return await self._client.unpin(prefix_id, tenant)
-
-    async def held(
-        self, request_id: str | None = None, index: int = 0, tenant: str | None = None
-    ) -> list[HeldRequest]:
-        return await self._client.held(request_id, index, tenant)
-
-    async def keep(
-        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
-    ) -> None:
-        await self._client.keep(request_id, keep_s, tenant, core_id)
-
-    async def rewind(
-        self,
-        request_id: str,
-        index: int,
-        num_tokens: int,
-        tenant: str | None = None,
-        core_id: int | None = None,
-    ) -> None:
-        await self._client.rewind(request_id, index, num_tokens, tenant, core_id)
-
-    async def reset_prefix_cache(self) -> None:
-        await self._client.reset_prefix_cache()
-
-    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        return await self._client.cancel(request_ids, tenant)
-
     async def close(self) -> None:
         """Tell what is still to be told, for up to 2 s; then close the other client."""
         if self._telling:
             await asyncio.wait(self._telling, timeout=TELL_S)
-        await self._client.close()
+        await super().close()

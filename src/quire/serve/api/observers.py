@@ -8,7 +8,7 @@ import msgspec
 
 from quire.base.config import ServerConfig
 from quire.base.secrets import SecretUrl
-from quire.engine.client.remote import AsyncClient
+from quire.engine.client.async_client import AsyncClient
 from quire.serve.api.observed_client import Listener, ObservedClient, ObservedRequest
 from quire.serve.rate_limits import RateLimits
 from quire.serve.usage_log import UsageLog

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from quire.base.errors import RequestError
 from quire.base.messages import PinnedPrefix
-from quire.engine.client.remote import pin
+from quire.engine.client.async_client import pin
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import reader_of, tenant_of

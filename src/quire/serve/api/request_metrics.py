@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.base.messages import Request
 from quire.base.outputs import RequestMetrics
-from quire.engine.client.remote import AsyncClient
+from quire.engine.client.async_client import AsyncClient
 
 Json = dict[str, Any]
 

@@ -11,8 +11,8 @@ from quire.base.errors import EngineDead, RequestError
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.fleet import CoreClient
-from quire.engine.client.remote import AsyncClient
 from quire.serve.api.several.all_models import AllModels
 from quire.serve.api.several.leased_client import LeasedClient
 from quire.serve.several.messages import Ask, Deny, GiveBack, Grant, ModelState, States

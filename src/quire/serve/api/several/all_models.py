@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from quire.base.messages import HeldRequest, PinnedPrefix
-from quire.engine.client.remote import AsyncClient
+from quire.engine.client.async_client import AsyncClient
 from quire.engine.observability.merged_metrics import merged
 from quire.serve.api.several.link import ModelLink
 from quire.serve.several.messages import LOADED, ModelState

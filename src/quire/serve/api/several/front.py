@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.config import ServerConfig
+from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.fleet import CoreClient, client_of
-from quire.engine.client.remote import AsyncClient
 from quire.engine.start.text import TextSide, build_text_side
 from quire.models.source import ModelSource
 from quire.serve.api.context import ApiContext

@@ -11,8 +11,9 @@ import msgspec
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import EngineDead, RequestError
 from quire.base.live import LiveFrame
-from quire.base.messages import AskCancel, HeldRequest, PinnedPrefix, Ready, Request
+from quire.base.messages import AskCancel, HeldRequest, PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
+from quire.engine.client.async_client import ForwardingClient
 from quire.engine.client.fleet import CoreClient
 from quire.engine.client.output import ABORTED, OpenRequest
 from quire.serve.api.several.link import ModelLink
@@ -36,24 +37,19 @@ class _Waiting:
         self.scope.reschedule(asyncio.get_running_loop().time())
 
 
-class LeasedClient:
-    """An `AsyncClient`. model: its first name. What is about no single request is asked of a core
-    only while the model is loaded; it does not load it."""
+class LeasedClient(ForwardingClient):
+    """Only `generate` and `be_known` load the model; `model` is its first name. While it is not
+    loaded, questions about the engine get empty answers."""
 
     def __init__(
         self, client: CoreClient, link: ModelLink, model: str, clock: Clock | None = None
     ) -> None:
-        self._client = client
+        super().__init__(client)
+        self._core = client
         self._link = link
         self._model = model
         self._clock = clock or MonotonicClock()
         self._waiting: dict[str, _Waiting] = {}  # by request id
-
-    @property
-    def ready(self) -> Ready:
-        """What the model is, also while it is not loaded. Raises EngineDead before it was for the
-        first time."""
-        return self._client.ready
 
     @property
     def is_loaded(self) -> bool:
@@ -71,13 +67,10 @@ class LeasedClient:
         """Have the model loaded if it never was: what it takes is known from then on. Raise
         EngineDead, or EngineBusy."""
         try:
-            self._client.ready  # noqa: B018
+            self.ready  # noqa: B018
         except EngineDead:
             async with self._link.lease(self._model):
                 await self._wait_until_ready()
-
-    def check(self, request: Request) -> None:
-        self._client.check(request)
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
@@ -121,7 +114,7 @@ class LeasedClient:
         if self._client.is_alive:
             return
         waits = [
-            asyncio.ensure_future(self._client.wait_until_ready()),
+            asyncio.ensure_future(self._core.wait_until_ready()),
             asyncio.ensure_future(self._link.wait_for_state(self._model, (FAILED, DEAD))),
         ]
         try:
@@ -137,7 +130,7 @@ class LeasedClient:
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         waiting = self._waiting.get(request_id)
         if waiting is None:
-            self._client.append(request_id, token_ids, is_last)
+            super().append(request_id, token_ids, is_last)
             return
         request = waiting.request
         if not request.is_open:
@@ -150,54 +143,36 @@ class LeasedClient:
     # ---- what does not load it -----------------------------------------------------------------
 
     async def metrics(self) -> str:
-        return await self._client.metrics() if self.is_loaded else ""
+        return await super().metrics() if self.is_loaded else ""
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        return await self._client.timeline(request_id, tenant) if self.is_loaded else ""
+        return await super().timeline(request_id, tenant) if self.is_loaded else ""
 
     async def live(self, core: int = 0) -> LiveFrame:
         if not self.is_loaded:
             raise EngineDead(f"model {self._model} is not loaded; the first request loads it.")
-        return await self._client.live(core)
+        return await super().live(core)
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        return await self._client.prefixes(tenant) if self.is_loaded else []
+        return await super().prefixes(tenant) if self.is_loaded else []
 
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
-        return self.is_loaded and await self._client.unpin(prefix_id, tenant)
+        return self.is_loaded and await super().unpin(prefix_id, tenant)
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None
     ) -> list[HeldRequest]:
-        return await self._client.held(request_id, index, tenant) if self.is_loaded else []
-
-    async def keep(
-        self, request_id: str, keep_s: float, tenant: str | None = None, core_id: int | None = None
-    ) -> None:
-        await self._client.keep(request_id, keep_s, tenant, core_id)
-
-    async def rewind(
-        self,
-        request_id: str,
-        index: int,
-        num_tokens: int,
-        tenant: str | None = None,
-        core_id: int | None = None,
-    ) -> None:
-        await self._client.rewind(request_id, index, num_tokens, tenant, core_id)
+        return await super().held(request_id, index, tenant) if self.is_loaded else []
 
     async def reset_prefix_cache(self) -> None:
         if self.is_loaded:
-            await self._client.reset_prefix_cache()
+            await super().reset_prefix_cache()
 
     async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
-        """End also what waits for the model in this process."""
+        """Also end what waits for the model in this process."""
         asked = AskCancel(0, request_ids, tenant)
         ended = [name for name, each in self._waiting.items() if asked.means(each.request)]
         for name in ended:
             self._waiting[name].end()
-        there = await self._client.cancel(request_ids, tenant) if self.is_loaded else []
+        there = await super().cancel(request_ids, tenant) if self.is_loaded else []
         return ended + there
-
-    async def close(self) -> None:
-        await self._client.close()
