@@ -14,7 +14,8 @@ import torch
 
 from quire.engine.ranks import meeting
 from quire.engine.ranks.core_store import CoreStore
-from quire.engine.ranks.meeting import MeetingTable, StoreCall, store_frames, table_codec
+from quire.engine.ranks.meeting import MeetingTable, StoreCall, table_codec
+from quire.engine.wire.wire import Stream
 from quire.ops.collectives.torch_group import gloo_group
 
 
@@ -33,11 +34,11 @@ class Core:
         return theirs
 
     def _serve(self, sock: socket.socket) -> None:
-        codec, frames = table_codec(), store_frames()
-        while data := sock.recv(1 << 16):
-            for body in frames.feed(data):
+        stream = Stream(sock, table_codec())
+        while (calls := stream.receive()) is not None:
+            for call in calls:
                 with self._lock:
-                    sock.sendall(codec.encode(self.table.answer(codec.decode(body))))
+                    stream.send(self.table.answer(call))
 
     def close(self) -> None:
         for sock in self._sockets:

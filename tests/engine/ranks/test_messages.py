@@ -31,7 +31,6 @@ from quire.engine.ranks.messages import (
     Result,
     Step,
     core_codec,
-    frames,
     rank_codec,
 )
 
@@ -64,7 +63,7 @@ def same(one: Any, other: Any) -> None:
 
 def crossed(message: Any, codec: Any) -> Any:
     data = codec.encode(message)
-    (body,) = frames().feed(data)
+    (body,) = codec.frames().feed(data)
     return codec.decode(body)
 
 

@@ -1,6 +1,6 @@
 """Ranks on several machines without Ray: `quire serve --node-rank 1` beside an engine of its own.
 
-Covers `engine/ranks/node.py`, `engine/ranks/keeper_messages.py`, `engine/ranks/alike.py`.
+Covers `engine/ranks/node.py`, `engine/ranks/messages.py`, `engine/ranks/alike.py`.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from quire.engine.ranks.alike import contradictions, given_settings_of
 from quire.engine.ranks.dial_in import Address, Door
 from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep
 from quire.engine.ranks.node import Node, rank_token, ranks_of_node
+from quire.engine.ranks.rank_set import RankSet
 from quire.engine.ranks.remote import RemoteRanks
 from tests.support.engine.scenarios import COMMON, NUM_ASKED, alone, answers_of
 from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
@@ -212,7 +213,8 @@ class Losses:
 
 @dataclass
 class Core:
-    ranks: RemoteRanks
+    ranks: RankSet
+    transport: RemoteRanks
     losses: Losses
     address: Address
     pool: ThreadPoolExecutor
@@ -221,7 +223,7 @@ class Core:
         """Keep a rank on a thread, and wait until it is there."""
         place = Place(number, **more)
         future = self.pool.submit(keep, self.address, SECRET.encode(), place)
-        rank = self.ranks._loop.ranks[number]
+        rank = self.transport.ranks[number]
         wait_until(lambda: rank.here is not None, "the rank has come", 10)
         return future
 
@@ -237,9 +239,10 @@ def core() -> Iterator[Core]:
     """Of three ranks, of which never all come, so that none is started."""
     starter, losses = NoStarter(), Losses()
     config = config_from_flat(model="a", tensor_parallel_size=3, max_model_len=96)
-    ranks = RemoteRanks(config, starter, "warning", losses)
+    transport = RemoteRanks(config, starter, "warning")
+    ranks = RankSet(transport, losses)
     with ThreadPoolExecutor() as pool:
-        yield Core(ranks, losses, starter.core.get(timeout=10), pool)
+        yield Core(ranks, transport, losses, starter.core.get(timeout=10), pool)
         ranks.close()
 
 

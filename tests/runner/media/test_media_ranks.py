@@ -13,7 +13,7 @@ import torch
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.model_spec import load_spec
 from quire.base.plan import Plan
-from quire.engine.ranks.messages import Step, frames, rank_codec
+from quire.engine.ranks.messages import Step, rank_codec
 from quire.models.layers import ParamFactory
 from quire.models.rank_place import RankPlace
 from quire.models.registry import make_model
@@ -57,7 +57,11 @@ class StagedEngine(Engine):
 
 def crossed(plan: Plan) -> Plan:
     """The plan as a rank gets it."""
-    (body,) = frames().feed(rank_codec().encode(Step(0, plan, is_first=True, has_masks=False)))
+    (body,) = (
+        rank_codec()
+        .frames()
+        .feed(rank_codec().encode(Step(0, plan, is_first=True, has_masks=False)))
+    )
     found = rank_codec().decode(body)
     assert isinstance(found, Step)
     return found.plan

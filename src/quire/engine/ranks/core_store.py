@@ -7,10 +7,10 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from quire.engine.ranks.meeting import StoreAnswer, StoreCall, asker_codec, store_frames
+from quire.engine.ranks.meeting import StoreAnswer, StoreCall, asker_codec
+from quire.engine.wire.wire import Stream
 
 LOOK_S = 0.005  # between two looks whether somebody has set a key
-READ_BYTES = 1 << 16
 LIMIT = timedelta(seconds=300)
 
 
@@ -20,8 +20,7 @@ class CoreStore(Store):
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         super().__init__()
-        self._socket, self._name = sock, name
-        self._codec, self._frames = asker_codec(), store_frames()
+        self._stream, self._name = Stream(sock, asker_codec()), name
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -60,13 +59,10 @@ class CoreStore(Store):
     def _ask(self, call: StoreCall) -> StoreAnswer:
         with self._lock:
             try:
-                self._socket.sendall(self._codec.encode(call))
-                bodies: list[bytes] = []
-                while not bodies:
-                    data = self._socket.recv(READ_BYTES)
-                    if not data:
-                        raise RuntimeError("the connection to the core ended")
-                    bodies = list(self._frames.feed(data))
-                return self._codec.decode(bodies[0])
+                self._stream.send(call)
             except OSError as error:
                 raise RuntimeError(f"the connection to the core ended ({error})") from None
+            while (answers := self._stream.receive()) is not None:
+                if answers:
+                    return answers[0]
+            raise RuntimeError("the connection to the core ended")

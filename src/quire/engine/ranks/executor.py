@@ -38,7 +38,7 @@ from quire.engine.ranks.messages import (
     Result,
     Step,
 )
-from quire.engine.ranks.processes import RankLink, RankSet
+from quire.engine.ranks.rank_set import RankLink, RankSet
 
 DISAGREE_S = 2.0  # without progress after the first failure on a step: the others do not fail
 

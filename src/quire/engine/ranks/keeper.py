@@ -14,16 +14,15 @@ import os
 import select
 import selectors
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.base.errors import ConfigError, EngineError
 from quire.engine.ranks.dial_in import Address, Arrival, Door, Role, dial
-from quire.engine.ranks.keeper_messages import (
+from quire.engine.ranks.messages import (
     Alive,
     Farewell,
     FromKeeper,
@@ -34,11 +33,12 @@ from quire.engine.ranks.keeper_messages import (
     Started,
     StartRank,
     ToKeeper,
-    keeper_frames,
     keeper_side,
 )
-from quire.engine.ranks.processes import CONFIRM_S, END_S, LOOK_S, READ_BYTES, state_of
-from quire.engine.wire.spawn import start_child
+from quire.engine.ranks.processes import STOPPED, RankChild, ended_with
+from quire.engine.ranks.rank_set import LOOK_S
+from quire.engine.wire.spawn import end_child
+from quire.engine.wire.wire import Stream
 from quire.runner.memory_plan import available_cpu_bytes
 
 logger = logging.getLogger("quire")
@@ -81,10 +81,9 @@ def keep(core: Address, secret: bytes, place: Place) -> Ending:
 
 class _Keeper:
     def __init__(self, core: Address, secret: bytes, place: Place, sock: socket.socket) -> None:
-        self._core, self._secret, self._place, self._socket = core, secret, place, sock
+        self._core, self._secret, self._place = core, secret, place
+        self._stream = Stream(sock, keeper_side())
         self._farewell: Farewell | None = None
-        self._codec, self._frames = keeper_side(), keeper_frames()
-        self._sending = threading.Lock()
         self._over = threading.Event()
         self._host = sock.getsockname()[0]
         self._before: list[socket.socket] = []
@@ -130,13 +129,13 @@ class _Keeper:
                 continue
             self._send(RankEnded(why))
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+                self._stream.socket.shutdown(socket.SHUT_RDWR)
             return
 
     def _send(self, message: FromKeeper) -> None:
         """Send; what a core that is gone does not get, its end tells."""
-        with contextlib.suppress(OSError), self._sending:
-            self._socket.sendall(self._codec.encode(message))
+        with contextlib.suppress(OSError):
+            self._stream.send(message)
 
     def _order(self) -> StartRank | None:
         """Wait for what is to be started; None if the core has ended. Raises ConfigError if it
@@ -154,14 +153,8 @@ class _Keeper:
 
     def _hear(self) -> list[ToKeeper] | None:
         """Wait for what the core says; None when its connection has ended."""
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            return None
-        messages = [self._codec.decode(body) for body in self._frames.feed(data)]
-        for message in messages:
+        messages = self._stream.receive()
+        for message in messages or ():
             if isinstance(message, Farewell):
                 self._farewell = message
         return messages
@@ -183,7 +176,7 @@ class _Keeper:
 
     def _is_core_over(self) -> bool:
         """Tell whether the core has said that it ends, or is gone; waits for it a little."""
-        while self._farewell is None and select.select([self._socket], [], [], WORDS_S)[0]:
+        while self._farewell is None and select.select([self._stream.socket], [], [], WORDS_S)[0]:
             if self._hear() is None:
                 return True
         return self._farewell is not None
@@ -191,21 +184,20 @@ class _Keeper:
     def _keep(self, order: StartRank) -> Ending:
         with contextlib.ExitStack() as stack:
             try:
-                process = self._start(order, stack)
+                child = self._start(order, stack)
             except EngineError as error:
                 self._send(RankEnded(f"could not be started: {error}"))
                 return Ending(f"could not be started: {error}", of_rank=True)
-            self._send(Started(process.pid))
+            self._send(Started(child.process.pid))
             try:
-                ending = self._watch(process)
+                ending = self._watch(child)
             finally:
-                process.kill()  # by its end too: nobody asks for anything any more
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
-                    process.wait(END_S)
+                end_child(child.process, 0.0)  # nobody asks for anything any more
+                child.close()
             self._send(RankEnded(ending.how))
             return ending
 
-    def _start(self, order: StartRank, stack: contextlib.ExitStack) -> "subprocess.Popen[bytes]":
+    def _start(self, order: StartRank, stack: contextlib.ExitStack) -> RankChild:
         """Connect the rank, and start it. Its ends of the connections are its own afterwards."""
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
@@ -226,71 +218,35 @@ class _Keeper:
             before = stack.enter_context(self._before[0])
             arguments += ["--before", str(before.fileno())]
             fds.append(before.fileno())
-        process = start_child(
-            "quire.engine.ranks.rank_main",
-            arguments,
-            order.config,
-            tuple(fds),
-            order.log_level,
-            {**os.environ, **order.environment, **self._place.environment},
-            subprocess.PIPE,
-        )
+        environment = {**os.environ, **order.environment, **self._place.environment}
+        child = RankChild(arguments, order.config, tuple(fds), order.log_level, environment)
         stack.close()
-        return process
+        return child
 
-    def _watch(self, process: "subprocess.Popen[bytes]") -> Ending:
+    def _watch(self, child: RankChild) -> Ending:
         """Pass on what it writes until it ends, stands still, or the core has ended; return which
         of it."""
-        assert process.stderr is not None
-        lines = _Lines(process.stderr.fileno(), self._send)
-        stopped_since_s: float | None = None
-        with process.stderr, selectors.DefaultSelector() as selector:
-            ended = os.pidfd_open(process.pid)
-            for file in (self._socket, process.stderr, ended):
+        with selectors.DefaultSelector() as selector:
+            for file in (self._stream.socket, child.stderr, child.pidfd):
                 selector.register(file, selectors.EVENT_READ)
-            try:
-                while True:
-                    ready = [key.fileobj for key, _ in selector.select(LOOK_S)]
-                    if process.stderr in ready and not lines.pass_on():
-                        selector.unregister(process.stderr)
-                    if ended in ready:
-                        lines.pass_on()
-                        return self._end_of_rank(process.wait())
-                    if self._socket in ready and self._hear() is None:
-                        return self._end_of_core()
-                    now_s = time.monotonic()
-                    if state_of(process.pid) != "T":
-                        stopped_since_s = None
-                    elif stopped_since_s is None:
-                        stopped_since_s = now_s
-                    elif now_s - stopped_since_s >= CONFIRM_S:
-                        return Ending("was stopped (SIGSTOP) and cannot be used", of_rank=True)
-            finally:
-                os.close(ended)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select(LOOK_S)]
+                if child.stderr in ready and not self._pass_on(child):
+                    selector.unregister(child.stderr)
+                if child.pidfd in ready:
+                    self._pass_on(child)
+                    return self._end_of_rank(child.process.wait())
+                if self._stream.socket in ready and self._hear() is None:
+                    return self._end_of_core()
+                if child.is_stopped(time.monotonic()):
+                    return Ending(STOPPED, of_rank=True)
 
-
-class _Lines:
-    """Cuts what a rank writes into lines, and sends them."""
-
-    def __init__(self, fd: int, send: Callable[[FromKeeper], None]) -> None:
-        os.set_blocking(fd, False)
-        self._fd, self._send, self._rest = fd, send, b""
-
-    def pass_on(self) -> bool:
-        """Send what is there; False at the end."""
-        try:
-            data = os.read(self._fd, READ_BYTES)
-        except BlockingIOError:
-            return True
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._send(Line(line.decode(errors="replace")))
-        return bool(data)
-
-
-def ended_with(status: int) -> str:
-    """Say how a rank has ended, by its exit status."""
-    return f"has ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
+    def _pass_on(self, child: RankChild) -> bool:
+        """Send the lines that the rank has written. Return False at the end of its stderr."""
+        lines = child.lines()
+        for line in lines or ():
+            self._send(Line(line))
+        return lines is not None
 
 
 def machine_name() -> str:

@@ -31,7 +31,8 @@ from quire.engine.ranks.messages import (
     Loading,
 )
 from quire.engine.ranks.node import Node, NodeStarter
-from quire.engine.ranks.processes import Listener, RankProcesses, RankSet, RankStart
+from quire.engine.ranks.processes import RankProcesses, RankStart
+from quire.engine.ranks.rank_set import Listener, RankSet
 from quire.engine.ranks.ray.starter import RayStarter
 from quire.engine.ranks.remote import RankStarter, RemoteRanks
 from quire.models.source import ModelSource
@@ -72,11 +73,10 @@ class Ranks:
                 )
             devices = cuda_devices(config, config.parallel.num_ranks // config.parallel.nnodes)
             starter = NodeStarter(Node.of(config, devices), level)
-        self._processes: RankSet
         if starter is None:
             self._processes = _start_here(config, level, self._heard)
         else:
-            self._processes = RemoteRanks(config, starter, level, self._heard)
+            self._processes = RankSet(RemoteRanks(config, starter, level), self._heard)
 
     def load(
         self, config: EngineConfig, source: ModelSource, progress: Progress | None
@@ -96,7 +96,7 @@ class Ranks:
     ) -> LoadedRanks:
         num, shares = self._num, self._processes.shares()
         begins = [Begin(config, source, rank, *share) for rank, share in enumerate(shares)]
-        self._processes.send_each(begins)
+        self._processes.link.send_each(begins)
         self._compare(facts_of(config, source), self._from_each(Joined, progress))
         while True:
             found = self._from_each((Least, Loaded), progress)
@@ -129,7 +129,7 @@ class Ranks:
         if self._num > 1 and not config.disable_log_stats:
             for rank, each in enumerate(models):
                 logger.info("rank %d: %s", rank, each.memory.describe())
-        processes.tell(executor.steps)
+        processes.link.tell(executor.steps)
         return LoadedRanks(model, executor)
 
     def _from_each(
@@ -230,7 +230,7 @@ def stage_sockets(parallel: ParallelConfig) -> list[StageSockets]:
     return [StageSockets(*ends) for ends in zip(before, behind, strict=True)]
 
 
-def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> RankProcesses:
+def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> RankSet:
     """Start the ranks as children of this process."""
     group_fds = [
         os.memfd_create(f"quire-stage-{stage}")
@@ -238,7 +238,9 @@ def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> Ran
     ]
     links = stage_sockets(config.parallel)
     try:
-        return RankProcesses(_starts(config, group_fds, links), log_level, listener)
+        ranks = RankSet(RankProcesses(_starts(config, group_fds, links), log_level), listener)
+        ranks.wait()  # until they have inherited their descriptors
+        return ranks
     finally:
         for fd in group_fds:
             os.close(fd)

@@ -8,7 +8,7 @@ over a connection that has proved itself (engine/ranks/dial_in.py):
 
 import msgspec
 
-from quire.engine.wire.wire import Codec, Frames
+from quire.engine.wire.wire import Codec
 
 MOST_BYTES = 1 << 20  # of a message; addresses are some hundred
 MOST_ENTRIES = 100_000
@@ -33,17 +33,12 @@ class StoreAnswer(msgspec.Struct, frozen=True):
 
 def table_codec() -> Codec[StoreCall]:
     """Return the codec of the core."""
-    return Codec(StoreCall, _unknown, _unknown_type, MOST_BYTES)
+    return Codec(StoreCall, most_bytes=MOST_BYTES)
 
 
 def asker_codec() -> Codec[StoreAnswer]:
     """Return the codec of a rank."""
-    return Codec(StoreAnswer, _unknown, _unknown_type, MOST_BYTES)
-
-
-def store_frames() -> Frames:
-    """Return what cuts the stream of either direction."""
-    return Frames(MOST_BYTES)
+    return Codec(StoreAnswer, most_bytes=MOST_BYTES)
 
 
 class MeetingTable:
@@ -74,11 +69,3 @@ class MeetingTable:
             entries[key] = str(number).encode()
             return StoreAnswer(number=number)
         raise ValueError(f"no such call: {call.op}")
-
-
-def _unknown(value: object) -> object:
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
-
-
-def _unknown_type(kind: object, value: object) -> object:
-    raise NotImplementedError(f"{kind} cannot be received")

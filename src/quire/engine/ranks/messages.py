@@ -1,7 +1,11 @@
-"""What a core and its ranks tell each other: msgpack of these structs, each behind its length.
+"""Messages of a core, its ranks and their keepers: msgpack of these structs after their lengths.
 
-    core  Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
-    rank  Joined Loading* Least Loaded   Result | Done ...  Guessed ... Idled  Beat ...    Failed
+    core    Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
+    rank    Joined Loading* Least Loaded   Result | Done ...  Guessed ... Idled  Beat ...    Failed
+
+    core    StartRank ... Farewell            (end of the stream: kill the rank)
+            Refused                           instead, and the stream ends
+    keeper  Here ... Started ... Line ... Alive ... RankEnded
 
 A plan is data, so it crosses as it is. Nothing is pickled. Arrays are bytes of int32 or float32;
 those of more than one dimension come with their shape.
@@ -19,10 +23,11 @@ from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Float32, Int32, Plan, StepResult
 from quire.base.secrets import reveal_secret
 from quire.engine.executors.loaded import LoadedElsewhere
-from quire.engine.wire.wire import Codec, Frames
+from quire.engine.wire.wire import Codec
 from quire.models.source import ModelSource
 
 MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step's candidates may be many
+MAX_KEEPER_BYTES = 1 << 24
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -210,19 +215,86 @@ ToRank = Begin | Least | Step | Masks | Order | Idle
 FromRank = Joined | Loading | Least | Loaded | Failed | Result | Done | Guessed | Idled | Beat
 
 
+class Here(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to core: where it is. host: the address by which its machine reaches the core;
+    machine: equal for keepers on one; free_bytes: of its memory; port: where the stage before
+    can connect, 0 if there is none. settings: what it was told, as JSON."""
+
+    host: str
+    machine: str
+    free_bytes: int
+    port: int = 0
+    settings: dict[str, str] = {}
+
+
+class StartRank(msgspec.Struct, frozen=True, tag=True):
+    """Core to keeper: start the rank. environment: variables to set; directory: to work in, if it
+    exists; next_host, next_port: where the rank of the next stage waits; port 0: it is the last."""
+
+    config: EngineConfig
+    log_level: str
+    environment: dict[str, str]
+    directory: str
+    next_host: str = ""
+    next_port: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Core to keeper: this rank is not taken. why: in words, for the operator."""
+
+    why: str
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """Core to keeper: it ends. why: in words; empty: in order."""
+
+    why: str = ""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to core: the rank runs."""
+
+    pid: int
+
+
+class Line(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to core: the rank has written it on stderr."""
+
+    text: str
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to core: its machine works, and so does the network between them."""
+
+
+class RankEnded(msgspec.Struct, frozen=True, tag=True):
+    """Keeper to core: the rank has ended, or stands still. how: in words, which follow its name."""
+
+    how: str
+
+
+ToKeeper = StartRank | Refused | Farewell
+FromKeeper = Here | Started | Line | Alive | RankEnded
+
+
 def core_codec() -> Codec[FromRank]:
-    """Return the codec of a core, which receives `FromRank`."""
+    """Return a core's codec for ranks."""
     return Codec(FromRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
 
 
 def rank_codec() -> Codec[ToRank]:
-    """Return the codec of a rank, which receives `ToRank`."""
+    """Return a rank's codec for its core."""
     return Codec(ToRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
 
 
-def frames() -> Frames:
-    """Return what cuts the stream of either direction."""
-    return Frames(MAX_MESSAGE_BYTES)
+def core_side() -> Codec[FromKeeper]:
+    """Return a core's codec for keepers."""
+    return Codec(FromKeeper, _plain, _as_typed, MAX_KEEPER_BYTES)
+
+
+def keeper_side() -> Codec[ToKeeper]:
+    """Return a keeper's codec for its core."""
+    return Codec(ToKeeper, _plain, _as_typed, MAX_KEEPER_BYTES)
 
 
 def _plain(value: Any) -> Any:

@@ -27,9 +27,9 @@ from quire.base.parallel import ParallelConfig
 from quire.engine.ranks.alike import given_settings_of
 from quire.engine.ranks.dial_in import Address, Unreachable
 from quire.engine.ranks.keeper import CORE_ENDED, LEFT, Ending, Place, keep
-from quire.engine.ranks.processes import END_S
+from quire.engine.ranks.rank_set import END_S
 from quire.engine.wire.child import begin_child
-from quire.engine.wire.spawn import start_child
+from quire.engine.wire.spawn import end_child, start_child
 
 logger = logging.getLogger("quire")
 
@@ -128,11 +128,7 @@ class NodeStarter:
         """See RankStarter: the child ends with its connections to the core."""
         if self._process is None:
             return
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_S)
+        end_child(self._process, END_S)
         with contextlib.suppress(OSError):
             os.close(self._ended)
 

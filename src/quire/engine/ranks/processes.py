@@ -1,11 +1,7 @@
-"""The processes of a core's ranks: one thread starts them, hears them and sees to their ends.
+"""A rank's process as its parent sees it, and ranks that are children of their core.
 
-    thread   start ... | messages -> hear(rank, message) | what ranks write on stderr -> ours
-             | a process has ended, or is stopped (SIGSTOP): lost(error), all others are killed
-
-The kernel kills a child when the thread that started it ends (engine/wire/child.py), so it is this
-one. Sends come from any thread. A rank that does not read holds its sender up only until it is
-lost.
+The kernel kills a child when the thread that started it ends (engine/wire/child.py). So the thread
+that watches the ranks starts them.
 """
 
 import contextlib
@@ -13,81 +9,81 @@ import os
 import selectors
 import socket
 import subprocess
-import sys
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from quire.base.errors import EngineError, RankLost
-from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
-from quire.engine.wire.spawn import start_child
-from quire.engine.wire.wire import Codec, Frames
+from quire.engine.ranks.messages import core_codec
+from quire.engine.ranks.rank_set import END_S, LOOK_S, Rank, RankWatch
+from quire.engine.wire.spawn import end_child, start_child
+from quire.engine.wire.wire import READ_BYTES, Stream
 from quire.runner.memory_plan import available_cpu_bytes
 
-END_S = 5.0  # for a rank to end by itself
-LOOK_S = 0.3  # between two looks at the states of processes
 CONFIRM_S = 0.5  # a process that was stopped, and is so long afterwards, is lost
-LAST_LINES = 12
-READ_BYTES = 1 << 18
+STOPPED = "was stopped (SIGSTOP) and cannot be used"
 
 
-class RankLink(Protocol):
-    """What all ranks are told, from any thread."""
+class RankChild:
+    """The process of a rank, as the thread that started it sees it."""
 
-    def send(self, message: ToRank) -> None:
-        """Send all the same; what several threads send comes in one order everywhere."""
-        ...
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        config: object,
+        fds: tuple[int, ...],
+        log_level: str,
+        environment: dict[str, str],
+    ) -> None:
+        module, pipe = "quire.engine.ranks.rank_main", subprocess.PIPE
+        self.process = start_child(
+            module, [*arguments], config, fds, log_level, environment, stderr=pipe
+        )
+        assert self.process.stderr is not None
+        self.stderr = self.process.stderr
+        os.set_blocking(self.stderr.fileno(), False)
+        self.pidfd = os.pidfd_open(self.process.pid)  # readable once the process has ended
+        self._rest = b""
+        self._stopped_since_s: float | None = None
 
-    def give_up(self, rank: int, why: str) -> None:
-        """Kill all; the listener's `lose` gets this reason behind the name of a rank, unless one
-        was lost before."""
-        ...
+    def lines(self) -> list[str] | None:
+        """Return the lines of its stderr that have come; None at the end."""
+        try:
+            data = os.read(self.stderr.fileno(), READ_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
 
-
-class Listener(Protocol):
-    """Who is told of ranks, on their thread."""
-
-    def hear(self, rank: int, message: FromRank) -> None:
-        """Take what a rank says."""
-        ...
-
-    def lose(self, error: RankLost) -> None:
-        """One is gone before `close`, so all are: called once, perhaps from another thread."""
-        ...
-
-    def tick(self) -> None:
-        """Look around; called some times a second."""
-        ...
-
-
-class RankSet(Protocol):
-    """All ranks of a core, wherever they are."""
-
-    @property
-    def link(self) -> RankLink:
-        """What a listener may hold, which must not hold this object."""
-        ...
-
-    def tell(self, listener: Listener) -> None:
-        """Tell another listener from now on; at once, if a rank is lost already."""
-        ...
-
-    def shares(self) -> list[tuple[int, int]]:
-        """Return how many share each rank's machine, and what is free of its memory."""
-        ...
-
-    def send_each(self, messages: Sequence[ToRank]) -> None:
-        """Send each rank its own."""
-        ...
+    def is_stopped(self, now_s: float) -> bool:
+        """Return whether the process was stopped at this look and those of the last CONFIRM_S."""
+        if state_of(self.process.pid) != "T":
+            self._stopped_since_s = None
+            return False
+        if self._stopped_since_s is None:
+            self._stopped_since_s = now_s
+        return now_s - self._stopped_since_s >= CONFIRM_S
 
     def close(self) -> None:
-        """End all ranks. A second call does nothing."""
-        ...
+        self.stderr.close()
+        os.close(self.pidfd)
+
+
+def ended_with(status: int) -> str:
+    """Return how a rank has ended, by its exit status."""
+    return f"has ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 @dataclass(frozen=True)
@@ -101,279 +97,90 @@ class RankStart:
     fds: tuple[int, ...] = ()
 
 
-@dataclass
-class _Rank:
-    number: int
-    process: "subprocess.Popen[bytes]"
-    socket: socket.socket
-    pidfd: int
-    frames: Frames = field(default_factory=frames)
-    line: bytes = b""
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    stopped_since_s: float | None = None
-    failed: Failed | None = None
-
-    def is_stopped(self, now_s: float) -> bool:
-        """Tell whether the process stands still, at this look and those of the last CONFIRM_S."""
-        if state_of(self.process.pid) != "T":
-            self.stopped_since_s = None
-            return False
-        if self.stopped_since_s is None:
-            self.stopped_since_s = now_s
-        return now_s - self.stopped_since_s >= CONFIRM_S
-
-    @property
-    def last_words(self) -> str:
-        if self.failed is not None:
-            return f": {self.failed.kind}: {self.failed.message}"
-        return ":\n  " + "\n  ".join(self.last_lines) if self.last_lines else ""
+@dataclass(kw_only=True)
+class _ChildRank(Rank):
+    child: RankChild
 
 
 class RankProcesses:
-    """Started at once. listener: may be another one later."""
+    """The transport for ranks that are children of this process, over socket pairs."""
 
-    def __init__(self, starts: Sequence[RankStart], log_level: str, listener: Listener) -> None:
-        self._loop = _Loop(starts, log_level, listener)
-        self._thread = threading.Thread(target=self._loop.run, name="quire-ranks", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _close, self._loop, self._thread)
-        self._loop.started.wait()
-        if self._loop.error is not None:
-            self.close()
-            raise self._loop.error
-
-    def tell(self, listener: Listener) -> None:
-        """Tell another listener from now on; at once, if a rank is lost already."""
-        self._loop.tell(listener)
-
-    @property
-    def link(self) -> RankLink:
-        """See RankSet."""
-        return self._loop
-
-    def shares(self) -> list[tuple[int, int]]:
-        """See RankSet: all are on this machine."""
-        num = len(self._loop.ranks)
-        return [(num, available_cpu_bytes())] * num
-
-    def send_each(self, messages: Sequence[ToRank]) -> None:
-        """Send each rank its own."""
-        with self._loop.sending:
-            for rank, message in zip(self._loop.ranks, messages, strict=True):
-                self._loop.send_to(rank, self._loop.codec.encode(message))
-
-    def close(self) -> None:
-        """End all ranks. A second call does nothing."""
-        self._end()
-
-
-def _close(loop: "_Loop", thread: threading.Thread) -> None:
-    loop.close()
-    if thread is not threading.current_thread():
-        thread.join(2 * END_S)
-
-
-class _Loop:
-    """The thread's side: it must not hold `RankProcesses`, whose end is its own."""
-
-    def __init__(self, starts: Sequence[RankStart], log_level: str, listener: Listener) -> None:
-        self.codec: Codec[FromRank] = core_codec()
-        self.ranks: list[_Rank] = []
-        self.sending = threading.Lock()
-        self.started = threading.Event()
-        self.error: BaseException | None = None
+    def __init__(self, starts: Sequence[RankStart], log_level: str) -> None:
+        self.ranks: list[_ChildRank] = []
         self._starts, self._log_level = starts, log_level
-        self.listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._is_closing = False
-        self.loss: RankLost | None = None
         self._look_s = 0.0
-        self._losing = threading.Lock()
 
-    # ---- for other threads -------------------------------------------------------------------
-
-    def send(self, message: ToRank) -> None:
-        """See RankLink."""
-        data = self.codec.encode(message)
-        with self.sending:
-            for rank in self.ranks:
-                self.send_to(rank, data)
-
-    def give_up(self, rank: int, why: str) -> None:
-        """See RankLink."""
-        who = self.ranks[rank]
-        self.lose(RankLost(f"{self._name(who)} {why}{who.last_words}"))
-
-    def send_to(self, rank: _Rank, data: bytes) -> None:
-        """Send, waiting for room. What a rank that is gone does not get, its end tells."""
-        with contextlib.suppress(OSError):
-            rank.socket.sendall(data)
-
-    def close(self) -> None:
-        self._is_closing = True
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"x")
-
-    def tell(self, listener: Listener) -> None:
-        with self._losing:
-            self.listener = listener
-            loss = self.loss
-        if loss is not None:
-            listener.lose(loss)
-
-    def lose(self, error: RankLost) -> None:
-        """Kill all, and tell the reason, the first time."""
-        with self._losing:
-            if self.loss is not None or self._is_closing:
-                return
-            self.loss = error
-        for rank in self.ranks:
-            rank.process.kill()
-        self.listener.lose(error)
-
-    # ---- the thread --------------------------------------------------------------------------
-
-    def run(self) -> None:
-        try:
-            self._start()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.started.set()
-        try:
-            while not self._is_closing and self.ranks:
-                self._watch()
-        except BaseException as error:
-            self.lose(RankLost(f"the ranks' watch failed ({type(error).__name__}: {error})"))
-        self._end()
-
-    def _start(self) -> None:
-        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+    def begin(self, watch: RankWatch) -> None:
+        """See Transport."""
+        self._watch = watch
         for number, start in enumerate(self._starts):
             ours, theirs = socket.socketpair()
             with theirs:
                 arguments = ["--socket", str(theirs.fileno()), *start.arguments]
-                process = start_child(
-                    "quire.engine.ranks.rank_main",
-                    arguments,
-                    None,
-                    (theirs.fileno(), *start.fds),
-                    self._log_level,
-                    start.environment,
-                    subprocess.PIPE,
-                )
-            if start.cpus is not None:
-                os.sched_setaffinity(process.pid, start.cpus)
-            rank = _Rank(number, process, ours, os.pidfd_open(process.pid))
+                fds = theirs.fileno(), *start.fds
+                child = RankChild(arguments, None, fds, self._log_level, start.environment)
+            pid, stream = child.process.pid, Stream(ours, core_codec())
+            rank = _ChildRank(number=number, stream=stream, pid=pid, child=child)
             self.ranks.append(rank)
-            assert process.stderr is not None
-            os.set_blocking(process.stderr.fileno(), False)
+            if start.cpus is not None:
+                os.sched_setaffinity(pid, start.cpus)
             for file, see in (
-                (ours, self._read),
-                (process.stderr, self._pass_on),
-                (rank.pidfd, self._bury),
-            ):
-                self._selector.register(file, selectors.EVENT_READ, (see, rank))
+                (ours, watch.read), (child.stderr, self._pass_on), (child.pidfd, self._bury),
+            ):  # fmt: skip
+                watch.selector.register(file, selectors.EVENT_READ, partial(see, rank))
 
-    def _watch(self) -> None:
-        for key, _ in self._selector.select(LOOK_S):
-            if key.data is None:
-                self._wake_out.recv(64)
-            else:
-                see, rank = key.data
-                see(rank)
-        self.listener.tick()
-        now_s = time.monotonic()
+    @property
+    def is_complete(self) -> bool:
+        """See Transport."""
+        return True
+
+    def shares(self) -> list[tuple[int, int]]:
+        """See Transport."""
+        num = len(self.ranks)
+        return [(num, available_cpu_bytes())] * num
+
+    def look(self, now_s: float) -> None:
+        """See Transport."""
         if now_s < self._look_s:
             return
         self._look_s = now_s + LOOK_S
         for rank in self.ranks:
-            if self.loss is None and rank.is_stopped(now_s):
-                self.lose(RankLost(f"{self._name(rank)} was stopped (SIGSTOP) and cannot be used."))
+            if self._watch.loss is None and rank.child.is_stopped(now_s):
+                self._watch.give_up(rank.number, STOPPED)
 
-    def _read(self, rank: _Rank) -> None:
-        """Take what a rank sends."""
-        try:
-            data = rank.socket.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:  # its process ends, or has
-            self._selector.unregister(rank.socket)
-            return
-        for body in rank.frames.feed(data):
-            self._take(rank, body)
-
-    def _take(self, rank: _Rank, body: bytes) -> None:
-        message = self.codec.decode(body)
-        if isinstance(message, Failed):
-            rank.failed = message
-        self.listener.hear(rank.number, message)
-        if isinstance(message, Failed):
-            self.lose(RankLost(f"{self._name(rank)} cannot continue{rank.last_words}"))
-
-    def _pass_on(self, rank: _Rank) -> None:
-        """Write what a rank has written on its stderr, and remember the end of it."""
-        stderr = rank.process.stderr
-        assert stderr is not None
-        try:
-            data = os.read(stderr.fileno(), READ_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            self._selector.unregister(stderr)
-            return
-        *lines, rank.line = (rank.line + data).split(b"\n")
-        for line in lines:
-            text = line.decode(errors="replace")
-            rank.last_lines.append(text)
-            with contextlib.suppress(OSError, ValueError):
-                print(f"{self._label(rank)}{text}", file=sys.stderr, flush=True)
-
-    def _bury(self, rank: _Rank) -> None:
-        """See to a rank that has ended: nothing can be computed any more."""
-        self._selector.unregister(rank.pidfd)
-        status = rank.process.wait()
-        with contextlib.suppress(KeyError, EngineError):
-            while rank.socket in self._selector.get_map():
-                self._read(rank)  # what it still said
-        stderr = rank.process.stderr
-        assert stderr is not None
-        if stderr in self._selector.get_map():
-            self._pass_on(rank)
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        self.lose(RankLost(f"{self._name(rank)} has ended ({how}){rank.last_words}"))
-
-    def _name(self, rank: _Rank) -> str:
-        return f"rank {rank.number} of {len(self._starts)} (process {rank.process.pid})"
-
-    def _label(self, rank: _Rank) -> str:
-        return f"rank {rank.number}: " if len(self._starts) > 1 else ""
-
-    def _end(self) -> None:
-        """End all: a rank goes when its stream ends; whoever is late is killed."""
+    def stop(self, error: RankLost) -> None:
+        """See Transport."""
         for rank in self.ranks:
+            rank.child.process.kill()
+
+    def end(self, loss: RankLost | None) -> None:
+        """See Transport: a rank goes when its stream ends; one that is late is killed."""
+        sockets = [rank.stream.socket for rank in self.ranks if rank.stream is not None]
+        for sock in sockets:
             with contextlib.suppress(OSError):
-                rank.socket.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
         until_s = time.monotonic() + END_S
         for rank in self.ranks:
-            try:
-                rank.process.wait(max(0.0, until_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                rank.process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
-                    rank.process.wait(END_S)
-        for rank in self.ranks:
-            assert rank.process.stderr is not None
-            rank.process.stderr.close()
-            rank.socket.close()
-            os.close(rank.pidfd)
-        self._selector.close()
+            end_child(rank.child.process, max(0.0, until_s - time.monotonic()))
+            rank.child.close()
+        for sock in sockets:
+            sock.close()
 
+    def _pass_on(self, rank: _ChildRank) -> None:
+        lines = rank.child.lines()
+        if lines is None:
+            self._watch.selector.unregister(rank.child.stderr)
+        for line in lines or ():
+            self._watch.pass_on(rank, line)
 
-def state_of(pid: int) -> str:
-    """Return the letter of a process's state; empty if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+    def _bury(self, rank: _ChildRank) -> None:
+        """Give up after a rank has ended: nothing can be computed any more."""
+        selector = self._watch.selector
+        selector.unregister(rank.child.pidfd)
+        status = rank.child.process.wait()
+        with contextlib.suppress(EngineError):
+            while rank.hung_up_s is None:
+                self._watch.read(rank)  # what it still said
+        if rank.child.stderr in selector.get_map():
+            self._pass_on(rank)
+        self._watch.give_up(rank.number, ended_with(status))

@@ -13,7 +13,6 @@ import os
 import select
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,10 +47,10 @@ from quire.engine.ranks.messages import (
     Result,
     Step,
     ToRank,
-    frames,
     rank_codec,
 )
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
+from quire.engine.wire.wire import Stream
 from quire.models.rank_place import RankPlace
 from quire.models.source import resolve_source
 from quire.ops.collective import ALONE, RankGroup
@@ -66,7 +65,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-READ_BYTES = 1 << 18
 PROGRESS_S = 0.1  # between two messages about loading
 
 
@@ -80,28 +78,21 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self.pending: deque[ToRank] = deque()
         self.socket = sock
-        self._sending = threading.Lock()
-        self._codec = rank_codec()
-        self._frames = frames()
+        self._stream = Stream(sock, rank_codec())
 
     def send(self, message: FromRank) -> None:
         """Send a message, from any thread. Raises CoreGone."""
-        data = self._codec.encode(message)
         try:
-            with self._sending:
-                self.socket.sendall(data)
+            self._stream.send(message)
         except OSError:
             raise CoreGone from None
 
     def take_in(self) -> None:
         """Wait for bytes, and make messages of those that are there. Raises CoreGone."""
-        try:
-            data = self.socket.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
+        messages = self._stream.receive()
+        if messages is None:
             raise CoreGone
-        self.pending.extend(self._codec.decode(body) for body in self._frames.feed(data))
+        self.pending.extend(messages)
 
     def receive(self) -> ToRank:
         """Wait for a message. Raises CoreGone."""
@@ -144,7 +135,7 @@ class RankLoop:
             if self._numbers:  # of a device that works beside the host
                 readable, _, _ = select.select([link.socket, self._bell_out], [], [])
                 if self._bell_out in readable:
-                    self._bell_out.recv(READ_BYTES)
+                    self._bell_out.recv(64)
                 if link.socket in readable:
                     link.take_in()
             else:

@@ -1,11 +1,10 @@
-"""The ranks of a core whose keepers run elsewhere: one thread waits for them, hears them and sees
-to their ends, as engine/ranks/processes.py does for ranks of this machine.
+"""Ranks of a core whose keepers run on other machines, over TCP.
 
-    starter   has keepers started on other machines, which then connect:
-    thread    Here ... StartRank | messages -> hear(rank, message) | lines of ranks -> our stderr
-              | a rank or its keeper has ended, or is silent: lost(error), all others are ended
+    starter   has keepers started, which then connect:
+    thread    Here ... StartRank | messages of ranks, lines, signs of life | store calls
+              | a rank or its keeper has ended, or is silent: all others are ended
 
-Everybody who connects has proved itself before this thread sees it (engine/ranks/dial_in.py).
+Each connection has proved itself before the thread sees it (engine/ranks/dial_in.py).
 """
 
 import contextlib
@@ -14,23 +13,20 @@ import os
 import secrets
 import selectors
 import socket
-import sys
-import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
 from quire.base.config import EngineConfig
-from quire.base.errors import EngineError, QuireError, RankLost
+from quire.base.errors import EngineError, RankLost
 from quire.engine.ranks.alike import contradictions
 from quire.engine.ranks.dial_in import Address, Arrival, Door, Role
-from quire.engine.ranks.keeper_messages import (
+from quire.engine.ranks.meeting import MeetingTable, table_codec
+from quire.engine.ranks.messages import (
     Farewell,
     FromKeeper,
     Here,
@@ -39,13 +35,11 @@ from quire.engine.ranks.keeper_messages import (
     Refused,
     Started,
     StartRank,
+    core_codec,
     core_side,
-    keeper_frames,
 )
-from quire.engine.ranks.meeting import MeetingTable, store_frames, table_codec
-from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
-from quire.engine.ranks.processes import END_S, LAST_LINES, LOOK_S, READ_BYTES, Listener, RankLink
-from quire.engine.wire.wire import Frames
+from quire.engine.ranks.rank_set import END_S, Rank, RankWatch
+from quire.engine.wire.wire import Codec, Stream
 
 logger = logging.getLogger("quire")
 
@@ -89,146 +83,60 @@ class RankStarter(Protocol):
         ...
 
 
-@dataclass
-class _Rank:
-    """sockets: connections, by what they are for. heard_s: when its keeper gave a sign of life.
-    hung_up_s: when it hung up itself."""
+@dataclass(kw_only=True)
+class _FarRank(Rank):
+    """streams: connections, by what they are for. here: where its keeper is, once it has said
+    so."""
 
-    number: int
-    sockets: dict[Role, socket.socket] = field(default_factory=dict)
-    frames: dict[Role, Frames] = field(
-        default_factory=lambda: {
-            Role.KEEPER: keeper_frames(),
-            Role.RANK: frames(),
-            Role.STORE: store_frames(),
-        }
-    )
+    streams: dict[Role, Stream[Any]] = field(default_factory=dict)
     here: Here | None = None
-    pid: int = 0
-    heard_s: float = 0.0
-    hung_up_s: float | None = None
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
-    failed: Failed | None = None
     has_ended: bool = False
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.sockets) == len(self.frames)
-
-    @property
-    def last_words(self) -> str:
-        if self.failed is not None:
-            return f": {self.failed.kind}: {self.failed.message}"
-        return ":\n  " + "\n  ".join(self.last_lines) if self.last_lines else ""
-
     def hang_up(self) -> None:
-        for sock in list(self.sockets.values()):
+        for stream in list(self.streams.values()):
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                stream.socket.shutdown(socket.SHUT_RDWR)
 
 
 class RemoteRanks:
-    """Has them started at once; they are there with the first `send_each`. listener: may be another
-    one later."""
+    """The transport for ranks that keepers start on other machines."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        starter: RankStarter,
-        log_level: str,
-        listener: Listener,
-    ) -> None:
-        self._loop = _Loop(config, starter, log_level, listener)
-        self._thread = threading.Thread(target=self._loop.run, name="quire-ranks", daemon=True)
-        self._thread.start()
-        self._end = weakref.finalize(self, _close, self._loop, self._thread)
-
-    def tell(self, listener: Listener) -> None:
-        """See RankSet."""
-        self._loop.tell(listener)
-
-    @property
-    def link(self) -> RankLink:
-        """See RankSet."""
-        return self._loop
-
-    def shares(self) -> list[tuple[int, int]]:
-        """See RankSet; waits for all. Raises what kept one from coming."""
-        return self._loop.shares()
-
-    def send_each(self, messages: Sequence[ToRank]) -> None:
-        """See RankSet; waits for all. Raises what kept one from coming."""
-        self._loop.wait()
-        with self._loop.sending:
-            for rank, message in zip(self._loop.ranks, messages, strict=True):
-                self._loop.send_to(rank, self._loop.codec.encode(message))
-
-    def close(self) -> None:
-        """See RankSet."""
-        self._end()
-
-
-def _close(loop: "_Loop", thread: threading.Thread) -> None:
-    loop.close()
-    if thread is not threading.current_thread():
-        thread.join(3 * END_S)
-
-
-class _Loop:
-    """The thread's side: it must not hold `RemoteRanks`, whose end is its own."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        starter: RankStarter,
-        log_level: str,
-        listener: Listener,
-    ) -> None:
-        self.codec = core_codec()
-        self.ranks = [_Rank(number) for number in range(config.parallel.num_ranks)]
-        self.sending = threading.Lock()
-        self.listener = listener
-        self.loss: RankLost | None = None
+    def __init__(self, config: EngineConfig, starter: RankStarter, log_level: str) -> None:
+        self.ranks = [_FarRank(number=number) for number in range(config.parallel.num_ranks)]
         self._config, self._starter, self._log_level = config, starter, log_level
-        self._keepers, self._stores, self._table = core_side(), table_codec(), MeetingTable()
+        self._codecs: dict[Role, Codec[Any]] = {
+            Role.KEEPER: core_side(), Role.RANK: core_codec(), Role.STORE: table_codec(),
+        }  # fmt: skip
+        self._table = MeetingTable()
         self._arrivals: SimpleQueue[Arrival] = SimpleQueue()
-        self._complete = threading.Event()
-        self._error: QuireError | None = None
-        self._selector = selectors.DefaultSelector()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._is_closing = False
-        self._losing = threading.Lock()
         self._door: Door | None = None
         self._told: set[str] = set()  # why others were refused
 
-    # ---- for other threads -------------------------------------------------------------------
+    def begin(self, watch: RankWatch) -> None:
+        """See Transport."""
+        self._watch = watch
+        secret = self._starter.secret or secrets.token_bytes(SECRET_BYTES)
+        self._door = Door(self._starter.host(), secret, self._welcome, self._starter.port)
+        self._starter.start(self._door.address, secret)
+        watch.selector.register(
+            self._starter.fileno(), selectors.EVENT_READ, self._starter.take_news
+        )
+        self._until_s = time.monotonic() + self._starter.wait_s
 
-    def send(self, message: ToRank) -> None:
-        """See RankLink."""
-        data = self.codec.encode(message)
-        with self.sending:
-            for rank in self.ranks:
-                self.send_to(rank, data)
+    def _welcome(self, arrival: Arrival) -> None:
+        self._arrivals.put(arrival)
+        self._watch.wake()
 
-    def give_up(self, rank: int, why: str) -> None:
-        """See RankLink."""
-        who = self.ranks[rank]
-        self.lose(RankLost(f"{self._name(who)} {why}{who.last_words}"))
+    @property
+    def is_complete(self) -> bool:
+        """See Transport."""
+        return all(self._is_connected(rank) for rank in self.ranks)
 
-    def send_to(self, rank: _Rank, data: bytes) -> None:
-        """Send, waiting for room. What a rank that is gone does not get, its end tells."""
-        with contextlib.suppress(OSError):
-            rank.sockets[Role.RANK].sendall(data)
-
-    def wait(self) -> None:
-        """Wait until all are there. Raises what kept one from it."""
-        self._complete.wait()
-        if self._error is not None:
-            raise self._error
+    def _is_connected(self, rank: _FarRank) -> bool:
+        return len(rank.streams) == len(self._codecs)
 
     def shares(self) -> list[tuple[int, int]]:
-        """See RankSet."""
-        self.wait()
+        """See Transport."""
         all_here = [rank.here for rank in self.ranks if rank.here is not None]
         found = []
         for here in all_here:
@@ -236,116 +144,44 @@ class _Loop:
             found.append((len(beside), min(beside)))
         return found
 
-    def close(self) -> None:
-        self._is_closing = True
-        self._wake()
-
-    def tell(self, listener: Listener) -> None:
-        with self._losing:
-            self.listener = listener
-            loss = self.loss
-        if loss is not None:
-            listener.lose(loss)
-
-    def lose(self, error: RankLost) -> None:
-        """End all, and tell the reason, the first time."""
-        with self._losing:
-            if self.loss is not None or self._is_closing:
-                return
-            self.loss = error
-        if not self._complete.is_set():
-            self._error = error
-            self._complete.set()
+    def stop(self, error: RankLost) -> None:
+        """See Transport."""
         self._tell_keepers(Farewell(str(error).partition("\n")[0]))
         for rank in self.ranks:
             rank.hang_up()
-        self.listener.lose(error)
 
     def _tell_keepers(self, message: Farewell) -> None:
         """Tell those that are there; who does not read is not waited for."""
-        data = self._keepers.encode(message)
+        data = self._codecs[Role.KEEPER].encode(message)
         for rank in self.ranks:
-            if (sock := rank.sockets.get(Role.KEEPER)) is not None:
+            if (stream := rank.streams.get(Role.KEEPER)) is not None:
                 with contextlib.suppress(OSError):
-                    sock.send(data, socket.MSG_DONTWAIT)
+                    stream.socket.send(data, socket.MSG_DONTWAIT)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_in.send(b"x")
-
-    def _welcome(self, arrival: Arrival) -> None:
-        self._arrivals.put(arrival)
-        self._wake()
-
-    # ---- the thread --------------------------------------------------------------------------
-
-    def run(self) -> None:
-        try:
-            self._begin()
-            while not self._is_closing:
-                self._watch()
-        except QuireError as error:
-            self._fail(error)
-        except BaseException as error:
-            self._fail(RankLost(f"the ranks' watch failed ({type(error).__name__}: {error})"))
-        self._end()
-
-    def _fail(self, error: QuireError) -> None:
-        if not self._complete.is_set():
-            self._error = error
-            self._complete.set()
-        self.lose(error if isinstance(error, RankLost) else RankLost(str(error)))
-
-    def _begin(self) -> None:
-        self._selector.register(self._wake_out, selectors.EVENT_READ)
-        secret = self._starter.secret or secrets.token_bytes(SECRET_BYTES)
-        self._door = Door(self._starter.host(), secret, self._welcome, self._starter.port)
-        self._starter.start(self._door.address, secret)
-        self._selector.register(self._starter.fileno(), selectors.EVENT_READ)
-        self._until_s = time.monotonic() + self._starter.wait_s
-
-    def _watch(self) -> None:
-        # Before the select: whatever came until then is read below, also if this thread has to wait
-        # for a CPU.
-        now_s = time.monotonic()
-        events = self._selector.select(LOOK_S)
-        for key, _ in events:
-            if key.fileobj is self._wake_out:
-                self._wake_out.recv(64)
-            elif key.data is None:
-                self._starter.take_news()
-            elif key.fileobj in self._selector.get_map():  # nobody else has ended it meanwhile
-                self._read(*key.data)
+    def look(self, now_s: float) -> None:
+        """See Transport."""
         with contextlib.suppress(Empty):
             while True:
                 self._admit(self._arrivals.get_nowait())
-        self.listener.tick()
-        self._look(now_s)
-
-    def _look(self, now_s: float) -> None:
-        """Miss who does not come, and who is silent."""
-        if self.loss is not None:
+        if self._watch.loss is not None:
             return
-        if not self._complete.is_set():
-            if all(rank.is_complete for rank in self.ranks):
-                self._complete.set()
-            elif now_s > self._until_s:
-                raise self._absent()
+        if now_s > self._until_s and not self.is_complete:
+            raise self._absent()
         for rank in self.ranks:
             if rank.here is not None and now_s - rank.heard_s > SILENT_S:
-                self.lose(
-                    RankLost(
-                        f"{self._name(rank)}: its {self._starter.keeper} sent no heartbeat for"
-                        f" {SILENT_S:g} s."
-                    )
+                self._lose(
+                    rank, f"its {self._starter.keeper} sent no heartbeat for {SILENT_S:g} s."
                 )
             elif rank.hung_up_s is not None and now_s - rank.hung_up_s > ORPHANED_S:
-                self.lose(RankLost(f"{self._name(rank)} has disconnected{rank.last_words}"))
+                self._watch.give_up(rank.number, "has disconnected")
+
+    def _lose(self, rank: _FarRank, why: str) -> None:
+        self._watch.lose(RankLost(f"{self._watch.name(rank)}: {why}"))
 
     def _absent(self) -> EngineError:
         assert self._door is not None
         absent = [rank for rank in self.ranks if rank.here is None]
-        late = absent or [rank for rank in self.ranks if not rank.is_complete]
+        late = absent or [rank for rank in self.ranks if not self._is_connected(rank)]
         numbers = ", ".join(str(rank.number) for rank in late)
         return EngineError(
             f"rank{'s' if len(late) > 1 else ''} {numbers} of {len(self.ranks)} did not"
@@ -362,14 +198,17 @@ class _Loop:
             sock.close()
             return
         rank = self.ranks[number]
-        rank.sockets[role] = sock
-        self._selector.register(sock, selectors.EVENT_READ, (rank, role))
+        stream = rank.streams[role] = Stream(sock, self._codecs[role])
+        if role is Role.RANK:
+            rank.stream = stream
+        see = {Role.RANK: self._watch.read, Role.KEEPER: self._hear, Role.STORE: self._answer}
+        self._watch.selector.register(sock, selectors.EVENT_READ, partial(see[role], rank))
 
     def _objection(self, arrival: Arrival) -> str:
         """Say why a connection is not taken; empty if it is."""
         role, number, num = arrival.role, arrival.rank, len(self.ranks)
-        if self.loss is not None:
-            return f"the engine ends: {self.loss}"
+        if (loss := self._watch.loss) is not None:
+            return f"the engine ends: {loss}"
         if number >= num:
             parallel = self._config.parallel
             return (
@@ -379,9 +218,9 @@ class _Loop:
                 " the same."
             )
         rank = self.ranks[number]
-        if role not in rank.frames:
+        if role not in self._codecs:
             return "it is for another stage"
-        if role in rank.sockets:
+        if role in rank.streams:
             where = f" by {rank.here.host}" if rank.here is not None else ""
             return f"this rank is running already{where}; is its node_rank another machine's, too?"
         return ""
@@ -390,84 +229,60 @@ class _Loop:
         """Tell a keeper, and the operator here, once for all ranks of a machine."""
         with contextlib.suppress(OSError):
             host = sock.getpeername()[0]
-            sock.sendall(self._keepers.encode(Refused(why)))
+            sock.sendall(self._codecs[Role.KEEPER].encode(Refused(why)))
             if why not in self._told:
                 self._told.add(why)
                 logger.warning("rank %d of the machine %s was refused: %s", number, host, why)
 
-    def _turn_away(self, rank: _Rank, why: str) -> None:
+    def _turn_away(self, rank: _FarRank, why: str) -> None:
         """Refuse a keeper that was taken, so that another one may come."""
-        sock = rank.sockets.pop(Role.KEEPER)
-        self._selector.unregister(sock)
+        sock = rank.streams.pop(Role.KEEPER).socket
+        self._watch.selector.unregister(sock)
         self._refuse(rank.number, sock, why)
         sock.close()
-        rank.frames[Role.KEEPER] = keeper_frames()
 
-    def _read(self, rank: _Rank, role: Role) -> None:
-        sock = rank.sockets[role]
-        try:
-            data = sock.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            self._selector.unregister(sock)
-            self._hang_up(rank, role)
+    def _hear(self, rank: _FarRank) -> None:
+        """Take what a keeper says, and note the end of its connection."""
+        stream = rank.streams[Role.KEEPER]
+        messages = stream.receive()
+        if messages is None:
+            self._watch.selector.unregister(stream.socket)
+            if not rank.has_ended:
+                rank.has_ended = True
+                self._lose(rank, f"its {self._starter.keeper} or machine has ended.")
             return
-        for body in rank.frames[role].feed(data):
-            if role is Role.RANK:
-                self._take(rank, body)
-            elif role is Role.KEEPER:
-                self._hear_keeper(rank, self._keepers.decode(body))
-                if role not in rank.sockets:  # it was turned away
-                    return
-            else:
-                self._answer(sock, body)
-
-    def _hang_up(self, rank: _Rank, role: Role) -> None:
-        """See to the end of a connection."""
-        if role is Role.RANK:
-            rank.hung_up_s = time.monotonic()
-        elif role is Role.KEEPER and not rank.has_ended:
-            rank.has_ended = True
-            self.lose(
-                RankLost(f"{self._name(rank)}: its {self._starter.keeper} or machine has ended.")
-            )
-
-    def _take(self, rank: _Rank, body: bytes) -> None:
-        message: FromRank = self.codec.decode(body)
-        rank.heard_s = time.monotonic()  # its machine lives, however late its keeper is
-        if isinstance(message, Failed):
-            rank.failed = message
-        self.listener.hear(rank.number, message)
-        if isinstance(message, Failed):
-            self.lose(RankLost(f"{self._name(rank)} cannot continue{rank.last_words}"))
-
-    def _hear_keeper(self, rank: _Rank, message: FromKeeper) -> None:
         rank.heard_s = time.monotonic()
+        for message in messages:
+            if Role.KEEPER in rank.streams:  # it was not turned away
+                self._take(rank, message)
+
+    def _take(self, rank: _FarRank, message: FromKeeper) -> None:
         if isinstance(message, Here):
             if wrong := contradictions(self._config, message.settings):
                 self._turn_away(rank, f"{wrong}; start all machines with the same command.")
                 return
-            rank.here = message
+            rank.here, rank.host = message, message.host
             if all(each.here is not None for each in self.ranks):
                 self._start_ranks()
         elif isinstance(message, Started):
             rank.pid = message.pid
         elif isinstance(message, Line):
-            rank.last_lines.append(message.text)
-            label = f"rank {rank.number}: " if len(self.ranks) > 1 else ""
-            with contextlib.suppress(OSError, ValueError):
-                print(f"{label}{message.text}", file=sys.stderr, flush=True)
+            self._watch.pass_on(rank, message.text)
         elif isinstance(message, RankEnded):
             rank.has_ended = True
-            if Role.RANK in rank.sockets and rank.sockets[Role.RANK] in self._selector.get_map():
-                self._read(rank, Role.RANK)  # what it still said
-            self.lose(RankLost(f"{self._name(rank)} {message.how}{rank.last_words}"))
+            if rank.stream is not None and rank.hung_up_s is None:
+                self._watch.read(rank)  # what it still said
+            self._watch.give_up(rank.number, message.how)
 
-    def _answer(self, sock: socket.socket, body: bytes) -> None:
-        call = self._stores.decode(body)
-        with contextlib.suppress(OSError):  # its end tells
-            sock.sendall(self._stores.encode(self._table.answer(call)))
+    def _answer(self, rank: _FarRank) -> None:
+        """Answer what a rank asks of the store."""
+        stream = rank.streams[Role.STORE]
+        calls = stream.receive()
+        if calls is None:
+            self._watch.selector.unregister(stream.socket)
+        for call in calls or ():
+            with contextlib.suppress(OSError):  # its end tells
+                stream.send(self._table.answer(call))
 
     def _start_ranks(self) -> None:
         variables = {
@@ -486,46 +301,34 @@ class _Loop:
             if here is not None:
                 mine = replace(order, next_host=here.host, next_port=here.port)
             with contextlib.suppress(OSError):
-                rank.sockets[Role.KEEPER].sendall(self._keepers.encode(mine))
+                rank.streams[Role.KEEPER].send(mine)
 
-    def _name(self, rank: _Rank) -> str:
-        where = [f"process {rank.pid}"] if rank.pid else []
-        where += [f"on {rank.here.host}"] if rank.here is not None else []
-        more = f" ({' '.join(where)})" if where else ""
-        return f"rank {rank.number} of {len(self.ranks)}{more}"
-
-    def _end(self) -> None:
-        """End all: a rank goes when its stream ends, and its keeper after it."""
+    def end(self, loss: RankLost | None) -> None:
+        """See Transport: a rank goes when its stream ends, and its keeper after it."""
         if self._door is not None:
             self._door.close()
-        if self.loss is None:
+        if loss is None:
             self._tell_keepers(Farewell())
         for rank in self.ranks:
-            if Role.RANK in rank.sockets:
+            if rank.stream is not None:
                 with contextlib.suppress(OSError):
-                    rank.sockets[Role.RANK].shutdown(socket.SHUT_RDWR)
-        if self.loss is None:
+                    rank.stream.socket.shutdown(socket.SHUT_RDWR)
+        if loss is None:
             self._wait_for_keepers()
         with contextlib.suppress(Empty):
             while True:
                 self._arrivals.get_nowait().socket.close()
         for rank in self.ranks:
             rank.hang_up()
-            for sock in rank.sockets.values():
-                sock.close()
+            for stream in rank.streams.values():
+                stream.socket.close()
         self._starter.close()
-        self._selector.close()
-        self._wake_in.close()
-        self._wake_out.close()
 
     def _wait_for_keepers(self) -> None:
         until_s = time.monotonic() + END_S
         for rank in self.ranks:
-            sock = rank.sockets.get(Role.KEEPER)
-            if sock is None:
-                continue
-            with contextlib.suppress(OSError):
-                while (left_s := until_s - time.monotonic()) > 0:
-                    sock.settimeout(left_s)
-                    if not sock.recv(READ_BYTES):
-                        break
+            stream = rank.streams.get(Role.KEEPER)
+            while stream is not None and (left_s := until_s - time.monotonic()) > 0:
+                stream.socket.settimeout(left_s)
+                if stream.receive() is None:
+                    break

@@ -9,6 +9,8 @@ import msgspec
 
 from quire.base.secrets import KEY_VARIABLES, reveal_secret
 
+KILL_S = 5.0  # for a killed child to end
+
 
 def start_child(
     module: str,
@@ -40,6 +42,16 @@ def start_child(
         process.stdin.write(msgspec.json.encode(config, enc_hook=reveal_secret))
         process.stdin.close()
     return process
+
+
+def end_child(process: "subprocess.Popen[bytes]", wait_s: float) -> None:
+    """Wait for a child to end by itself, then kill it."""
+    try:
+        process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+            process.wait(KILL_S)
 
 
 def _without_keys(environment: dict[str, str] | None) -> dict[str, str]:

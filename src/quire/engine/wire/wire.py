@@ -9,6 +9,7 @@ Nothing is pickled, and what is not one of the structs is refused.
 import errno
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -32,14 +33,15 @@ T = TypeVar("T")
 class Codec(Generic[T]):
     """Encodes any message; decodes those of one direction.
 
-    plain, typed: for values that msgpack has no form of, as `enc_hook` and `dec_hook` of msgspec.
+    plain, typed: for values that msgpack has no form of, as `enc_hook` and `dec_hook` of msgspec;
+    without them such values are refused.
     """
 
     def __init__(
         self,
         incoming: Any,
-        plain: Callable[[Any], Any],
-        typed: Callable[[Any, Any], Any],
+        plain: Callable[[Any], Any] | None = None,
+        typed: Callable[[Any, Any], Any] | None = None,
         most_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=plain)
@@ -60,6 +62,10 @@ class Codec(Generic[T]):
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise EngineError(f"a message that is not quire's: {error}") from error
         return message
+
+    def frames(self) -> "Frames":
+        """Return a new cutter for a stream of this codec's messages."""
+        return Frames(self._most_bytes)
 
 
 def core_codec() -> Codec[ToCore]:
@@ -99,6 +105,32 @@ class Frames:
             yield bytes(self._buffer[start:end])
             at = end
         del self._buffer[:at]
+
+
+class Stream(Generic[T]):
+    """A connection that blocks. Any thread may send; one thread receives."""
+
+    def __init__(self, sock: socket.socket, codec: Codec[T]) -> None:
+        self.socket = sock
+        self._codec = codec
+        self._frames = codec.frames()
+        self._sending = threading.Lock()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, waiting for room. Raise OSError if the connection has ended."""
+        data = self._codec.encode(message)
+        with self._sending:
+            self.socket.sendall(data)
+
+    def receive(self) -> list[T] | None:
+        """Wait for bytes, and return the messages that they complete; None at the end."""
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        return [self._codec.decode(body) for body in self._frames.feed(data)]
 
 
 class CoreConnection:

@@ -27,14 +27,13 @@ from quire.engine.ranks.ray.actor import RankActor
 from quire.engine.ranks.ray.room import Resources, Room, advice, lack, room_for
 from quire.engine.ranks.ray.starter import Go, Host, RayOrder, Trouble, driver_side
 from quire.engine.wire.child import NO_START, begin_child
-from quire.engine.wire.wire import Frames
+from quire.engine.wire.wire import Stream
 
 logger = logging.getLogger("quire")
 
 LOOK_S = 0.2  # between two looks at the core's end and at Ray
 TELL_S = 10.0  # between two lines about what is waited for
 DIAL_S = 5.0
-READ_BYTES = 1 << 16
 NO_CLUSTER = "start one with `ray start --head`, or name one by ray_address or RAY_ADDRESS"
 
 
@@ -46,8 +45,7 @@ class Driver:
     """core: the connection to it."""
 
     def __init__(self, order: RayOrder, core: socket.socket) -> None:
-        self._order, self._core = order, core
-        self._codec, self._frames = driver_side(), Frames()
+        self._order, self._core = order, Stream(core, driver_side())
         self._actors: list[Any] = []  # Ray ends those that nobody holds
 
     def run(self) -> None:
@@ -64,15 +62,13 @@ class Driver:
 
     def tell(self, message: Host | Trouble) -> None:
         with contextlib.suppress(OSError):  # its end tells
-            self._core.sendall(self._codec.encode(message))
+            self._core.send(message)
 
     def _go(self) -> Go:
-        while True:
-            data = self._core.recv(READ_BYTES)
-            if not data:
-                raise CoreGone
-            if bodies := list(self._frames.feed(data)):
-                return self._codec.decode(bodies[0])
+        while (messages := self._core.receive()) is not None:
+            if messages:
+                return messages[0]
+        raise CoreGone
 
     def _find_room(self) -> Any:
         """Wait until all ranks have a place. Raises ConfigError that says what is too little."""
@@ -137,7 +133,7 @@ class Driver:
 
     def _check_core(self) -> None:
         """Raise CoreGone when it is."""
-        if select.select([self._core], [], [], 0.0)[0] and not self._core.recv(READ_BYTES):
+        if select.select([self._core.socket], [], [], 0.0)[0] and self._core.receive() is None:
             raise CoreGone
 
 

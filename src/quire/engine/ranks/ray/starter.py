@@ -20,9 +20,9 @@ from quire.base import errors
 from quire.base.config import EngineConfig
 from quire.base.errors import EngineError, MissingDependency, QuireError
 from quire.engine.ranks.dial_in import Address
-from quire.engine.ranks.processes import END_S, READ_BYTES
-from quire.engine.wire.spawn import start_child
-from quire.engine.wire.wire import Codec, Frames
+from quire.engine.ranks.rank_set import END_S
+from quire.engine.wire.spawn import end_child, start_child
+from quire.engine.wire.wire import Codec, Stream
 from quire.ops.threads import wanted_threads
 
 MOST_BYTES = 1 << 20
@@ -70,19 +70,11 @@ FromDriver = Host | Trouble
 
 def driver_side() -> Codec[Go]:
     """Return the codec of the driver."""
-    return Codec(Go, _unknown, _unknown_type, MOST_BYTES)
+    return Codec(Go, most_bytes=MOST_BYTES)
 
 
 def _core_side() -> Codec[FromDriver]:
-    return Codec(FromDriver, _unknown, _unknown_type, MOST_BYTES)
-
-
-def _unknown(value: object) -> object:
-    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
-
-
-def _unknown_type(kind: object, value: object) -> object:
-    raise NotImplementedError(f"{kind} cannot be received")
+    return Codec(FromDriver, most_bytes=MOST_BYTES)
 
 
 class RayStarter:
@@ -110,8 +102,8 @@ class RayStarter:
         )
         self.wait_s = parallel.node_wait_s + START_S
         self._log_level = log_level
-        self._codec, self._frames = _core_side(), Frames(MOST_BYTES)
-        self._socket, self._theirs = socket.socketpair()
+        ours, self._theirs = socket.socketpair()
+        self._stream = Stream(ours, _core_side())
         self._process: subprocess.Popen[bytes] | None = None
 
     def host(self) -> str:
@@ -132,11 +124,11 @@ class RayStarter:
     def start(self, core: Address, secret: bytes) -> None:
         """See RankStarter."""
         with contextlib.suppress(OSError):  # its end tells
-            self._socket.sendall(self._codec.encode(Go(core.host, core.port, secret)))
+            self._stream.send(Go(core.host, core.port, secret))
 
     def fileno(self) -> int:
         """See RankStarter."""
-        return self._socket.fileno()
+        return self._stream.socket.fileno()
 
     def take_news(self) -> None:
         """See RankStarter."""
@@ -144,22 +136,16 @@ class RayStarter:
 
     def close(self) -> None:
         """See RankStarter: the driver ends when its stream does."""
-        self._socket.close()
+        self._stream.socket.close()
         self._theirs.close()
-        if self._process is None:
-            return
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(END_S)
+        if self._process is not None:
+            end_child(self._process, END_S)
 
     def _read(self) -> list[Host]:
         """Wait for what the driver says. Raises its trouble, and EngineError at its end."""
-        data = self._socket.recv(READ_BYTES)
-        if not data:
+        messages = self._stream.receive()
+        if messages is None:
             raise EngineError(f"the process that connects to Ray has ended{self._status()}.")
-        messages = [self._codec.decode(body) for body in self._frames.feed(data)]
         for message in messages:
             if isinstance(message, Trouble):
                 raise _error_of(message)
