@@ -13,11 +13,10 @@ from quire.render.answers.table import HERMES, THINK
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import UsageCounter, usage_json
-from quire.serve.api.chat_choice import ChatChoice
+from quire.serve.api.chat_choice import ChatChoice, ReasoningCount
 from quire.serve.api.jobs import PromptJob
 from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.protocol import ChatCompletionRequest
-from quire.serve.api.reasoning_count import ReasoningCount
 from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

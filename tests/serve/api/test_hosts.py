@@ -9,7 +9,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse
 from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
 from quire.serve.api.app import create_app
-from quire.serve.api.hosts import checks_hosts
+from quire.serve.api.origins import checks_hosts
 from tests.serve.api.conftest import MakeContext, serving
 
 HERE = "http://127.0.0.1:8000"

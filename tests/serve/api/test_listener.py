@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.serve.api.listener import Listener, report
+from quire.serve.api.http import Listener, report_loop_error
 
 
 @pytest.fixture
@@ -43,9 +43,10 @@ def test_it_is_one_line_of_the_log_and_all_else_the_usual_report(
     loop = asyncio.new_event_loop()
     with caplog.at_level(logging.ERROR):
         error = OSError(errno.EMFILE, "Too many open files")
-        report(loop, {"message": "socket.accept() out of system resource", "exception": error})
+        message = "socket.accept() out of system resource"
+        report_loop_error(loop, {"message": message, "exception": error})
         [record] = caplog.records
         assert "no connection can be accepted" in record.message and not record.exc_info
-        report(loop, {"message": "something else", "exception": ValueError("odd")})
+        report_loop_error(loop, {"message": "something else", "exception": ValueError("odd")})
     assert caplog.records[-1].exc_info is not None
     loop.close()

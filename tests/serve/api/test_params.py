@@ -10,6 +10,7 @@ from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api import protocol
 from quire.serve.api.errors import ApiError
+from quire.serve.api.open_body import check_neutral, unsupported_fields
 from quire.serve.api.params import (
     SAME,
     chat_params,
@@ -18,7 +19,6 @@ from quire.serve.api.params import (
     truncated,
 )
 from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from quire.serve.api.unsupported_fields import check_neutral, unsupported_fields
 
 RULES = unsupported_fields(CompletionRequest) | unsupported_fields(ChatCompletionRequest)
 DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from quire.serve.api import limits
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.peers import Peers
@@ -107,7 +107,17 @@ def test_what_is_passed_on_counts_once(
 ) -> None:
     """Against a key's limits: where it came in."""
     counted: list[int] = []
-    monkeypatch.setattr(limits, "admit", lambda api, scope: counted.append(api.peers.number))
+
+    class Rates:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def admit(self, key: int) -> None:
+            counted.append(self.number)
+
+    for number, client in enumerate((first, other)):
+        context = cast(FastAPI, client.app).state.context
+        monkeypatch.setattr(context, "rates", Rates(number))
     body = BODY | {"previous_response_id": kept["id"]}
     assert first.post(PATH, json=body, headers=MINE).status_code == 200
     assert counted == [0]

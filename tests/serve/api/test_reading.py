@@ -11,10 +11,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
 from quire.serve.api import reading
-from quire.serve.api.errors import ApiError
+from quire.serve.api.errors import ApiError, ShortRepr
 from quire.serve.api.prefixes import PrefixBody
 from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest
-from quire.serve.api.unsupported_fields import ShortRepr
 from quire.serve.api.utility import DetokenizeBody, TokenizeBody
 
 JSON = {"Content-Type": "application/json"}

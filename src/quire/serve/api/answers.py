@@ -2,6 +2,7 @@
 because the time per chunk is paid for every token of every stream.
 """
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,16 +11,15 @@ from typing import Any, Protocol
 import fastapi
 from starlette.responses import Response
 
-from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.messages import Request
+from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.prefix import PrefixReport
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.observability.prefix_words import shown_to
-from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.hooked_answer import HookedAnswer
 from quire.serve.api.jobs import PromptJob, collect, run
 from quire.serve.api.protocol import GenerationRequest
-from quire.serve.api.request_metrics import metrics_json
-from quire.serve.api.sse import DONE, encode, event, start_stream
+from quire.serve.api.sse import DONE, encode, event, start_stream, unless_disconnected
 from quire.serve.hooks import RequestHooks
 
 Json = dict[str, Any]
@@ -187,3 +187,34 @@ def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
     if details:
         usage["completion_tokens_details"] = details
     return usage
+
+
+async def metrics_json(client: AsyncClient, request: Request, found: RequestMetrics) -> Json:
+    """Write the times of a request that is over, in ms; null for what did not happen. How long it
+    was in the queue knows the engine alone, which is asked. The mean time between two tokens is
+    that of one continuation."""
+    first_s, last_s, num = found.first_token_s, found.last_token_s, found.num_generation_tokens
+    generation_s = None if first_s is None or last_s is None else last_s - first_s
+    timeline = json.loads(await client.timeline(request.request_id) or "{}")
+    told: Json = {
+        "time_to_first_token_ms": None if first_s is None else _ms(first_s - found.arrival_s),
+        "generation_time_ms": None if generation_s is None else _ms(generation_s),
+        "queue_time_ms": timeline.get("waited_ms"),
+        "mean_itl_ms": None,
+        "tokens_per_second": None,
+    }
+    if generation_s and num > 1:
+        num_samples = request.params.num_samples
+        told["tokens_per_second"] = round((num - 1) / generation_s, 3)
+        if num > num_samples:
+            told["mean_itl_ms"] = _ms(generation_s * num_samples / (num - num_samples))
+    if found.num_draft_tokens:
+        told["speculative_decoding"] = {
+            "num_draft_tokens": found.num_draft_tokens,
+            "num_accepted_tokens": found.num_accepted_draft_tokens,
+        }
+    return told
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -30,8 +30,7 @@ from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
 from quire.serve.api.context import ApiContext
-from quire.serve.api.http import TextProtocol, TimedProtocol
-from quire.serve.api.listener import Listener, report
+from quire.serve.api.http import Listener, TextProtocol, TimedProtocol, report_loop_error
 from quire.serve.api.peers import Peers
 from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.api.several.front import ModelFront, share_context
@@ -87,7 +86,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, asked.set)
-    loop.set_exception_handler(report)
+    loop.set_exception_handler(report_loop_error)
     link = None
     if options.keeper is not None:
         link = ModelLink(options.keeper, config.server.model_wait_s)

@@ -22,17 +22,14 @@ from quire.serve.api.batches import batches_routes, files_routes
 from quire.serve.api.batches.batches import Batches
 from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
-from quire.serve.api.hosts import HostCheck, checks_hosts
 from quire.serve.api.limits import BodyLimit, generating
 from quire.serve.api.messages import routes as messages
 from quire.serve.api.messages.errors import REQUEST_ID
-from quire.serve.api.methods import HeadAsGet
+from quire.serve.api.middleware import REQUEST_ID_HEADER, HeadAsGet, RequestIds, TraceHeaders
 from quire.serve.api.open_body import IGNORED_HEADER
-from quire.serve.api.origins import OriginCheck
+from quire.serve.api.origins import HostCheck, OriginCheck, checks_hosts
 from quire.serve.api.rate_gate import HEADERS, RateHeaders
-from quire.serve.api.request_ids import HEADER, RequestIds
 from quire.serve.api.responses import routes as responses
-from quire.serve.api.trace_headers import TraceHeaders
 
 
 def create_app(context: ApiContext, batches: Batches | None = None) -> FastAPI:
@@ -86,7 +83,7 @@ def _add_middleware(app: FastAPI, context: ApiContext) -> None:
             allow_origins=list(context.config.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[HEADER.decode(), REQUEST_ID, IGNORED_HEADER, *HEADERS],
+            expose_headers=[REQUEST_ID_HEADER.decode(), REQUEST_ID, IGNORED_HEADER, *HEADERS],
         )
     app.add_middleware(HeadAsGet)
     if context.config.otlp_traces_endpoint is not None:

@@ -22,12 +22,6 @@ class AskedTools:
     choice: ToolChoice = "none"
 
 
-def shown_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """Return what the chat template gets of the tools: all, which the prefix cache likes, or with
-    the choice `none` nothing."""
-    return None if body.tool_choice == "none" else body.tools or None
-
-
 def asked_tools(body: ChatCompletionRequest) -> AskedTools:
     """Return the tools of a request that was rendered; with the choice `none`, none. Raises
     ApiError for a choice that is none, or of a tool that is not there, and RequestError for a tool

@@ -14,14 +14,14 @@ from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, UsageCounter
-from quire.serve.api.asked_core import asked_core
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, answer_id_of, new_id
 from quire.serve.api.errors import bad_request
 from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.infill import infilled
-from quire.serve.api.jobs import Origin, PromptJob, make_job
+from quire.serve.api.jobs import Origin, PromptJob, asked_core, make_job
 from quire.serve.api.logprobs_json import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
+from quire.serve.api.open_body import check_neutral
 from quire.serve.api.params import (
     checked_stream_options,
     completion_params,
@@ -38,7 +38,6 @@ from quire.serve.api.protocol import (
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, decode, render_prompt, token_names
 from quire.serve.api.structured import checked_grammar, with_warnings
-from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.hooks import RequestHooks
 
 router = fastapi.APIRouter(route_class=BoundedRoute)

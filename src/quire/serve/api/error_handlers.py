@@ -1,16 +1,21 @@
 """Whatever a handler raises ends here, as an answer."""
 
+from typing import Any
+
 import fastapi
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 from quire.base.errors import QuireError
-from quire.serve.api.error_shapes import error_answer
-from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
-from quire.serve.api.methods import allowed_methods
+from quire.serve.api.errors import ApiError, ApiHttpError, as_api_error, bad_request, error_response
+from quire.serve.api.messages.errors import is_messages, message_error_response
 from quire.serve.api.open_body import add_guess, ignored_fields, naming_ignored
 from quire.serve.api.validation_errors import invalid_request
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 
 
 async def answer(request: fastapi.Request, error: Exception) -> Response:
@@ -35,7 +40,7 @@ def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
         text = f"there is no endpoint {path!r}; see /docs or /openapi.json."
         return ApiError(404, text, code="not_found")
     if error.status_code == 405:
-        allowed = ", ".join(allowed_methods(request.app.router.routes, request.scope))
+        allowed = ", ".join(_allowed_methods(request.app.router.routes, request.scope))
         text = f"{request.method[:20]} is not allowed here; use {allowed}."
         return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
     cause = error.__cause__
@@ -56,3 +61,23 @@ def install_error_handlers(app: fastapi.FastAPI) -> None:
     )  # fmt: skip
     for kind in kinds:
         app.add_exception_handler(kind, answer)
+
+
+def _allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
+    """Return the methods that the routes at a request's path answer."""
+    found = []
+    for method in METHODS:
+        asked = "GET" if method == "HEAD" else method
+        if any(route.matches({**scope, "method": asked})[0] is Match.FULL for route in routes):
+            found.append(method)
+    return found
+
+
+def error_answer(error: BaseException, scope: Scope) -> Response:
+    """Return the answer to a request that fails. An exception that nobody expected goes to the
+    log."""
+    request_id = str(scope.get("state", {}).get("request_id", ""))
+    told = as_api_error(error, request_id)
+    if is_messages(scope):
+        return message_error_response(told, request_id)
+    return error_response(told)

@@ -7,6 +7,7 @@ the log has it with its traceback.
 import errno
 import json
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.base.errors import (
 logger = logging.getLogger("quire")
 
 RETRY_AFTER_S = 1
+MAX_SHOWN = 80
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -173,3 +175,17 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
 def request_id_of(request: fastapi.Request) -> str:
     """Return the id that the answer's X-Request-Id shows, to be found again in the log."""
     return str(request.scope.get("state", {}).get("request_id", ""))
+
+
+class ShortRepr(reprlib.Repr):
+    """What repr shows, of a value of any size, without looking at more of it than is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = MAX_SHOWN
+
+
+def short(value: object) -> str:
+    """Return a value's repr, cut to about MAX_SHOWN characters."""
+    shown = ShortRepr().repr(value)
+    return shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."

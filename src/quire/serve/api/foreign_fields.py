@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.unsupported_fields import short
+from quire.serve.api.errors import ApiError, bad_request, short
 
 NO_SUCH_SAMPLER = (
     "quire does not support this way of sampling; remove it, or use temperature, top_p or min_p"

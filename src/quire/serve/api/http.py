@@ -2,11 +2,16 @@
 WebSockets for clients that send what is no text.
 
 uvicorn times out a connection between two requests, but not one that never finishes the head of
-its request: a few thousand of those would use up all open files.
+its request: a few thousand of those would use up all open files. When none are left, asyncio stops
+accepting for a second. Before that it tries as often as the backlog is long, and logs a traceback
+each time; `Listener` prevents that.
 """
 
 import asyncio
 import codecs
+import errno
+import logging
+import socket
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -14,8 +19,11 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from quire.engine.wire.wire import NO_RESOURCES
 from quire.serve.api.errors import ApiError, error_response
 from quire.serve.api.strict_http import StrictConnection
+
+logger = logging.getLogger("quire")
 
 HEAD_S = 60.0
 MAX_REASON_CHARS = 200
@@ -127,3 +135,35 @@ class TextProtocol(WebSocketsSansIOProtocol):
             self.handle_parser_exception()
             return False
         return True
+
+
+class Listener(socket.socket):
+    """Fails once when no connection can be accepted; the next call says that none is there, which
+    ends asyncio's round. Who wants to connect waits until descriptors are free."""
+
+    _has_failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._has_failed:
+            self._has_failed = False
+            raise BlockingIOError(errno.EAGAIN, "no connection can be accepted now")
+        try:
+            return super().accept()
+        except OSError as error:
+            self._has_failed = error.errno in NO_RESOURCES
+            raise
+
+
+def report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Handle an exception of a loop: one line for what a `Listener` says, which is once a second;
+    the usual report for all else."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in NO_RESOURCES:
+        reason = error.strerror
+        logger.error(
+            "no connection can be accepted (%s); the server tries again every second. Raise the"
+            " limit of open files (ulimit -n), or connect fewer clients.",
+            reason,
+        )
+        return
+    loop.default_exception_handler(context)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import msgspec
+from starlette.types import Scope
 
 from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Fork, Request
@@ -21,9 +22,12 @@ from quire.render.renderer import RenderedPrompt
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request, too_late
 from quire.serve.api.protocol import GenerationRequest
+from quire.serve.api.validation_errors import shown
 
 Indexed = tuple[int, RequestOutput]
 Outputs = AsyncGenerator[RequestOutput, None]
+CORE_HEADER = b"x-data-parallel-rank"
+MAX_CORE_DIGITS = 9
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,22 @@ class Origin:
 
 
 ANYWHERE = Origin()
+
+
+def asked_core(scope: Scope) -> int | None:
+    """Return the core's number, None if none is named. Whether there is one of that number is
+    checked with the request. Raise ApiError for what is no number."""
+    given = [value for name, value in scope["headers"] if name == CORE_HEADER]
+    if not given:
+        return None
+    if len(given) > 1 or not given[0].isdigit() or len(given[0]) > MAX_CORE_DIGITS:
+        what = shown(b", ".join(given).decode("latin-1"))
+        raise bad_request(
+            f"the header X-data-parallel-rank must be the number of a core, got {what}; remove it"
+            " to let the server choose the core.",
+            "data_parallel_rank",
+        )
+    return int(given[0])
 
 
 def make_job(

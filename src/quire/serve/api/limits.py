@@ -1,11 +1,12 @@
 """What keeps a request from its handler: a body that is too large, and a server that is ending.
 
 `BodyLimit` is plain ASGI, so that it counts while the body comes in and adds nothing per chunk of
-an answer.
+an answer. A body may be compressed with gzip or deflate (Content-Encoding, RFC 9110, 8.4).
 """
 
 import asyncio
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -13,10 +14,9 @@ import fastapi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.api.auth import has_key, wrong_key
-from quire.serve.api.codings import Decoder, decoder_of
 from quire.serve.api.context import Api, ApiContext, model_known
-from quire.serve.api.error_shapes import error_answer
-from quire.serve.api.errors import ApiError, ApiHttpError
+from quire.serve.api.error_handlers import error_answer
+from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
 from quire.serve.api.rate_gate import admit
 from quire.serve.api.reading import MODEL, too_large
 
@@ -29,6 +29,8 @@ WITH_IMAGES = (
     "/tokenize",
 )  # fmt: skip
 FORM_BYTES = 1 << 16  # around a file
+# Names of codings, and the sizes of window by which zlib knows their formats.
+WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 class BodyLimit:
@@ -74,6 +76,49 @@ def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":
         return _Body(receive, most, too_large(most), decoder_of(scope))
     except ApiError as error:
         return _Body(receive, 0, error)
+
+
+def decoder_of(scope: Scope) -> "Decoder | None":
+    """Return what a request's body is to be read with; None if it comes as it is. Raises ApiError
+    415."""
+    listed = [value for name, value in scope["headers"] if name == b"content-encoding"]
+    names = [name.strip().lower() for name in b",".join(listed).decode("latin-1").split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if not names:
+        return None
+    if len(names) > 1 or names[0] not in WINDOWS:
+        raise ApiError(
+            415,
+            f"the body comes with Content-Encoding {', '.join(names)[:60]!r}; send it"
+            " uncompressed, or use gzip or deflate.",
+            code="unsupported_encoding",
+            headers={"Accept-Encoding": "gzip, deflate"},
+        )
+    return Decoder(names[0])
+
+
+class Decoder:
+    """One compressed body, piece by piece."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._zlib = zlib.decompressobj(WINDOWS[name])
+
+    def take(self, data: bytes, most: int, is_last: bool) -> bytes:
+        """Return what a piece stands for, but not much more than `most` bytes of it. Raises
+        ApiError."""
+        try:
+            found = self._zlib.decompress(data, most + 1)
+        except zlib.error:
+            raise self._wrong("it is not valid in that encoding") from None
+        if self._zlib.unused_data:
+            raise self._wrong("it has data after its end")
+        if is_last and not self._zlib.eof and len(found) <= most:
+            raise self._wrong("it ends too early")
+        return found
+
+    def _wrong(self, what: str) -> ApiError:
+        return bad_request(f"the body has Content-Encoding {self._name!r}, but {what}.")
 
 
 class _Body:
@@ -146,8 +191,8 @@ async def generating(request: fastapi.Request, api: Api) -> AsyncIterator[None]:
     handler has nothing to do for that.
     """
     async with open_request(api):
-        if not api.peers.have_sent(request.scope):
-            admit(api, request.scope)
+        if api.rates is not None and not api.peers.have_sent(request.scope):
+            admit(api.rates, api, request.scope)
         await model_known(api, request.scope.get(MODEL))
         yield
 

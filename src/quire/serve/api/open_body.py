@@ -3,19 +3,24 @@
 Clients of other servers send fields that only those know. Known ones that would change the text are
 refused (`foreign_fields.py`). `--strict-fields` refuses all, which finds misspelt ones. Bodies of
 our own endpoints are always strict.
+
+A declared field may be one that cannot be served. Clients send many fields at their defaults, so it
+is accepted at its neutral values; any other value is a 400 that says what to do.
 """
 
 import difflib
 import typing
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.serve.api.errors import ApiError, ApiHttpError
+from quire.serve.api.errors import ApiError, ApiHttpError, bad_request, short
 from quire.serve.api.foreign_fields import check_foreign
 
 IGNORED_HEADER = "X-Quire-Ignored-Fields"
@@ -23,6 +28,7 @@ MAX_HEADER_CHARS = 1024
 MAX_GUESSED_CHARS = 60
 SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
 EMPTY = '""'  # a header's value must not end with a blank
+ONLY_NEUTRAL = "only at its neutral value"
 
 
 class OpenBody(BaseModel):
@@ -93,3 +99,45 @@ def naming_ignored(response: Response, names: Sequence[str]) -> Response:
     if kept:
         response.headers[IGNORED_HEADER] = ", ".join(kept)
     return response
+
+
+@dataclass(frozen=True)
+class Rule:
+    """advice: what to do instead of using a field. values: what it may be beside None."""
+
+    advice: str
+    values: tuple[Any, ...]
+
+
+def unsupported(advice: str, *values: Any) -> Any:
+    """Declare a field of a body, with the parts of its `Rule`."""
+    enum: dict[str, Any] = {"enum": [None, *values]}
+    field: Any = Field(default=None, description=ONLY_NEUTRAL, json_schema_extra=enum)
+    field.metadata.append(Rule(advice, values))
+    return field
+
+
+@cache
+def unsupported_fields(kind: type[BaseModel]) -> dict[str, Rule]:
+    """Return those of a body's fields that cannot be served."""
+    return {
+        name: rule
+        for name, field in kind.model_fields.items()
+        for rule in field.metadata
+        if isinstance(rule, Rule)
+    }
+
+
+def check_neutral(request: BaseModel, rules: Mapping[str, Rule] | None = None) -> None:
+    """Raise a 400 for the first field that asks for something that cannot be served.
+
+    rules: by field; None are those of the declared fields.
+    """
+    rules = unsupported_fields(type(request)) if rules is None else rules
+    for name in request.model_fields_set:
+        rule = rules.get(name)
+        if rule is None:
+            continue
+        value = getattr(request, name)
+        if value is not None and value not in rule.values:
+            raise bad_request(f"{name}={short(value)}: {rule.advice}.", name, "unsupported_value")

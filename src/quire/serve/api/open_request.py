@@ -18,11 +18,11 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.hooked_prompt import admitted_ids
 from quire.serve.api.jobs import Origin, PromptJob, make_job
+from quire.serve.api.open_body import Rule, check_neutral
 from quire.serve.api.params import completion_params, room_beside
 from quire.serve.api.protocol import CompletionRequest, StreamOptions
 from quire.serve.api.rendering import check_model, token_names, tokenizer_of
 from quire.serve.api.structured import checked_grammar
-from quire.serve.api.unsupported_fields import Rule, check_neutral
 from quire.serve.api.validation_errors import invalid_fields, shown
 from quire.serve.hooks import RequestHooks
 

@@ -19,16 +19,15 @@ from quire.render.chat_template import ChatOptions
 from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Json
-from quire.serve.api.asked_core import asked_core
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import ApiContext, new_id
-from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import bad_request
 from quire.serve.api.hooked_prompt import admitted_prompts
-from quire.serve.api.jobs import PromptJob, collect
+from quire.serve.api.jobs import PromptJob, asked_core, collect
+from quire.serve.api.open_body import check_neutral
 from quire.serve.api.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.api.rendering import check_model, render_prompt, tokenizer_of
-from quire.serve.api.unsupported_fields import check_neutral
+from quire.serve.api.sse import unless_disconnected
 from quire.serve.lanes import MAX_CHARS_SHORT
 from quire.serve.pooled_numbers import numbers_of
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from quire.serve.api.open_body import unsupported
 from quire.serve.api.protocol import (
     Ignored,
     Messages,
@@ -12,7 +13,6 @@ from quire.serve.api.protocol import (
     at_most,
     prompts_schema,
 )
-from quire.serve.api.unsupported_fields import unsupported
 
 MAX_INPUTS = 2048
 AS_IT_IS = "numbers are float32, little endian; remove it"

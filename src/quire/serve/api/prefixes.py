@@ -16,7 +16,6 @@ from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import reader_of, tenant_of
 from quire.serve.api.context import Api, ApiContext
-from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.limits import generating
 from quire.serve.api.protocol import (
@@ -29,6 +28,7 @@ from quire.serve.api.protocol import (
 )
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.sse import unless_disconnected
 from quire.serve.api.validation_errors import shown
 
 router = APIRouter(route_class=BoundedRoute)

@@ -18,8 +18,7 @@ from pydantic_core import PydanticCustomError
 from quire.base.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
 from quire.base.sampling_params import MOST_NAMED_TOKENS
 from quire.base.validation import MAX_KEEP_S
-from quire.serve.api.open_body import OpenBody
-from quire.serve.api.unsupported_fields import unsupported
+from quire.serve.api.open_body import OpenBody, unsupported
 from quire.serve.media.parts import DETAILS
 
 MAX_STOPS = 16

@@ -20,14 +20,12 @@ HEADERS = tuple(
 )
 
 
-def admit(api: ApiContext, scope: Scope) -> None:
+def admit(rates: RateLimits, api: ApiContext, scope: Scope) -> None:
     """Count a request that generates against its key's limits. Raise ApiError 429 if there is
     nothing left of them."""
-    if api.rates is None:
-        return
     key = key_index(tenant_of(scope, api.config.api_key, None))
     scope.setdefault("state", {})[KEY_STATE] = key
-    refused = api.rates.admit(key)
+    refused = rates.admit(key)
     if refused is not None:
         raise too_many(refused)
 

@@ -1,10 +1,14 @@
 """Prompts to token ids without holding up the event loop, and which model a request means."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.validation import gives_no_text
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Media, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
+from quire.render.turns import behind_an_answer, text_behind
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.logprobs_json import TokenNames
@@ -125,3 +129,21 @@ def token_names(context: ApiContext, as_ids: bool | None) -> TokenNames:
 async def decode(context: ApiContext, token_ids: list[int]) -> str:
     """Return the text of token ids, in a thread if there are many."""
     return await context.lanes.run(len(token_ids), tokenizer_of(context).decode, token_ids)
+
+
+async def tokens_behind(
+    api: ApiContext,
+    held_ids: list[int],
+    messages: Sequence[Mapping[str, Any]],
+    options: ChatOptions,
+    template: str | None = None,
+) -> RenderedPrompt:
+    """Return what goes behind an answer so that these messages, and the begin of the next answer,
+    follow. held_ids: up to that answer's end. Raises RequestError where the template makes this
+    impossible."""
+    told, mark = behind_an_answer(messages)
+    whole = await render_prompt(api, told, options, template)
+    has_ended = held_ids[-1] in api.requests.defaults.eos_token_ids
+    end = tokenizer_of(api).decode(held_ids[-1:]) if has_ended else ""
+    tail = text_behind(whole.text or "", mark, end)
+    return await render_prompt(api, tail, add_special_tokens=False)

@@ -23,6 +23,7 @@ from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.jobs import Origin
 from quire.serve.api.limits import generating
+from quire.serve.api.open_body import check_neutral
 from quire.serve.api.params import checked_stream_options
 from quire.serve.api.protocol import (
     INT32,
@@ -32,10 +33,8 @@ from quire.serve.api.protocol import (
     TokenIds,
 )
 from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.rendering import check_model, render_prompt, tokens_behind
 from quire.serve.api.structured import checked_grammar
-from quire.serve.api.turn_tokens import tokens_behind
-from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.api.validation_errors import shown
 
 router = APIRouter(route_class=BoundedRoute)

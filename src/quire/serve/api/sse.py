@@ -3,20 +3,20 @@
 Once a stream has begun its status is fixed: what fails later becomes an event with the error's
 body. So the first event is awaited before the response starts, but not for long: what the engine
 refuses it refuses within milliseconds, and a client whose prompt takes a while sees the headers.
+Work for a client is cancelled when its connection closes.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import fastapi
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.serve.api.disconnect import disconnected, unless_disconnected
-from quire.serve.api.errors import error_body, request_id_of
+from quire.serve.api.errors import ApiError, error_body, request_id_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
@@ -28,6 +28,8 @@ Events = AsyncGenerator[bytes, None]
 ErrorEvent = Callable[[BaseException, str], bytes]  # of an error and the id of its request
 First = asyncio.Task[bytes]
 encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
+CLIENT_CLOSED = 499
 
 
 def event(chunk: Mapping[str, Any]) -> bytes:
@@ -164,3 +166,25 @@ class _Body:
         """Return for how long nothing was sent, while something may be."""
         now_s = asyncio.get_running_loop().time()
         return 0.0 if self._sent_s is None else now_s - self._sent_s
+
+
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has gone. The request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the work's result. Raises ApiError if the client goes first; the work is cancelled
+    then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(CLIENT_CLOSED, "the client closed the connection.", code="client_closed")
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -16,7 +16,6 @@ from starlette.types import Message, Scope
 from quire.base.config import ServerConfig
 from quire.base.errors import HookFailed, RequestError, StepFailed
 from quire.serve.api.answers import Answer, Json
-from quire.serve.api.asked_core import asked_core
 from quire.serve.api.auth import has_key, tenant_asking, wrong_key
 from quire.serve.api.context import ApiContext, model_known, new_id
 from quire.serve.api.errors import (
@@ -26,6 +25,7 @@ from quire.serve.api.errors import (
     bad_request,
     error_response,
 )
+from quire.serve.api.jobs import asked_core
 from quire.serve.api.limits import open_request
 from quire.serve.api.open_request import OpenRequest
 from quire.serve.api.origins import refusal_of_handshake
@@ -159,7 +159,8 @@ class Session:
         request_id = new_id("cmpl")
         try:
             async with open_request(self._api):
-                admit(self._api, self._scope)
+                if self._api.rates is not None:
+                    admit(self._api.rates, self._api, self._scope)
                 await self._run(fields, request_id)
         except (WebSocketDisconnect, Broken):
             raise

@@ -34,9 +34,11 @@ GUIDED = {
 }  # fmt: skip
 WHITESPACE_FIELD = "guided_whitespace_pattern"
 MAY_BE_EMPTY = ("grammar", "regex", "ebnf")  # clients of those engines send "" for none
+CONSTRAINT_FIELDS = frozenset({RESPONSE_FORMAT, STRUCTURED, WHITESPACE_FIELD, *GUIDED})
 KNOWN = frozenset(StructuredOutputsParams.__struct_fields__)
 
 Asked = tuple[StructuredOutputsParams | None, bool, str]
+UNCONSTRAINED: Asked = None, False, STRUCTURED
 
 
 def structured_outputs_of(body: GenerationRequest) -> Asked:
@@ -48,7 +50,7 @@ def structured_outputs_of(body: GenerationRequest) -> Asked:
         if found is not None
     ]
     if not asked:
-        return None, False, STRUCTURED
+        return UNCONSTRAINED
     if len(asked) > 1:
         names = " and ".join(field for _, _, field in asked)
         raise bad_request(f"{names} exclude each other; remove one.", asked[-1][2])

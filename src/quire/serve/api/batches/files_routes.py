@@ -19,8 +19,8 @@ from quire.serve.api.batches.owners import owner_of, seen_by
 from quire.serve.api.batches.pages import page
 from quire.serve.api.batches.upload_form import UploadForm
 from quire.serve.api.context import Api
-from quire.serve.api.disconnect import CLIENT_CLOSED
 from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.sse import CLIENT_CLOSED
 from quire.serve.api.validation_errors import shown
 
 router = APIRouter()

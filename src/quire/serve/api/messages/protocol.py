@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from quire.serve.api.open_body import OpenBody
+from quire.serve.api.open_body import OpenBody, unsupported
 from quire.serve.api.protocol import (
     INT32,
     MAX_FORMAT_FIELDS,
@@ -26,7 +26,6 @@ from quire.serve.api.protocol import (
     TemplateKwargs,
     at_most,
 )
-from quire.serve.api.unsupported_fields import unsupported
 
 MAX_BLOCKS = 1024  # of a system prompt
 

@@ -9,9 +9,8 @@ import fastapi
 from starlette.responses import Response
 
 from quire.serve.api.answers import Answer
-from quire.serve.api.chat_job import ChatJob, chat_choices, count_chat, make_chat_job
+from quire.serve.api.chat_completions import ChatJob, chat_choices, count_chat, make_chat_job
 from quire.serve.api.context import Api, knowing, new_id
-from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import request_id_of
 from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
 from quire.serve.api.messages.errors import REQUEST_ID, message_error_event
@@ -21,11 +20,11 @@ from quire.serve.api.messages.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
+from quire.serve.api.open_body import check_neutral
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_generates, check_model
-from quire.serve.api.sse import encode, start_stream
+from quire.serve.api.sse import encode, start_stream, unless_disconnected
 from quire.serve.api.structured import with_warnings
-from quire.serve.api.unsupported_fields import check_neutral
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
+from quire.serve.api.open_body import unsupported
 from quire.serve.api.protocol import (
     MAX_FORMAT_FIELDS,
     MAX_MESSAGES,
@@ -23,7 +24,6 @@ from quire.serve.api.protocol import (
     Tools,
     at_most,
 )
-from quire.serve.api.unsupported_fields import unsupported
 from quire.serve.media.parts import DETAILS
 
 MAX_INCLUDES = 32

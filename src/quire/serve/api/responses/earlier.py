@@ -6,7 +6,7 @@ import msgspec
 from starlette.types import Scope
 
 from quire.serve.api.auth import reader_of
-from quire.serve.api.chat_job import Continued
+from quire.serve.api.chat_completions import Continued
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
 from quire.serve.api.responses.body import ResponsesRequest

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from quire.serve.api.auth import has_key
 from quire.serve.api.context import Api, ApiContext
-from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, bad_request, request_id_of
 from quire.serve.api.limits import generating
 from quire.serve.api.reading import BoundedRoute
@@ -19,7 +18,7 @@ from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.ids import process_of
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.responses.turn import make_turn, owner_of
-from quire.serve.api.sse import Events, encode, start_stream
+from quire.serve.api.sse import Events, encode, start_stream, unless_disconnected
 from quire.serve.api.structured import with_warnings
 from quire.serve.api.validation_errors import shown
 

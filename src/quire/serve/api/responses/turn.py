@@ -14,10 +14,11 @@ from quire.base.errors import RequestError
 from quire.serve.api.answers import Answer, usage_json
 from quire.serve.api.auth import reader_of
 from quire.serve.api.chat_choice import ChatChoice
-from quire.serve.api.chat_job import ChatJob, chat_choices, make_chat_job
+from quire.serve.api.chat_completions import ChatJob, chat_choices, make_chat_job
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.limits import open_request
+from quire.serve.api.open_body import check_neutral
 from quire.serve.api.protocol import MAX_MESSAGES
 from quire.serve.api.rendering import check_model
 from quire.serve.api.responses.as_chat import chat_body, in_own_words
@@ -29,7 +30,6 @@ from quire.serve.api.responses.earlier import continued_turn, earlier_items, wit
 from quire.serve.api.responses.items import read_items
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.responses.writer import ResponseWriter
-from quire.serve.api.unsupported_fields import check_neutral
 
 Json = dict[str, Any]
 Chunks = AsyncGenerator[list[Json], None]
