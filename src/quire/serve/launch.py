@@ -21,14 +21,11 @@ import msgspec
 
 from quire.base.config import EngineConfig
 from quire.base.kv_orders import KEEP_AT_END_S
-from quire.engine.wire.spawn import start_child
+from quire.engine.wire.spawn import spin_settings, start_child
 from quire.serve.cores import ALONE, CorePlace
 
 END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
-# How long OpenMP's threads spin before they sleep (GNU's default is thirty times as long): the core
-# shares its processors with the API process. Measured: no slower alone, and not starved in company.
-SPIN_COUNT = "10000"
 ABANDONED_S = 60.0  # a directory younger than this may belong to a server that is just starting
 
 
@@ -77,8 +74,7 @@ class CoreSocket:
         arguments += [] if name is None else ["--name", name]
         arguments += ["--is-one-model-of-several"] if place.model else []
         environment = {**os.environ, **place.environment}
-        if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
-            environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+        environment |= spin_settings(environment)
         config, module = place.config(engine), "quire.serve.core_main"
         process = start_child(module, arguments, config, (fd,), log_level, environment)
         place.bind(process.pid)

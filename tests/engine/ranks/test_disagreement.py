@@ -9,11 +9,11 @@ import pytest
 import quire.engine.ranks.executor
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
-from quire.base.plan import Plan
+from quire.base.plan import Plan, StepResult
 from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.ranks import launch
 from quire.engine.ranks.executor import RankSteps
-from quire.engine.ranks.messages import Done, Result, Step, ToRank
+from quire.engine.ranks.messages import Done, Step, ToRank
 
 NOTHING = np.empty(0, np.int32)
 
@@ -39,8 +39,9 @@ def steps_of(num_ranks: int, num_stages: int = 1) -> tuple[RankSteps, Link]:
     return steps, link
 
 
-def result(error: str | None = None) -> Result:
-    return Result(0, 0, NOTHING, NOTHING, 0.1, error)
+def result(error: str | None = None) -> Done:
+    found = StepResult(0, NOTHING, NOTHING, duration_s=0.1, error=error)
+    return Done.of(0, found, answers=True)
 
 
 def test_a_step_that_failed_on_some_ends_the_engine_and_names_who() -> None:

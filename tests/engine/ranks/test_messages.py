@@ -25,10 +25,10 @@ from quire.base.plan import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.engine.ranks.messages import (
+    Done,
     Guessed,
     Masks,
     Order,
-    Result,
     Step,
     core_codec,
     rank_codec,
@@ -112,7 +112,7 @@ def test_results_keep_their_shape(num: int, width: int) -> None:
         5, np.arange(num * width, dtype=np.int32).reshape(num, width), ints(*[1] * num),
         {1: found}, {2: [found]}, {3: "bad"}, 0.5, "no", (3,), True, {1: [found, found]},
     )  # fmt: skip
-    found_there = crossed(Result.of(2, result), core_codec()).result
+    found_there = crossed(Done.of(2, result, answers=True), core_codec()).result
     if num == 0:  # nobody asks how wide nothing is
         result = dataclasses.replace(result, token_ids=result.token_ids[:, :1])
     same(result, found_there)

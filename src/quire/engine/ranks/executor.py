@@ -1,7 +1,7 @@
 """An executor whose plans are carried out by the processes of ranks.
 
     core     plan N ->  all ranks                 result N (of the first rank of the last stage)
-    rank 0           |        step N              | Result
+    rank 0           |        step N              | Done, with the result
     rank 1           |        step N              | Done
 
 A step counts when all ranks have done it, and has failed when it failed on all: then no row has
@@ -35,7 +35,6 @@ from quire.engine.ranks.messages import (
     Idled,
     Masks,
     Order,
-    Result,
     Step,
 )
 from quire.engine.ranks.rank_set import RankLink, RankSet
@@ -49,7 +48,7 @@ class _Open:
     when the first one failed."""
 
     lacks_masks: bool = False
-    answers: dict[int, Result | Done] = field(default_factory=dict)
+    answers: dict[int, Done] = field(default_factory=dict)
     failed_s: float = 0.0
 
     def failed(self) -> list[int]:
@@ -180,7 +179,7 @@ class RankSteps:
 
     def hear(self, rank: int, message: FromRank) -> None:
         """Take what a rank says."""
-        if isinstance(message, Result | Done):
+        if isinstance(message, Done):
             self._take(rank, message)
         elif isinstance(message, Beat):
             self.times[rank].expert_pairs = message.expert_pairs
@@ -250,7 +249,7 @@ class RankSteps:
         """Return the ranks that have not answered a step."""
         return set(range(len(self.times))) - step.answers.keys()
 
-    def _take(self, rank: int, answer: Result | Done) -> None:
+    def _take(self, rank: int, answer: Done) -> None:
         with self._lock:
             step = self._open[answer.number]
             step.answers[rank] = answer
@@ -272,7 +271,6 @@ class RankSteps:
             self._disagree(step)
             return
         answer = step.answers[self._answering]
-        assert isinstance(answer, Result)
         has_lost = any(each.lost_swaps for each in step.answers.values())
         result = replace(answer.result, lost_swaps=has_lost)
         if failed := step.failed():

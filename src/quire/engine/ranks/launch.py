@@ -35,12 +35,11 @@ from quire.engine.ranks.processes import RankProcesses, RankStart
 from quire.engine.ranks.rank_set import Listener, RankSet
 from quire.engine.ranks.ray.starter import RayStarter
 from quire.engine.ranks.remote import RankStarter, RemoteRanks
+from quire.engine.wire.spawn import spin_settings
 from quire.models.source import ModelSource
 from quire.ops.cores import share_cores
 
 logger = logging.getLogger("quire")
-
-SPIN_COUNT = "10000"  # as a core of its own has it (serve/launch.py)
 
 Progress = Callable[[int, int], None]
 
@@ -252,9 +251,7 @@ def _starts(
     config: EngineConfig, group_fds: list[int], links: list[StageSockets]
 ) -> list[RankStart]:
     num, in_group = config.parallel.num_ranks, config.parallel.tensor_parallel_size
-    environment = dict(os.environ)
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
-        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+    environment = {**os.environ, **spin_settings(os.environ)}
     devices = cuda_devices(config, num)
     cores = share_cores(num) if not devices and num > 1 else [None] * num
     starts = []

@@ -1,7 +1,7 @@
 """Messages of a core, its ranks and their keepers: msgpack of these structs after their lengths.
 
     core    Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
-    rank    Joined Loading* Least Loaded   Result | Done ...  Guessed ... Idled  Beat ...    Failed
+    rank    Joined Loading* Least Loaded   Done ...  Guessed ... Idled  Beat ...    Failed
 
     core    StartRank ... Farewell            (end of the stream: kill the rank)
             Refused                           instead, and the stream ends
@@ -11,6 +11,7 @@ A plan is data, so it crosses as it is. Nothing is pickled. Arrays are bytes of 
 those of more than one dimension come with their shape.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.masks import TokenMasks
-from quire.base.plan import Candidates, Float32, Int32, Plan, StepResult
+from quire.base.plan import Int32, Plan, StepResult
 from quire.base.secrets import reveal_secret
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.wire.wire import Codec
@@ -112,65 +113,27 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Result(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: what a step gave; token_ids as [N * width]. The first rank's of the last
-    stage."""
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: a step is done. found: what the answering rank's step gave, with token_ids as
+    [N * width]; None from the others."""
 
     number: int
-    step_id: int
-    token_ids: Int32
-    num_accepted: Int32
     duration_s: float
     error: str | None = None
-    candidates: dict[int, Candidates] = {}
-    prompt_candidates: dict[int, list[Candidates]] = {}
-    more_candidates: dict[int, list[Candidates]] = {}
-    row_errors: dict[int, str] = {}
-    unservable_rows: tuple[int, ...] = ()
     lost_swaps: bool = False
+    found: StepResult | None = None
 
     @classmethod
-    def of(cls, number: int, found: StepResult) -> "Result":
-        return cls(
-            number,
-            found.step_id,
-            found.token_ids,
-            found.num_accepted,
-            found.duration_s,
-            found.error,
-            found.candidates,
-            found.prompt_candidates,
-            found.more_candidates,
-            found.row_errors,
-            found.unservable_rows,
-            found.lost_swaps,
-        )
+    def of(cls, number: int, found: StepResult, *, answers: bool) -> "Done":
+        lost, own = found.lost_swaps, found if answers else None
+        return cls(number, found.duration_s, found.error, lost, own)
 
     @property
     def result(self) -> StepResult:
-        num = len(self.num_accepted)
-        return StepResult(
-            self.step_id,
-            self.token_ids.reshape(num, -1 if num else 1),
-            self.num_accepted,
-            self.candidates,
-            self.prompt_candidates,
-            self.row_errors,
-            self.duration_s,
-            self.error,
-            self.unservable_rows,
-            self.lost_swaps,
-            self.more_candidates,
-        )
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """Rank to core: a step is done, here, too."""
-
-    number: int
-    duration_s: float
-    error: str | None = None
-    lost_swaps: bool = False
+        assert self.found is not None
+        num = len(self.found.num_accepted)
+        shaped = self.found.token_ids.reshape(num, -1 if num else 1)
+        return replace(self.found, token_ids=shaped)
 
 
 class Guessed(msgspec.Struct, frozen=True, tag=True):
@@ -212,7 +175,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = Begin | Least | Step | Masks | Order | Idle
-FromRank = Joined | Loading | Least | Loaded | Failed | Result | Done | Guessed | Idled | Beat
+FromRank = Joined | Loading | Least | Loaded | Failed | Done | Guessed | Idled | Beat
 
 
 class Here(msgspec.Struct, frozen=True, tag=True):
@@ -311,4 +274,4 @@ def _plain(value: Any) -> Any:
 def _as_typed(kind: Any, value: Any) -> Any:
     if kind is Path:
         return Path(value)
-    return np.frombuffer(bytearray(value), np.float32 if kind == Float32 else np.int32)
+    return np.frombuffer(bytearray(value), np.int32 if kind == Int32 else np.float32)

@@ -44,7 +44,6 @@ from quire.engine.ranks.messages import (
     Loading,
     Masks,
     Order,
-    Result,
     Step,
     ToRank,
     rank_codec,
@@ -200,11 +199,7 @@ class RankLoop:
             self._send(self._numbers.popleft(), result)
 
     def _send(self, number: int, result: StepResult) -> None:
-        if self._answers:
-            self._link.send(Result.of(number, result))
-        else:
-            seconds, lost = result.duration_s, result.lost_swaps
-            self._link.send(Done(number, seconds, result.error, lost))
+        self._link.send(Done.of(number, result, answers=self._answers))
 
     def _guess(self, message: Order) -> Guessed:
         try:

@@ -39,6 +39,7 @@ from quire.engine.ranks.messages import (
     core_side,
 )
 from quire.engine.ranks.rank_set import END_S, Rank, RankWatch
+from quire.engine.wire.spawn import spin_settings
 from quire.engine.wire.wire import Codec, Stream
 
 logger = logging.getLogger("quire")
@@ -46,7 +47,6 @@ logger = logging.getLogger("quire")
 SILENT_S = 2.0  # without a message of a keeper or its rank, and its machine is gone
 ORPHANED_S = 0.7  # for the keeper of a rank that has hung up to tell why
 SECRET_BYTES = 32
-SPIN_COUNT = "10000"  # as ranks of this machine have it
 OWN_VARIABLES = ("QUIRE_MEMORY_BYTES", "QUIRE_RANK_TOKEN")  # of this machine
 
 
@@ -290,8 +290,7 @@ class RemoteRanks:
             for name, value in os.environ.items()
             if name.startswith("QUIRE_") and name not in OWN_VARIABLES
         }
-        if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-            variables["GOMP_SPINCOUNT"] = SPIN_COUNT
+        variables |= spin_settings(os.environ)
         in_stage = self._config.parallel.tensor_parallel_size
         order = StartRank(self._config, self._log_level, variables, os.getcwd())
         for rank in self.ranks:
