@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.peers import Peers
-from quire.serve.api.responses.ids import process_of
-from quire.serve.api.responses.state import Responses
+from quire.serve.api.responses.state import Responses, process_of
 from tests.serve.api.conftest import MakeContext, serving, small_engine
 from tests.support.serve.fake_client import FakeClient
 from tests.support.serve.official_types import GREEDY, PATH, Json, events_in

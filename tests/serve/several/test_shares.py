@@ -8,8 +8,7 @@ from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import OutOfMemory, QuireError
 from quire.kv.sizing import MIB
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES
-from quire.serve.several.needs import ModelNeeds, Needs
-from quire.serve.several.shares import described, pool_budget, split
+from quire.serve.several.shares import ModelNeeds, Needs, described, pool_budget, split
 from quire.serve.several.sizes import least, needs_of
 from tests.support.models.encoder_checkpoints import encoder_checkpoint
 from tests.support.models.reference_checkpoints import text_checkpoint

@@ -16,7 +16,7 @@ from quire.base.live import LiveFrame
 from quire.base.messages import Cancel, HeldRequest, Hold, Live, Ready, Request, Rewind
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
-from quire.engine.client.mailbox import Mailbox
+from quire.engine.client.remote import Mailbox
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.live import LiveFrames
 from quire.engine.observability.timeline import Timelines

@@ -25,13 +25,32 @@ from quire.runner.memory_plan import (
     cpu_pool_budget,
     gpu_pool_budget,
 )
-from quire.serve.several.needs import Needs
 from quire.serve.several.served import ServedModel
 
 logger = logging.getLogger("quire")
 
 BISECTIONS = 100
 TOGETHER = "at most"
+
+
+class ModelNeeds(msgspec.Struct, frozen=True):
+    """Bytes. one_sequence: of a KV pool that holds the longest sequence, 0 if whatever fits will
+    do. most: of the pool that the model would take alone, 0 of an encoder; None if that is not
+    known before."""
+
+    weights: int
+    workspace: int
+    one_sequence: int
+    most: int | None
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """models: in their order. device: its type, cpu or cuda. free, total: bytes of its memory."""
+
+    models: list[ModelNeeds]
+    device: str
+    free: int
+    total: int
 
 
 def shared_out(

@@ -24,7 +24,7 @@ from quire.models.registry import model_spec
 from quire.models.source import resolve_source
 from quire.runner.memory_plan import block_bytes_of, workspace_of
 from quire.runner.preview import free_and_total_bytes, preview_runner
-from quire.serve.several.needs import ModelNeeds, Needs
+from quire.serve.several.shares import ModelNeeds, Needs
 
 PRECISION = 1.05  # of one_sequence
 

@@ -3,7 +3,7 @@
 from random import Random
 from typing import Any
 
-from quire.serve.api.responses.ids import new_id, process_of
+from quire.serve.api.responses.state import new_id, process_of
 from quire.serve.api.responses.store import ResponseStore, Stored
 
 

@@ -15,7 +15,7 @@ from quire.serve.api.limits import generating
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.responses.background import RunningResponse, error_event
 from quire.serve.api.responses.body import ResponsesRequest
-from quire.serve.api.responses.ids import process_of
+from quire.serve.api.responses.state import process_of
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.responses.turn import make_turn, owner_of
 from quire.serve.api.sse import Events, encode, start_stream, unless_disconnected

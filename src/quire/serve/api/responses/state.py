@@ -1,14 +1,31 @@
 """What one API process holds of responses: those that are stored, and those that run alone."""
 
+import uuid
 from collections.abc import Callable
 
 from quire.serve.api.errors import ApiError
-from quire.serve.api.responses import ids
 from quire.serve.api.responses.background import RunningResponse
 from quire.serve.api.responses.store import ResponseStore
 
 MAX_RUNNING = 256
 RETRY_AFTER_S = 5
+_DIGITS = 4
+
+
+def new_id(kind: str, process: int) -> str:
+    """Return an id such as resp_00003f2a...: kind, number of the process, and chance."""
+    return f"{kind}_{process:0{_DIGITS}x}{uuid.uuid4().hex}"
+
+
+def process_of(given: str) -> int | None:
+    """Return the number of the process that made an id; None for what is no id of ours."""
+    _, _, rest = given.partition("_")
+    if len(rest) != _DIGITS + 32:
+        return None
+    try:
+        return int(rest[:_DIGITS], 16)
+    except ValueError:
+        return None
 
 
 class Responses:
@@ -21,7 +38,7 @@ class Responses:
 
     def new_id(self, kind: str) -> str:
         """Return an id for a response or for an item of one."""
-        return ids.new_id(kind, self.process)
+        return new_id(kind, self.process)
 
     def running(self, owner: str, response_id: str) -> RunningResponse | None:
         """Return a response of an owner that is being made in the background."""
