@@ -124,13 +124,23 @@ def begun(server: KeptServer, number: int, num_done: int) -> Any:
     return made
 
 
-def test_a_batch_can_be_cancelled(make_context: MakeContext, tmp_path: Path) -> None:
+def test_a_batch_can_be_cancelled(
+    make_context: MakeContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, found = BatchJob._look, list[str | None]()
+
+    def noted(job: BatchJob) -> None:
+        look(job)
+        found.append(job._ends_as)
+
+    monkeypatch.setattr(BatchJob, "_look", noted)
     with serving(make_context, tmp_path) as server:
         made = begun(server, 30, num_done=2)
         server.delete(f"/v1/files/{made['input_file_id']}", status=409)
         asked = server.post(f"/v1/batches/{made['id']}/cancel")
         assert asked["status"] == "cancelling" and asked["cancelling_at"]
         assert server.get(f"/v1/batches/{made['id']}")["status"] == "cancelling"
+        wait_until(lambda: "cancelled" in found, "the batch begins no more lines")
         server.context.client.release()
         done = server.wait_for(made["id"], "cancelled", "completed")
         assert done["status"] == "cancelled" and done["cancelled_at"] >= done["cancelling_at"]
