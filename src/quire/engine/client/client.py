@@ -1,7 +1,7 @@
-"""The client: requests in tokens go to a core, `RequestOutput`s come back (seeds C4).
+"""The client of a core in the same process: requests in tokens go in, `RequestOutput`s come back.
 
-`InProcessClient` shares the caller's thread with its core; clients that reach a core in another
-process have the same methods.
+It shares the caller's thread with its core. `async_client.py` has the clients' interface for
+asyncio, which says what methods of the same names mean.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from quire.render.tokenizer import Tokenizer
 
 
 class InProcessClient:
-    """A core of one's own, without processes or sockets."""
+    """Owns its core, without processes or sockets."""
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer | None, clock: Clock) -> None:
         self.core = core
@@ -43,26 +43,23 @@ class InProcessClient:
         return self.core.limits.max_model_len
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the engine can never serve this request."""
         self.core.limits.check(request)
 
     def add(self, request: Request, prompt_text: str | None = None) -> OpenRequest:
-        """Queue a request. Raises RequestError if it cannot be served; then nothing is queued."""
+        """Queue a request. Raise RequestError, and queue nothing, if it cannot be served."""
         self.core.add(request)
         return self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        """Add the next piece of a prompt that was added with is_open. Raise RequestError if the
-        prompt cannot take it in; it stays as it was."""
         self._outputs.append(request_id, token_ids, is_last, self.core.limits)
         self.core.control(Append(request_id, token_ids, is_last))
 
     def step(self) -> list[RequestOutput]:
-        """Let the core take one step; what became ready to show."""
+        """Let the core take one step. Return the outputs that are due."""
         return [request.output() for request in self.advance()]
 
     def advance(self) -> list[OpenRequest]:
-        """Let the core take one step; the requests that have something to show."""
+        """Let the core take one step. Return the requests whose outputs are due."""
         due, aborts = self._outputs.process(self.core.step(), self._clock.now())
         for abort in aborts:
             self.core.control(abort)
@@ -71,7 +68,7 @@ class InProcessClient:
         return due
 
     def abort(self, request_ids: Iterable[str], finish: Finish = ABORTED) -> list[OpenRequest]:
-        """End requests now, with what they have."""
+        """End requests now, with the outputs that they have."""
         ids = list(request_ids)
         for request_id in ids:
             self.core.control(Abort(request_id))
@@ -84,23 +81,19 @@ class InProcessClient:
         return self.core.prefixes()
 
     def unpin(self, prefix_id: str) -> bool:
-        """Pin a prefix no longer; False if there is none of that id."""
         is_known = any(prefix.id == prefix_id for prefix in self.core.prefixes())
         self.core.control(Unpin(prefix_id))
         return is_known
 
     def held(self, request_id: str | None = None, index: int = 0) -> list[HeldRequest]:
-        """List what is held, oldest first; or one sequence, held or not ended, with its tokens."""
         return self.core.held(request_id, index)
 
     def keep(self, request_id: str, keep_s: float, core_id: int | None = None) -> None:
-        """Hold a request for so many seconds from now on; 0.0: let it go."""
         self.core.control(Hold(request_id, keep_s))
 
     def rewind(
         self, request_id: str, index: int, num_tokens: int, core_id: int | None = None
     ) -> None:
-        """Leave of a held sequence the first num_tokens tokens."""
         self.core.control(Rewind(request_id, index, num_tokens))
 
     def close(self) -> None:
