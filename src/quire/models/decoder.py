@@ -66,6 +66,13 @@ class LayerPlace(NamedTuple):
         return self.factory.place.cut(size, what)
 
 
+class LayerStep(NamedTuple):
+    """What a step gives every layer. rotary_rows: None where queries and keys are not turned."""
+
+    rotary_rows: torch.Tensor | None
+    backend: AttentionBackend
+
+
 class DecoderAttention(nn.Module):
     """Queries, keys and values, their rotation, attention and the output projection.
 
@@ -115,10 +122,8 @@ class DecoderAttention(nn.Module):
         self.attention = Attention(layer, factor, options.soft_cap)
         self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
 
-    def forward(
-        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None, backend: AttentionBackend
-    ) -> torch.Tensor:
-        """rotary_rows: None where queries and keys are not turned."""
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        rotary_rows, backend = step
         heads, kv_heads = self._heads, self._kv_heads
         qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
         norm = self.qk_norm
@@ -188,15 +193,11 @@ class DecoderLayer(nn.Module):
         return feed_forward(at)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (what the feed-forward layer adds, the residual stream before it)."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.attention(x_TD, rotary_rows, backend)
+        x_TD = self.attention(x_TD, step)
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
@@ -213,15 +214,11 @@ class SandwichLayer(DecoderLayer):
         self.mlp_end_norm = norm_of(at, self.after_mlp)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.attention_end_norm(self.attention(x_TD, rotary_rows, backend))[0]
+        x_TD = self.attention_end_norm(self.attention(x_TD, step))[0]
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp_end_norm(self.mlp(x_TD))[0], residual_TD
 
@@ -287,7 +284,7 @@ class Decoder(Model):
         ropes = [layer_rope(spec, options, layer) for layer in here]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
-        self._rotary_of_layer = [None if rope is None else kinds.index(rope) for rope in ropes]
+        self._kind_of_layer = [-1 if rope is None else kinds.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
             self.layer_kind(LayerPlace(spec, options, layer, names[layer], factory))
             for layer in here
@@ -324,12 +321,13 @@ class Decoder(Model):
     ) -> torch.Tensor:
         """See Model."""
         x_TD, residual_TD = self._begin(input_ids_T, inputs_embeds_TD, intermediate_TE)
-        rows, reads = [rotary(positions_T) for rotary in self._rotaries], self.reads
-        for number, layer, kind in zip(self._here, self.layers, self._rotary_of_layer, strict=True):
+        steps = [LayerStep(rotary(positions_T), attention) for rotary in self._rotaries]
+        steps.append(LayerStep(None, attention))  # the last, of kind -1
+        reads = self.reads
+        for number, layer, kind in zip(self._here, self.layers, self._kind_of_layer, strict=True):
             if reads is not None:
                 reads.keep(number, x_TD, residual_TD)
-            rotary_rows = None if kind is None else rows[kind]
-            x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
+            x_TD, residual_TD = layer(x_TD, residual_TD, steps[kind])
             if number < self.num_features and self.encoder_memory is not None:
                 offset = (number + 1) * x_TD.shape[1]
                 x_TD = add_features(x_TD, input_ids_T, self.encoder_memory, offset)
