@@ -154,7 +154,7 @@ class Scheduler(SchedulerCore):
         self.lifecycle.events = []
         self._collectors = []
         self.misses.start(self.lifecycle.report_prefix)
-        self._handlers = self._own_handlers()
+        self._connect()
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""

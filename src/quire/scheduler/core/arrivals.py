@@ -14,7 +14,13 @@ from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
 from quire.base.step_outputs import CANCELLED, Failure, Finish
 from quire.base.validation import check_open
-from quire.scheduler.core.extension import Extension, Forking, RequestCompletion, of_kind
+from quire.scheduler.core.extension import (
+    Extension,
+    Forking,
+    RequestCompletion,
+    RequestFeature,
+    of_kind,
+)
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import PATIENCE
@@ -46,6 +52,20 @@ class Arrivals:
         self._forking, self._features = forking, features
         self._max_model_len = max_model_len
         self._num_arrivals = 0
+        self.connect()
+
+    def connect(self) -> None:
+        """Find which requests concern which features."""
+        found = of_kind(self._features, RequestFeature)
+        self._concerns = [(each, each.fields, each.names) for each in found]
+
+    def _concerned(self, request: Request) -> list[RequestFeature]:
+        """Return the features that a request concerns."""
+        return [
+            feature
+            for feature, fields, names in self._concerns
+            if not fields or request.request_id in names or request.sets(fields)
+        ]
 
     def accept(self, request: Request, now: float) -> Sequence:
         """Make the sequence of a request. Raises RequestError if it can never be served, and
@@ -64,9 +84,10 @@ class Arrivals:
                 f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        for completion in of_kind(self._features, RequestCompletion):
+        for completion in of_kind(self._concerned(request), RequestCompletion):
             request = completion.complete(request)
-        has_room = [each.accept(request) for each in of_kind(self._features, Extension)]
+        extensions = of_kind(self._concerned(request), Extension)
+        has_room = [each.accept(request) for each in extensions]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence
@@ -108,7 +129,7 @@ class Arrivals:
     def enter(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
-        for extension in of_kind(self._features, Extension):
+        for extension in of_kind(self._concerned(sequence.request), Extension):
             extension.enter(sequence, now)
         is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
         self._lifecycle.enter(sequence, is_parked, now)

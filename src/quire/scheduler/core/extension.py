@@ -89,7 +89,19 @@ class CacheListener:
         """Forget all names: the index has just been emptied."""
 
 
-class RequestCompletion:
+class RequestFeature:
+    """A feature for requests that set one of its fields, or for all requests if it has no fields.
+    For others, `complete`, `accept` and `enter` are not called."""
+
+    fields: Seq[str] = ()
+
+    @property
+    def names(self) -> Collection[str]:
+        """Request ids that concern this feature, too. The collection is always the same one."""
+        return ()
+
+
+class RequestCompletion(RequestFeature):
     """Completes requests before anything else looks at them."""
 
     def complete(self, request: Request) -> Request:
@@ -98,7 +110,7 @@ class RequestCompletion:
         return request
 
 
-class Extension:
+class Extension(RequestFeature):
     """Accompanies sequences. `leave` and `forget` are called only for sequences that have this
     extension among their `watchers`."""
 

@@ -110,6 +110,11 @@ class SchedulerCore:
                 self.extensions.append(feature)
             if isinstance(feature, StepExtension):
                 self.step_extensions.append(feature)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Find what each feature takes."""
+        self.arrivals.connect()
         self._handlers = self._own_handlers()
 
     def _own_handlers(self) -> dict[type, list[Handler]]:

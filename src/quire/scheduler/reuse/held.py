@@ -97,6 +97,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
     """
 
     changes: dict[tuple[str, int], None] | None = None
+    fields = ("keep_s", "fork")
 
     def __init__(self, memory: Memory, rows: Rows, sequences: Mapping[str, Sequence]) -> None:
         self.by_id: dict[str, dict[int, Held]] = {}
@@ -108,6 +109,11 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
     def handlers(self) -> Mapping[type, Handler]:
         """See Extension."""
         return {Hold: self.hold, PutBack: self.put_back, Rewind: self.rewind}
+
+    @property
+    def names(self) -> Collection[str]:
+        """See RequestFeature."""
+        return self.by_id
 
     def accept(self, request: Request) -> bool:
         """See Extension."""
