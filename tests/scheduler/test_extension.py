@@ -195,7 +195,7 @@ def test_a_prompt_that_is_scored_reads_no_further_than_its_scores() -> None:
     assert num_tokens == 4 and len(digests) <= 1
 
 
-class OfSalts(RequestCompletion, Extension):
+class OfSalts(RequestCompletion):
     """Notes what it is asked about requests with a salt, and with an id that is taken."""
 
     fields = ("cache_salt",)

@@ -18,9 +18,9 @@ from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import RopeOptions
 from quire.models.experts import ExpertList, SparseMLP, StackedExperts
-from quire.models.gates import gate
 from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
+    GATES,
     Attention,
     Embedding,
     HeadNorm,
@@ -29,6 +29,7 @@ from quire.models.layers import (
     ParamFactory,
     RMSNorm,
     Sinks,
+    activation,
 )
 from quire.models.model import HEADS, Model
 from quire.models.options import DecoderOptions
@@ -160,7 +161,7 @@ class GatedMLP(nn.Module):
         outputs = [part, part] if len(first) == 2 else [[part, part]]
         self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
         self.down = Linear([last], part, [size], at.factory, bias=bias)
-        self._gate = gate(at.spec.layers.activation)
+        self._gate = activation(at.spec.layers.activation, GATES)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(self._gate(self.gate_up(x_TD)))

@@ -154,7 +154,8 @@ class Scheduler(SchedulerCore):
         self.lifecycle.events = []
         self._collectors = []
         self.misses.start(self.lifecycle.report_prefix)
-        self._connect()
+        self.arrivals.connect()
+        self._handlers = self._own_handlers()
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""

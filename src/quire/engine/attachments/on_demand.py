@@ -14,8 +14,7 @@ class OnDemand(Attachment):
     order = Order.GRAMMARS
 
     def __init__(self, core: Front, fields: Sequence[str], others: Sequence[Attachment]) -> None:
-        self.others = others
-        self._core, self._fields = core, fields
+        self._core, self._fields, self.others = core, fields, others
 
     def accept(self, request: Request) -> Request:
         if request.sets(self._fields):

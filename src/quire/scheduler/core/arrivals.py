@@ -14,13 +14,7 @@ from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
 from quire.base.step_outputs import CANCELLED, Failure, Finish
 from quire.base.validation import check_open
-from quire.scheduler.core.extension import (
-    Extension,
-    Forking,
-    RequestCompletion,
-    RequestFeature,
-    of_kind,
-)
+from quire.scheduler.core.extension import Extension, Forking, RequestCompletion, of_kind
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import PATIENCE
@@ -55,15 +49,15 @@ class Arrivals:
         self.connect()
 
     def connect(self) -> None:
-        """Find which requests concern which features."""
-        found = of_kind(self._features, RequestFeature)
-        self._concerns = [(each, each.fields, each.names) for each in found]
+        """Find which requests concern which extensions."""
+        extensions = of_kind(self._features, Extension)
+        self._concerns = [(each, each.fields, each.names) for each in extensions]
 
-    def _concerned(self, request: Request) -> list[RequestFeature]:
-        """Return the features that a request concerns."""
+    def _concerned(self, request: Request) -> list[Extension]:
+        """Return the extensions that a request concerns."""
         return [
-            feature
-            for feature, fields, names in self._concerns
+            extension
+            for extension, fields, names in self._concerns
             if not fields or request.request_id in names or request.sets(fields)
         ]
 
@@ -86,8 +80,7 @@ class Arrivals:
             )
         for completion in of_kind(self._concerned(request), RequestCompletion):
             request = completion.complete(request)
-        extensions = of_kind(self._concerned(request), Extension)
-        has_room = [each.accept(request) for each in extensions]
+        has_room = [each.accept(request) for each in self._concerned(request)]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence
@@ -129,7 +122,7 @@ class Arrivals:
     def enter(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
-        for extension in of_kind(self._concerned(sequence.request), Extension):
+        for extension in self._concerned(sequence.request):
             extension.enter(sequence, now)
         is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
         self._lifecycle.enter(sequence, is_parked, now)

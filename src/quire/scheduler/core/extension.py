@@ -89,30 +89,16 @@ class CacheListener:
         """Forget all names: the index has just been emptied."""
 
 
-class RequestFeature:
-    """A feature for requests that set one of its fields, or for all requests if it has no fields.
-    For others, `complete`, `accept` and `enter` are not called."""
+class Extension:
+    """Accompanies sequences. `leave` and `forget` are called only for sequences that have this
+    extension among their `watchers`.
+
+    fields: of requests that concern this extension; `accept` and `enter` are called only for
+    requests that set one of them; () is all requests. names: ids of requests that concern it, too.
+    """
 
     fields: Seq[str] = ()
-
-    @property
-    def names(self) -> Collection[str]:
-        """Request ids that concern this feature, too. The collection is always the same one."""
-        return ()
-
-
-class RequestCompletion(RequestFeature):
-    """Completes requests before anything else looks at them."""
-
-    def complete(self, request: Request) -> Request:
-        """Return a request with what it takes over from others. Raises RequestError if it
-        cannot take that over."""
-        return request
-
-
-class Extension(RequestFeature):
-    """Accompanies sequences. `leave` and `forget` are called only for sequences that have this
-    extension among their `watchers`."""
+    names: Any = ()  # Collection[str], always the same one
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return what carries out control messages, by their type."""
@@ -136,6 +122,15 @@ class Extension(RequestFeature):
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """Give up all that may be wrong because these have failed: the error may have come with any
         of their tokens."""
+
+
+class RequestCompletion(Extension):
+    """Completes requests that concern it before anything else looks at them."""
+
+    def complete(self, request: Request) -> Request:
+        """Return a request with what it takes over from others. Raises RequestError if it
+        cannot take that over."""
+        return request
 
 
 class ChunkLimit:

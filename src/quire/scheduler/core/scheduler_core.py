@@ -110,10 +110,6 @@ class SchedulerCore:
                 self.extensions.append(feature)
             if isinstance(feature, StepExtension):
                 self.step_extensions.append(feature)
-        self._connect()
-
-    def _connect(self) -> None:
-        """Find what each feature takes."""
         self.arrivals.connect()
         self._handlers = self._own_handlers()
 

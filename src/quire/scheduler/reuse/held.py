@@ -36,7 +36,6 @@ from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.core.arrivals import limit_of
 from quire.scheduler.core.extension import (
     CacheListener,
-    Extension,
     Handler,
     HitSource,
     RequestCompletion,
@@ -88,7 +87,7 @@ class Branch:
     source_id: str
 
 
-class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtension):
+class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
     """All that is held, and the branches of forks that wait.
 
     sequences: those that have not ended. by_id: by request id and index. standing: those that have
@@ -112,7 +111,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
 
     @property
     def names(self) -> Collection[str]:
-        """See RequestFeature."""
+        """See Extension."""
         return self.by_id
 
     def accept(self, request: Request) -> bool:

@@ -43,7 +43,7 @@ class Pins(Extension, StepExtension, CacheListener):
 
     @property
     def names(self) -> Collection[str]:
-        """See RequestFeature."""
+        """See Extension."""
         return self._pinned.by_id
 
     def accept(self, request: Request) -> bool:
