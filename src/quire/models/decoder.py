@@ -112,13 +112,7 @@ class DecoderAttention(nn.Module):
         self.qk_norm = None
         if options.qk_norm:
             self.qk_norm = head_norm(at, name, order)
-        self.output = Linear(
-            [name_output],
-            heads.times(size),
-            [spec.hidden_size],
-            factory,
-            bias=options.output_bias,
-        )
+        self.output = attention_output(at, name_output)
         factor = size**-0.5 if options.attention_scale is None else options.attention_scale
         self.attention = Attention(layer, factor, options.soft_cap)
         self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
@@ -222,6 +216,12 @@ class SandwichLayer(DecoderLayer):
         x_TD = self.attention_end_norm(self.attention(x_TD, step))[0]
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp_end_norm(self.mlp(x_TD))[0], residual_TD
+
+
+def attention_output(at: LayerPlace, name: str) -> Linear:
+    """Make the output projection of attention."""
+    spec, heads = at.spec, at.heads.times(at.spec.head_dim)
+    return Linear([name], heads, [spec.hidden_size], at.factory, bias=at.options.output_bias)
 
 
 def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm:

@@ -6,7 +6,7 @@ Shape legend: T tokens, D model dim, N query heads, K KV heads, M = N + 2 K, H h
 import torch
 from torch import nn
 
-from quire.models.decoder import LayerPlace, LayerStep, head_norm, layer_rope
+from quire.models.decoder import LayerPlace, LayerStep, attention_output, head_norm, layer_rope
 from quire.models.layers import Attention, Linear
 from quire.models.rope import head_order, rows_of_heads
 from quire.ops.sigmoid_mul import sigmoid_mul
@@ -42,13 +42,7 @@ class GatedAttention(nn.Module):
             ],
         )
         self.norm = head_norm(at, name, order)
-        self.output = Linear(
-            [f"{name}.o_proj"],
-            heads.times(size),
-            [spec.hidden_size],
-            factory,
-            bias=options.output_bias,
-        )
+        self.output = attention_output(at, f"{name}.o_proj")
         self.attention = Attention(layer, size**-0.5)
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
