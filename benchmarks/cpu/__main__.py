@@ -11,8 +11,6 @@ is run again, twice at most. An engine that cannot be installed, fails or takes 
 --timeout-s is listed with the reason, and not tried again.
 """
 
-import argparse
-import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,19 +28,22 @@ from benchmarks.cpu.report import (
     summary,
     table,
 )
-from benchmarks.cpu.session import Comparison, add_options, chosen_engines, scratch_of, turns
+from benchmarks.cpu.session import Comparison, arguments, scratch_of
 from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
-from benchmarks.result_files import Row, write
-from quire.tools.report import benchmark_parser, plain_facts
+from benchmarks.result_files import Row
 
 TRIES = 3  # of a process whose runs others disturb
 
 
 @dataclass
-class Session(Comparison):
+class Session(Comparison[Workload]):
     """A comparison by all workloads of text."""
 
     torch_s: dict[str, float] = field(default_factory=dict)
+
+    def prepare(self, engine: Engine, workloads: list[Workload]) -> None:
+        """See Comparison."""
+        prepare(self.scratch, engine, {workload.shape for workload in workloads})
 
     def run(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
         """One process. Raises Unavailable."""
@@ -61,7 +62,7 @@ class Session(Comparison):
         return runs_of(output, engine, workload, round_)
 
     def measure(self, engine: Engine, workload: Workload, round_: int) -> None:
-        """A failure is noted, and not tried again. The first of all starts does not count."""
+        """See Comparison. The first of all starts does not count."""
         name = f"{engine.name}: {workload.name}"
         if name in self.failures:
             return
@@ -85,82 +86,36 @@ class Session(Comparison):
         stolen = noise.stolen()
         return [replace(run, stolen=stolen, read_bytes_per_s=read_bytes_per_s) for run in runs]
 
+    def measure_torch(self, engines: list[Engine]) -> None:
+        """Measure the import of torch by the engines that use it."""
+        with_torch = {run.engine for run in self.runs if run.metrics.get("uses_torch")}
+        for engine in engines:
+            if engine.name in with_torch:
+                python = self.scratch.python(engine.environment)
+                self.torch_s[engine.name] = import_torch_s(python)
 
-def prepared(session: Session, engines: list[Engine], workloads: list[Workload]) -> list[Engine]:
-    """Those that can run."""
-    ready = []
-    for engine in engines:
-        try:
-            prepare(session.scratch, engine, {workload.shape for workload in workloads})
-            ready.append(engine)
-        except Unavailable as error:
-            session.fail(engine.name, error)
-    return ready
-
-
-def measure_rounds(session: Session, engines: list[Engine], workloads: list[Workload]) -> None:
-    """Ctrl-C ends the measuring; what is there is still shown."""
-    session.measure_ceilings()
-    try:
-        for round_ in range(session.options.rounds):
-            for workload in workloads:
-                for engine in turns(engines, round_):
-                    session.measure(engine, workload, round_)
-            session.measure_ceilings()
-            print(f"round {round_ + 1} of {session.options.rounds} is done", flush=True)
-    except KeyboardInterrupt:
-        session.failures["all"] = "interrupted"
-
-
-def measure_torch(session: Session, engines: list[Engine]) -> None:
-    with_torch = {run.engine for run in session.runs if run.metrics.get("uses_torch")}
-    for engine in engines:
-        if engine.name in with_torch:
-            session.torch_s[engine.name] = import_torch_s(
-                session.scratch.python(engine.environment)
-            )
-
-
-def finish(session: Session, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
-    """Print the tables. Returns the rows and settings that are written."""
-    ceilings = Ceilings.of(session.ceilings[str(session.options.threads)])
-    summaries = summary(session.runs, engines, ceilings, session.options.small)
-    print()
-    lines = ceiling_lines(session.ceilings) + [""]
-    for key in ("best", "median"):
-        lines += table(summaries, engines, key)
-    lines += [*legend(), "", *start_lines(session.runs, engines, session.torch_s), ""]
-    lines += [f"failed: {name}: {reason}" for name, reason in session.failures.items()]
-    print("\n".join(lines), flush=True)
-    settings = session.written_settings(engines) | {"import_torch_s": session.torch_s}
-    runs = [asdict(run) for run in session.runs]
-    return rows_of(summaries, ratios(summaries, engines), runs), settings
-
-
-def arguments() -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
-    names = [workload.name for workload in WORKLOADS]
-    add_options(parser)
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
-    parser.add_argument(
-        "--timeout-s", type=float, default=300.0, help="of one process; slower ones are left out"
-    )
-    parser.add_argument("--small", action="store_true", help="the small model in all workloads")
-    return parser.parse_args()
+    def finish(self, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
+        """See Comparison."""
+        self.measure_torch(engines)
+        ceilings = Ceilings.of(self.ceilings[str(self.options.threads)])
+        summaries = summary(self.runs, engines, ceilings, self.options.small)
+        print()
+        lines = ceiling_lines(self.ceilings) + [""]
+        for key in ("best", "median"):
+            lines += table(summaries, engines, key)
+        lines += [*legend(), "", *start_lines(self.runs, engines, self.torch_s), ""]
+        lines += [f"failed: {name}: {reason}" for name, reason in self.failures.items()]
+        print("\n".join(lines), flush=True)
+        settings = self.written_settings(engines) | {"import_torch_s": self.torch_s}
+        runs = [asdict(run) for run in self.runs]
+        return rows_of(summaries, ratios(summaries, engines), runs), settings
 
 
 def main() -> None:
-    options = arguments()
-    session = Session(options, scratch_of(options))
-    facts, began = plain_facts(), time.monotonic()
-    print(f"# {facts['cpu']}, {options.threads} threads; {facts['date']}, commit {facts['commit']}")
+    names = [workload.name for workload in WORKLOADS]
+    options = arguments(__doc__, names, 300.0, "the small model in all workloads")
     workloads = [chosen_workload(name, options.small) for name in options.workloads]
-    engines = prepared(session, chosen_engines(ENGINES, options.engines), workloads)
-    measure_rounds(session, engines, workloads)
-    measure_torch(session, engines)
-    results = finish(session, engines)
-    print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-    write(options.output_json, "cpu", *results, plain_facts)
+    Session(options, scratch_of(options)).compare("cpu", ENGINES, workloads)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
-"""What a comparison of engines on this CPU has measured so far."""
+"""A comparison of engines on this CPU: its options, its rounds, and what it has measured so far."""
 
 import argparse
 import os
 import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from benchmarks.cpu.engines import Engine
 from benchmarks.cpu.preparation import Scratch, Unavailable
 from benchmarks.cpu.processes import ROOT, Run, measured_ceilings
-from benchmarks.result_files import options_of
+from benchmarks.result_files import Row, options_of, write
+from quire.tools.report import benchmark_parser, plain_facts
+
+Workload = TypeVar("Workload")
 
 
 @dataclass
-class Comparison:
-    """Runs, and what failed. failures: by "engine" or "engine: workload"."""
+class Comparison(ABC, Generic[Workload]):
+    """Runs of workloads, and what failed. failures: by "engine" or "engine: workload"."""
 
     options: argparse.Namespace
     scratch: Scratch
@@ -27,6 +33,53 @@ class Comparison:
     def settings(self) -> dict[str, str]:
         """Return the settings of quire, in addition to those of each engine."""
         return dict(given.split("=", 1) for given in self.options.settings)
+
+    @abstractmethod
+    def prepare(self, engine: Engine, workloads: list[Workload]) -> None:
+        """Make the environment and the models of an engine. Raises Unavailable."""
+
+    @abstractmethod
+    def measure(self, engine: Engine, workload: Workload, round_: int) -> None:
+        """Run one process. A failure is noted, and not tried again."""
+
+    @abstractmethod
+    def finish(self, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
+        """Print the tables. Return the rows and settings to write."""
+
+    def compare(self, name: str, engines: list[Engine], workloads: list[Workload]) -> None:
+        """Compare the chosen engines, and write the results under this name."""
+        options, facts, began = self.options, plain_facts(), time.monotonic()
+        about = f"{facts['date']}, commit {facts['commit']}"
+        print(f"# {facts['cpu']}, {options.threads} threads; {about}")
+        ready = self._prepared(chosen_engines(engines, options.engines), workloads)
+        self._measure_rounds(ready, workloads)
+        results = self.finish(ready)
+        print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
+        write(options.output_json, name, *results, plain_facts)
+
+    def _prepared(self, engines: list[Engine], workloads: list[Workload]) -> list[Engine]:
+        """Return the engines that can run."""
+        ready = []
+        for engine in engines:
+            try:
+                self.prepare(engine, workloads)
+                ready.append(engine)
+            except Unavailable as error:
+                self.fail(engine.name, error)
+        return ready
+
+    def _measure_rounds(self, engines: list[Engine], workloads: list[Workload]) -> None:
+        """Measure all. Ctrl-C ends it; what is there is still shown."""
+        self.measure_ceilings()
+        try:
+            for round_ in range(self.options.rounds):
+                for workload in workloads:
+                    for engine in turns(engines, round_):
+                        self.measure(engine, workload, round_)
+                self.measure_ceilings()
+                print(f"round {round_ + 1} of {self.options.rounds} is done", flush=True)
+        except KeyboardInterrupt:
+            self.failures["all"] = "interrupted"
 
     def fail(self, name: str, error: Unavailable) -> None:
         """Note and print a failure, without this machine's directories."""
@@ -61,8 +114,11 @@ class Comparison:
         }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all comparisons have."""
+def arguments(
+    doc: str | None, workloads: Sequence[str], timeout_s: float, small: str
+) -> argparse.Namespace:
+    """Read the options of a comparison. doc: its help; small: the help of --small."""
+    parser = benchmark_parser(doc)
     parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="how they begin")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -73,6 +129,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings", nargs="+", default=[], metavar="NAME=WORD", help="of quire, all its engines"
     )
+    parser.add_argument("--workloads", nargs="+", choices=workloads, default=workloads)
+    help_ = "of one process; slower ones are left out"
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help=help_)
+    parser.add_argument("--small", action="store_true", help=small)
+    return parser.parse_args()
 
 
 def scratch_of(options: argparse.Namespace) -> Scratch:

@@ -1,6 +1,6 @@
 """Layers with linear attention: what is loaded, and what a config says of them.
 
-Covers `base/linear_attention.py`, `base/gguf_linear.py` and `models/gguf/value_heads.py`.
+Covers `base/linear_attention.py`, `base/gguf_families.py` and `models/gguf/value_heads.py`.
 """
 
 from pathlib import Path

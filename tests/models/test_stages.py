@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.cache_group import STATE
+from quire.base.cuts import layers_of_stage
 from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import ModelSpec, load_spec
-from quire.base.stages import layers_of_stage
 from quire.models.assembly import empty_model
 from quire.models.loading import LoadOptions, load_model
 from quire.models.model import Model

@@ -18,6 +18,7 @@ from quire.scheduler.core.extension import (
     Extension,
     Handler,
     HitSource,
+    RequestCompletion,
     StepEnd,
     StepExtension,
 )
@@ -192,6 +193,40 @@ def test_a_prompt_that_is_scored_reads_no_further_than_its_scores() -> None:
     sequence.num_prompt_logprobs, sequence.num_preemptions = 3, 1
     digests, num_tokens = scheduler.memory.names.readable(sequence)
     assert num_tokens == 4 and len(digests) <= 1
+
+
+class OfSalts(RequestCompletion):
+    """Notes what it is asked about requests with a salt, and with an id that is taken."""
+
+    fields = ("cache_salt",)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("taken",)
+
+    def complete(self, request: Request) -> Request:
+        self.calls.append(("complete", request.request_id))
+        return request
+
+    def accept(self, request: Request) -> bool:
+        self.calls.append(("accept", request.request_id))
+        return False
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        self.calls.append(("enter", sequence.request.request_id))
+
+
+def test_an_extension_is_asked_only_about_requests_that_concern_it() -> None:
+    scheduler, extension = scheduler_of(), OfSalts()
+    scheduler.attach(extension)
+    for name, salt in (("plain", ""), ("salted", "a"), ("taken", "")):
+        request = make_request(name, [1, 2, 3], max_tokens=2, salt=salt)
+        assert scheduler.add(request, 0.0).refusal is None
+    methods = ("complete", "accept", "enter")
+    assert extension.calls == [(m, name) for name in ("salted", "taken") for m in methods]
 
 
 class Claims(Extension):

@@ -17,9 +17,9 @@ from tests.structure.test_owners import imported, module_of
 MAX_FILES = 15  # of a folder, without its __init__.py
 # Folders that have more.
 CROWDED = {
-    "base": 59,
+    "base": 57,
     "cli": 24,
-    "models": 56,
+    "models": 53,
     "models/hf": 17,
     "ops": 66,
     "ops/attention": 24,
@@ -52,7 +52,7 @@ BUDGETS = {
     "engine/start": 800,
     "engine/wire": 990,
     "kv": 1830,
-    "models": 6600,
+    "models": 6500,
     "models/gguf": 750,
     "models/hf": 2800,
     "models/multimodal": 180,

@@ -17,8 +17,6 @@ cannot be installed, fails or takes longer than --timeout-s is listed with the r
 tried again.
 """
 
-import argparse
-import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,19 +30,23 @@ from benchmarks.cpu.noise import Noise
 from benchmarks.cpu.preparation import Unavailable
 from benchmarks.cpu.processes import Run, run_driver
 from benchmarks.cpu.report import ceiling_lines, legend, ratios, rows_of, table
-from benchmarks.cpu.session import Comparison, add_options, chosen_engines, scratch_of, turns
-from benchmarks.result_files import Row, write
-from quire.tools.report import benchmark_parser, plain_facts
+from benchmarks.cpu.session import Comparison, arguments, scratch_of
+from benchmarks.result_files import Row
 
 
 @dataclass
-class ImageComparison(Comparison):
+class ImageComparison(Comparison[ImageWorkload]):
     """A comparison by images. texts: first tokens by engine, workload and round."""
 
     texts: dict[tuple[str, str, int], list[str]] = field(default_factory=dict)
 
+    def prepare(self, engine: Engine, workloads: list[ImageWorkload]) -> None:
+        """See Comparison."""
+        shapes = dict.fromkeys(workload.shape for workload in workloads)
+        prepare(self.scratch, engine, list(shapes))
+
     def measure(self, engine: Engine, workload: ImageWorkload, round_: int) -> None:
-        """Run one process. A failure is noted, and not tried again."""
+        """See Comparison."""
         name = f"{engine.name}: {workload.name}"
         if name in self.failures:
             return
@@ -79,79 +81,30 @@ class ImageComparison(Comparison):
             for run in output.runs
         ]
 
-
-def prepared(
-    comparison: ImageComparison, engines: list[Engine], workloads: list[ImageWorkload]
-) -> list[Engine]:
-    """Return the engines that can run."""
-    shapes, ready = [workload.shape for workload in workloads], []
-    for engine in engines:
-        try:
-            prepare(comparison.scratch, engine, list(dict.fromkeys(shapes)))
-            ready.append(engine)
-        except Unavailable as error:
-            comparison.fail(engine.name, error)
-    return ready
-
-
-def measure_rounds(
-    comparison: ImageComparison, engines: list[Engine], workloads: list[ImageWorkload]
-) -> None:
-    """Measure all. Ctrl-C ends it; what is there is still shown."""
-    comparison.measure_ceilings()
-    try:
-        for round_ in range(comparison.options.rounds):
-            for workload in workloads:
-                for engine in turns(engines, round_):
-                    comparison.measure(engine, workload, round_)
-            comparison.measure_ceilings()
-            print(f"round {round_ + 1} of {comparison.options.rounds} is done", flush=True)
-    except KeyboardInterrupt:
-        comparison.failures["all"] = "interrupted"
-
-
-def finish(comparison: ImageComparison, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
-    """Print the tables. Returns the rows and settings that are written."""
-    options = comparison.options
-    ceilings = Ceilings.of(comparison.ceilings[str(options.threads)])
-    summaries = summary(comparison.runs, engines, ceilings, options.small)
-    lines = ["", *ceiling_lines(comparison.ceilings), ""]
-    for key in ("best", "median"):
-        lines += table(summaries, engines, key, METRICS)
-    lines += [*legend(METRICS), "", *tower_lines(summaries, ceilings, options.small), ""]
-    lines += agreement_lines(comparison.texts, engines)
-    lines += [f"failed: {name}: {reason}" for name, reason in comparison.failures.items()]
-    print("\n".join(lines), flush=True)
-    runs = [asdict(run) for run in comparison.runs]
-    rows = rows_of(summaries, ratios(summaries, engines, metrics=METRICS), runs)
-    equal = {engine.name: agreement(comparison.texts, engine.name) for engine in engines}
-    rows = [row | {"equal_first_tokens": equal[row["engine"]]} for row in rows]
-    return rows, comparison.written_settings(engines)
-
-
-def arguments() -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
-    names = [workload.name for workload in WORKLOADS]
-    add_options(parser)
-    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
-    parser.add_argument(
-        "--timeout-s", type=float, default=900.0, help="of one process; slower ones are left out"
-    )
-    parser.add_argument("--small", action="store_true", help="a tiny model and small images")
-    return parser.parse_args()
+    def finish(self, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
+        """See Comparison."""
+        options = self.options
+        ceilings = Ceilings.of(self.ceilings[str(options.threads)])
+        summaries = summary(self.runs, engines, ceilings, options.small)
+        lines = ["", *ceiling_lines(self.ceilings), ""]
+        for key in ("best", "median"):
+            lines += table(summaries, engines, key, METRICS)
+        lines += [*legend(METRICS), "", *tower_lines(summaries, ceilings, options.small), ""]
+        lines += agreement_lines(self.texts, engines)
+        lines += [f"failed: {name}: {reason}" for name, reason in self.failures.items()]
+        print("\n".join(lines), flush=True)
+        runs = [asdict(run) for run in self.runs]
+        rows = rows_of(summaries, ratios(summaries, engines, metrics=METRICS), runs)
+        equal = {engine.name: agreement(self.texts, engine.name) for engine in engines}
+        rows = [row | {"equal_first_tokens": equal[row["engine"]]} for row in rows]
+        return rows, self.written_settings(engines)
 
 
 def main() -> None:
-    options = arguments()
-    comparison = ImageComparison(options, scratch_of(options))
-    facts, began = plain_facts(), time.monotonic()
-    print(f"# {facts['cpu']}, {options.threads} threads; {facts['date']}, commit {facts['commit']}")
+    names = [workload.name for workload in WORKLOADS]
+    options = arguments(__doc__, names, 900.0, "a tiny model and small images")
     workloads = [chosen_workload(name, options.small) for name in options.workloads]
-    engines = prepared(comparison, chosen_engines(ENGINES, options.engines), workloads)
-    measure_rounds(comparison, engines, workloads)
-    results = finish(comparison, engines)
-    print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-    write(options.output_json, "cpu.images", *results, plain_facts)
+    ImageComparison(options, scratch_of(options)).compare("cpu.images", ENGINES, workloads)
 
 
 if __name__ == "__main__":

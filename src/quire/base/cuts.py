@@ -1,4 +1,5 @@
-"""How a dimension of a model is divided among the ranks that share its layers. No torch."""
+"""How a model is divided: a dimension among the ranks that share its layers, and its layers among
+the stages of a pipeline. No torch."""
 
 from dataclasses import dataclass
 
@@ -74,3 +75,16 @@ def cut_block(block_size: int, num_ranks: int) -> int:
             " multiple of it."
         )
     return block_size // num_ranks
+
+
+def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
+    """Return the layers of a stage. Parts are even, and larger by one at the front, since the last
+    stage has the head besides. Raises ConfigError for more stages than layers."""
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is more than the model's {num_layers} layers;"
+            " take fewer stages."
+        )
+    each, more = divmod(num_layers, num_stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))

@@ -5,6 +5,7 @@ Whose a message is follows from the connection that it comes over: one client's 
 
 import array
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -97,9 +98,18 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
         """Its media items without pixels."""
         return tuple(item.without_pixels for item in self.media)
 
+    def sets(self, fields: Iterable[str]) -> bool:
+        """Return whether one of these fields differs from its default."""
+        return any(getattr(self, name) != DEFAULTS_OF_REQUEST[name] for name in fields)
+
     def with_media(self, media: tuple[MediaItem, ...]) -> "Request":
         """Return the request with these items."""
         return msgspec.structs.replace(self, media=media)
+
+
+DEFAULTS_OF_REQUEST = {
+    field.name: field.default for field in msgspec.structs.fields(Request) if not field.required
+}
 
 
 def without_prompt(request: Request) -> Request:

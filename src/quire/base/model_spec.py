@@ -15,7 +15,7 @@ from typing import Any
 from quire.base.cache_group import FULL, STATE, STEP, WINDOW, CacheGroup
 from quire.base.config_defaults import DEFAULTS, defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
-from quire.base.cuts import cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.base.cuts import cut_evenly, cut_or_repeat, cut_vocabulary, layers_of_stage
 from quire.base.encoders import (
     ENCODER_TYPES,
     check_encoder,
@@ -48,7 +48,6 @@ from quire.base.model_options import (
 from quire.base.pooling import PoolingSpec
 from quire.base.quantization_config import QuantizationConfig, quantization_config
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
-from quire.base.stages import layers_of_stage
 from quire.base.text_config import text_part
 
 # Whose class runs a model, and whether torch compiles it.

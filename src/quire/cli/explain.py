@@ -3,11 +3,10 @@
 import argparse
 import json
 import logging
-from pathlib import Path
 
 from quire.base.errors import RequestError
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import EPILOG, tell
+from quire.cli.recordings import add_recording, tell
 
 logger = logging.getLogger("quire")
 
@@ -19,12 +18,8 @@ def add_command(commands: Commands) -> None:
         help="explain what happened to a request of a recording",
         description="Show the timeline of REQUEST in a recording: its wait and the requests before"
         " it, its prefix hit, chunks and preemptions. Without REQUEST, print one line for each.",
-        epilog=EPILOG,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
-    )
+    add_recording(parser, run)
     parser.add_argument(
         "request", metavar="REQUEST", nargs="?", help="id of the request, as in its response"
     )

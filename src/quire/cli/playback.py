@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import EPILOG, tell
+from quire.cli.recordings import add_recording, tell
 
 EVERY_S = 0.1
 
@@ -19,12 +19,8 @@ def add_command(commands: Commands) -> None:
         description="Replay a recording and write the frames that the web page would have shown:"
         " KV blocks, running and waiting requests. Open the file on the page (Engine, Open a"
         " recording); it stays in the browser.",
-        epilog=EPILOG,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
-    )
+    add_recording(parser, run)
     parser.add_argument(
         "--output", metavar="FILE", type=Path, required=True,
         help="file of JSON lines to write; compressed if its name ends in .gz",

@@ -1,7 +1,10 @@
-"""What `quire replay`, `explain` and `trace` share: how they end, and what they say of a recording
-that is not whole."""
+"""What `quire replay`, `explain`, `trace` and `playback` share: the recording that they read, how
+they end, and what they say of a recording that is not whole."""
 
+import argparse
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.engine.recording.frames import State
@@ -18,6 +21,17 @@ EPILOG = (
     f" {STATUS[State.DAMAGED]} damaged recording, {STATUS[State.CUT]} truncated or unfinished"
     " recording. The reliable part of such a recording is used."
 )
+
+
+def add_recording(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
+) -> None:
+    """Make a command that reads a recording, and that `run` carries out."""
+    parser.epilog = EPILOG
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
+    )
 
 
 def tell(outcome: "Outcome") -> int:

@@ -1,10 +1,9 @@
 """`quire replay FILE`: the recorded calls once more; every plan must come out the same."""
 
 import argparse
-from pathlib import Path
 
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import EPILOG, tell
+from quire.cli.recordings import add_recording, tell
 from quire.cli.settings import add_settings, given_settings
 
 
@@ -17,12 +16,8 @@ def add_command(commands: Commands) -> None:
         " compare every plan, up to the first difference. With the model, which needs a recording"
         " with tokens, also compute all steps again and compare the sampled tokens. Settings"
         " replace the recorded ones.",
-        epilog=EPILOG,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
-    )
+    add_recording(parser, run)
     parser.add_argument(
         "--with-model", action="store_true", help="also run the recorded model; implied by --model"
     )

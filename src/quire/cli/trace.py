@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from quire.cli.options.help_parser import Commands
-from quire.cli.recordings import EPILOG, tell
+from quire.cli.recordings import add_recording, tell
 
 
 def add_command(commands: Commands) -> None:
@@ -14,12 +14,8 @@ def add_command(commands: Commands) -> None:
         help="export a recording for Perfetto",
         description="Write a recording as a Chrome trace with a track per row, a track of steps,"
         " and counters. Open it at https://ui.perfetto.dev, which keeps it in the browser.",
-        epilog=EPILOG,
     )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, help="recording: a directory or one segment"
-    )
+    add_recording(parser, run)
     parser.add_argument(
         "--output", metavar="FILE", type=Path, required=True, help="JSON file to write"
     )

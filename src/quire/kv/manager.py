@@ -137,18 +137,16 @@ class KVManager:
         full blocks. chunk: most tokens that one step computes of all of them together, so a window
         group needs the blocks of a chunk only once."""
         blocks = -(-num_tokens // self.block_size)
-        needs = []
-        for group in self.groups:
-            if group.keeps_all:
-                needs.append(num_shared + num_sequences * (blocks - num_shared))
-                continue
+        needs = [num_shared + num_sequences * (blocks - num_shared)] * len(self.groups)
+        for g in self._dropping:
+            group = self.groups[g]
             alone = group.most_blocks(num_tokens, self.block_size, chunk)
             decoding = group.most_blocks(num_tokens, self.block_size)
             others = (num_sequences - 1) * decoding
             if group.kind != STATE:
                 # Each other sequence may begin a block for its part of the chunk.
                 others = min(others + num_sequences - 1, (num_sequences - 1) * alone)
-            needs.append(alone + others)
+            needs[g] = alone + others
         return needs
 
     def get_computed_blocks(

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, feed_forward
+from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, LayerStep, feed_forward
 from quire.models.layers import LayerNorm, ParamFactory, StreamNorm
 from quire.models.options import DecoderOptions
 from quire.ops.add import add
-from quire.ops.attention.base import AttentionBackend
 
 
 class Cohere2Layer(nn.Module):
@@ -25,15 +24,11 @@ class Cohere2Layer(nn.Module):
         self.mlp = feed_forward(at)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         x_TD, residual_TD = self.norm(x_TD, residual_TD)
-        return add(self.attention(x_TD, rotary_rows, backend), self.mlp(x_TD)), residual_TD
+        return add(self.attention(x_TD, step), self.mlp(x_TD)), residual_TD
 
 
 class Cohere2(Decoder):

@@ -18,9 +18,9 @@ from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import RopeOptions
 from quire.models.experts import ExpertList, SparseMLP, StackedExperts
-from quire.models.gates import gate
 from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
+    GATES,
     Attention,
     Embedding,
     HeadNorm,
@@ -29,6 +29,7 @@ from quire.models.layers import (
     ParamFactory,
     RMSNorm,
     Sinks,
+    activation,
 )
 from quire.models.model import HEADS, Model
 from quire.models.options import DecoderOptions
@@ -64,6 +65,13 @@ class LayerPlace(NamedTuple):
     def inner(self, size: int, what: str = "intermediate_size") -> Cut:
         """The part of a feed-forward layer of this size that it has. what: the setting."""
         return self.factory.place.cut(size, what)
+
+
+class LayerStep(NamedTuple):
+    """What a step gives every layer. rotary_rows: None where queries and keys are not turned."""
+
+    rotary_rows: torch.Tensor | None
+    backend: AttentionBackend
 
 
 class DecoderAttention(nn.Module):
@@ -104,21 +112,13 @@ class DecoderAttention(nn.Module):
         self.qk_norm = None
         if options.qk_norm:
             self.qk_norm = head_norm(at, name, order)
-        self.output = Linear(
-            [name_output],
-            heads.times(size),
-            [spec.hidden_size],
-            factory,
-            bias=options.output_bias,
-        )
+        self.output = attention_output(at, name_output)
         factor = size**-0.5 if options.attention_scale is None else options.attention_scale
         self.attention = Attention(layer, factor, options.soft_cap)
         self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
 
-    def forward(
-        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None, backend: AttentionBackend
-    ) -> torch.Tensor:
-        """rotary_rows: None where queries and keys are not turned."""
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        rotary_rows, backend = step
         heads, kv_heads = self._heads, self._kv_heads
         qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
         norm = self.qk_norm
@@ -155,7 +155,7 @@ class GatedMLP(nn.Module):
         outputs = [part, part] if len(first) == 2 else [[part, part]]
         self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
         self.down = Linear([last], part, [size], at.factory, bias=bias)
-        self._gate = gate(at.spec.layers.activation)
+        self._gate = activation(at.spec.layers.activation, GATES)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(self._gate(self.gate_up(x_TD)))
@@ -188,15 +188,11 @@ class DecoderLayer(nn.Module):
         return feed_forward(at)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (what the feed-forward layer adds, the residual stream before it)."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.attention(x_TD, rotary_rows, backend)
+        x_TD = self.attention(x_TD, step)
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 
@@ -213,17 +209,19 @@ class SandwichLayer(DecoderLayer):
         self.mlp_end_norm = norm_of(at, self.after_mlp)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.attention_end_norm(self.attention(x_TD, rotary_rows, backend))[0]
+        x_TD = self.attention_end_norm(self.attention(x_TD, step))[0]
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp_end_norm(self.mlp(x_TD))[0], residual_TD
+
+
+def attention_output(at: LayerPlace, name: str) -> Linear:
+    """Make the output projection of attention."""
+    spec, heads = at.spec, at.heads.times(at.spec.head_dim)
+    return Linear([name], heads, [spec.hidden_size], at.factory, bias=at.options.output_bias)
 
 
 def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm:
@@ -287,7 +285,7 @@ class Decoder(Model):
         ropes = [layer_rope(spec, options, layer) for layer in here]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
-        self._rotary_of_layer = [None if rope is None else kinds.index(rope) for rope in ropes]
+        self._kind_of_layer = [-1 if rope is None else kinds.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
             self.layer_kind(LayerPlace(spec, options, layer, names[layer], factory))
             for layer in here
@@ -324,12 +322,13 @@ class Decoder(Model):
     ) -> torch.Tensor:
         """See Model."""
         x_TD, residual_TD = self._begin(input_ids_T, inputs_embeds_TD, intermediate_TE)
-        rows, reads = [rotary(positions_T) for rotary in self._rotaries], self.reads
-        for number, layer, kind in zip(self._here, self.layers, self._rotary_of_layer, strict=True):
+        steps = [LayerStep(rotary(positions_T), attention) for rotary in self._rotaries]
+        steps.append(LayerStep(None, attention))  # the last, of kind -1
+        reads = self.reads
+        for number, layer, kind in zip(self._here, self.layers, self._kind_of_layer, strict=True):
             if reads is not None:
                 reads.keep(number, x_TD, residual_TD)
-            rotary_rows = None if kind is None else rows[kind]
-            x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
+            x_TD, residual_TD = layer(x_TD, residual_TD, steps[kind])
             if number < self.num_features and self.encoder_memory is not None:
                 offset = (number + 1) * x_TD.shape[1]
                 x_TD = add_features(x_TD, input_ids_T, self.encoder_memory, offset)

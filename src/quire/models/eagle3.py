@@ -28,6 +28,7 @@ from quire.models.decoder import (
     DecoderLayer,
     GatedMLP,
     LayerPlace,
+    LayerStep,
     norm_of,
 )
 from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, RMSNorm
@@ -95,16 +96,12 @@ class FirstLayer(nn.Module):
         self.mlp = GatedMLP(at)
 
     def forward(
-        self,
-        embedded_TD: torch.Tensor,
-        state_TD: torch.Tensor,
-        rotary_rows: torch.Tensor,
-        backend: AttentionBackend,
+        self, embedded_TD: torch.Tensor, state_TD: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what DecoderLayer does."""
         normed_TD = self.state_norm(state_TD)[0]
         x_TD = beside(self.token_norm(embedded_TD)[0], normed_TD)
-        x_TD = self.attention(x_TD, rotary_rows, backend)
+        x_TD = self.attention(x_TD, step)
         x_TD, residual_TD = self.mlp_norm(x_TD, normed_TD if self._norm_first else state_TD)
         return self.mlp(x_TD), residual_TD
 
@@ -232,10 +229,10 @@ class Eagle3(Model):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         embedding = self.embedding or self._targets[0]
-        rows = self._rotary(positions_R)
-        x_RD, residual_RD = self.first_layer(embedding(ids_R), state_RD, rows, attention)
+        step = LayerStep(self._rotary(positions_R), attention)
+        x_RD, residual_RD = self.first_layer(embedding(ids_R), state_RD, step)
         for layer in self.layers:
-            x_RD, residual_RD = layer(x_RD, residual_RD, rows, attention)
+            x_RD, residual_RD = layer(x_RD, residual_RD, step)
         normed_RD, state_RD = self.norm(x_RD, residual_RD)
         return beside(normed_RD if self._norm_last else state_RD, normed_RD)
 

@@ -6,10 +6,9 @@ Shape legend: T tokens, D model dim, N query heads, K KV heads, M = N + 2 K, H h
 import torch
 from torch import nn
 
-from quire.models.decoder import LayerPlace, head_norm, layer_rope
+from quire.models.decoder import LayerPlace, LayerStep, attention_output, head_norm, layer_rope
 from quire.models.layers import Attention, Linear
 from quire.models.rope import head_order, rows_of_heads
-from quire.ops.attention.base import AttentionBackend
 from quire.ops.sigmoid_mul import sigmoid_mul
 
 
@@ -43,18 +42,12 @@ class GatedAttention(nn.Module):
             ],
         )
         self.norm = head_norm(at, name, order)
-        self.output = Linear(
-            [f"{name}.o_proj"],
-            heads.times(size),
-            [spec.hidden_size],
-            factory,
-            bias=options.output_bias,
-        )
+        self.output = attention_output(at, f"{name}.o_proj")
         self.attention = Attention(layer, size**-0.5)
 
-    def forward(
-        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor, backend: AttentionBackend
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        rotary_rows, backend = step
+        assert rotary_rows is not None, "all layers of this kind turn queries and keys"
         heads, kv_heads, size = self._heads, self._kv_heads, self._head_dim
         all_heads = self.gate_qkv(x_TD).view(-1, 2 * (heads + kv_heads), size)
         gate_TNH, qkv_TMH = all_heads.split([heads, heads + 2 * kv_heads], dim=1)

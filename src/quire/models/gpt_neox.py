@@ -9,11 +9,10 @@ from torch import nn
 
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import RopeOptions, own_fields, rope_of, rotated_dims
-from quire.models.decoder import Decoder, DecoderAttention, LayerPlace
+from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, LayerStep
 from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm, activation
 from quire.models.options import DecoderOptions
 from quire.ops.add import add
-from quire.ops.attention.base import AttentionBackend
 
 
 class NeoXMLP(nn.Module):
@@ -47,15 +46,11 @@ class NeoXLayer(nn.Module):
         self.mlp = NeoXMLP(at)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        attended_TD = self.attention(x_TD, rotary_rows, backend)
+        attended_TD = self.attention(x_TD, step)
         if self._is_parallel:
             return add(attended_TD, self.mlp(self.mlp_norm(residual_TD)[0])), residual_TD
         x_TD, residual_TD = self.mlp_norm(attended_TD, residual_TD)

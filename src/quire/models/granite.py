@@ -3,10 +3,9 @@
 import torch
 
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderLayer, LayerPlace
+from quire.models.decoder import Decoder, DecoderLayer, LayerPlace, LayerStep
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
-from quire.ops.attention.base import AttentionBackend
 from quire.ops.scale import scale
 
 
@@ -18,15 +17,11 @@ class GraniteLayer(DecoderLayer):
         self._factor = at.spec.fields.number("residual_multiplier", 1.0)
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = scale(self.attention(x_TD, rotary_rows, backend), self._factor)
+        x_TD = scale(self.attention(x_TD, step), self._factor)
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return scale(self.mlp(x_TD), self._factor), residual_TD
 

@@ -27,6 +27,7 @@ from quire.ops.embedding import embedding, part_of_embedding
 from quire.ops.fill_up import fill_up
 from quire.ops.formats import Quantization
 from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.host_memory import HugeMemory
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
@@ -34,6 +35,7 @@ from quire.ops.opaque import OpaqueWeight
 from quire.ops.precision import accumulation_dtype
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm
+from quire.ops.silu_mul import silu_mul
 
 
 @dataclass(frozen=True)
@@ -404,19 +406,29 @@ class Attention:
         return out_TNH.flatten(1)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": relu,
+Function = Callable[[torch.Tensor], torch.Tensor]
+ACTIVATIONS: dict[str, Function] = {
     "gelu": gelu,
-    "gelu_python": gelu,
     "gelu_fast": gelu_tanh,  # but for the tenth digit of its constant
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_python": gelu,
+    "relu": relu,
+}
+# base/model_options.GATES has the same names: it refuses others without torch.
+GATES: dict[str, Function] = {
+    "silu": silu_mul,
+    "swish": silu_mul,
+    "gelu": gelu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "gelu_new": gelu_tanh_mul,
 }
 
 
-def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function that a config names. Raises ModelError for one that does not exist."""
-    if name not in ACTIVATIONS:
-        known = ", ".join(sorted(ACTIVATIONS))
-        raise ModelError(f"the activation {name!r} is not supported; supported are {known}.")
-    return ACTIVATIONS[name]
+def activation(name: str, known: Mapping[str, Function] = ACTIVATIONS) -> Function:
+    """Return the function that a config names. Raises ModelError for one that does not exist."""
+    if name not in known:
+        raise ModelError(
+            f"the activation {name!r} is not supported; supported are {', '.join(known)}."
+        )
+    return known[name]

@@ -14,10 +14,10 @@ from torch import nn
 
 from quire.base.cuts import Cut
 from quire.base.linear_attention import LinearAttention
-from quire.models.decoder import LayerPlace
+from quire.models.decoder import LayerPlace, LayerStep
 from quire.models.layers import Layer, Linear, ParamFactory
 from quire.models.sources import ALL, Part, Source, Stretches, rows_of
-from quire.ops.attention.base import AttentionBackend, DeltaHeads
+from quire.ops.attention.base import DeltaHeads
 from quire.ops.gated_norm import gated_norm
 
 INSIDE = "linear_attn"
@@ -149,10 +149,8 @@ class LinearAttentionLayer(nn.Module):
         self.rule = DeltaRule(name, sizes, factory)
         self.output = Linear([f"{name}.out_proj"], sizes.of_values, [hidden], factory)
 
-    def forward(
-        self, x_TD: torch.Tensor, _: torch.Tensor | None, backend: AttentionBackend
-    ) -> torch.Tensor:
-        rule, heads = self.rule, self._heads
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        backend, rule, heads = step.backend, self.rule, self._heads
         qkv_TC, gate_TM = self.inputs(x_TD).split(self._split, dim=1)
         qkv_TC = backend.convolve(self._layer, qkv_TC, rule.convolution)
         read_TNE = backend.delta_rule(

@@ -14,10 +14,9 @@ from quire.base.config_fields import Fields
 from quire.base.layer_windows import FULL, SLIDING
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import LEAST_FACTOR, RopeOptions, rope_of
-from quire.models.decoder import Decoder, DecoderAttention, GatedMLP, LayerPlace
+from quire.models.decoder import Decoder, DecoderAttention, GatedMLP, LayerPlace, LayerStep
 from quire.models.layers import LayerNorm, ParamFactory, StreamNorm
 from quire.models.options import DecoderOptions
-from quire.ops.attention.base import AttentionBackend
 
 # By kind of layer: the base of its rotary embedding, and what old configs call it.
 THETAS = {FULL: (160_000.0, "global_rope_theta"), SLIDING: (10_000.0, "local_rope_theta")}
@@ -47,18 +46,14 @@ class ModernBertLayer(nn.Module):
         self.mlp = GatedMLP(at, ("Wi", "Wo"))
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         if self.attention_norm is None:
             residual_TD = x_TD
         else:
             x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.attention(x_TD, rotary_rows, backend)
+        x_TD = self.attention(x_TD, step)
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp(x_TD), residual_TD
 

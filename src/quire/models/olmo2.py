@@ -11,12 +11,18 @@ from torch import nn
 
 from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, feed_forward, norm_of
+from quire.models.decoder import (
+    Decoder,
+    DecoderAttention,
+    LayerPlace,
+    LayerStep,
+    feed_forward,
+    norm_of,
+)
 from quire.models.layers import ParamFactory, RMSNorm
 from quire.models.options import DecoderOptions
 from quire.models.sources import Source
 from quire.ops.add import add
-from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import all_reduce
 from quire.ops.rms_norm_by_sum import rms_norm_by_sum, square_sums
 from quire.ops.rotary import rotary
@@ -33,10 +39,9 @@ class Olmo2Attention(DecoderAttention):
         self.q_norm = PartNorm(f"{name}.q_norm", at.heads.times(size), eps, at.factory)
         self.k_norm = PartNorm(f"{name}.k_norm", at.kv_heads.times(size), eps, at.factory)
 
-    def forward(
-        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None, backend: AttentionBackend
-    ) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """See DecoderAttention."""
+        rotary_rows, backend = step
         assert rotary_rows is not None, "all layers turn queries and keys"
         q, k, v = self.qkv(x_TD).split(self._sizes, dim=1)
         q, k = self._normed(q, k)
@@ -81,15 +86,11 @@ class Olmo2Layer(nn.Module):
         self.after_mlp = norm_of(at, "post_feedforward_layernorm")
 
     def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See DecoderLayer."""
         x_TD = x_TD if residual_TD is None else add(x_TD, residual_TD)
-        out_TD = self.after_attention(self.attention(x_TD, rotary_rows, backend))[0]
+        out_TD = self.after_attention(self.attention(x_TD, step))[0]
         x_TD = add(x_TD, out_TD)
         return self.after_mlp(self.mlp(x_TD))[0], x_TD
 

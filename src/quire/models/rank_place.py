@@ -2,9 +2,15 @@
 
 from dataclasses import dataclass
 
-from quire.base.cuts import Cut, all_of, cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.base.cuts import (
+    Cut,
+    all_of,
+    cut_evenly,
+    cut_or_repeat,
+    cut_vocabulary,
+    layers_of_stage,
+)
 from quire.base.model_options import INNER_SIZE, NUM_EXPERTS
-from quire.base.stages import layers_of_stage
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.neighbours import neighbours
 

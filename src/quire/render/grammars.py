@@ -10,6 +10,8 @@ import json
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from quire.base.errors import EngineBusy, RequestError
@@ -62,28 +64,18 @@ class Grammars:
         one that is wrong or takes too much, and EngineBusy where too many wait or the machine has
         too little processor time for the check."""
         key = _key(grammar, field)
-        found = self._known(key)
-        if found is not None:
+        if (found := self._known(key)) is not None:
             return found
-        data = json.dumps(grammar).encode()
-        try:
-            answer = self._jobs.run(data, len(data) > HEAVY_BYTES)
-        except RequestError as error:
-            raise _named(error, field) from None
-        return self._keep(key, grammar, answer)
+        with _naming(field):
+            return self._keep(key, self._jobs.run(*_job(grammar)))
 
     async def check_async(self, grammar: str, field: str = FIELD) -> Checked:
         """Do the same without holding up an event loop."""
         key = _key(grammar, field)
-        found = self._known(key)
-        if found is not None:
+        if (found := self._known(key)) is not None:
             return found
-        data = json.dumps(grammar).encode()
-        try:
-            answer = await self._jobs.run_async(data, len(data) > HEAVY_BYTES)
-        except RequestError as error:
-            raise _named(error, field) from None
-        return self._keep(key, grammar, answer)
+        with _naming(field):
+            return self._keep(key, await self._jobs.run_async(*_job(grammar)))
 
     def _known(self, key: bytes) -> Checked | None:
         with self._lock:
@@ -92,7 +84,7 @@ class Grammars:
                 self._kept.move_to_end(key)
             return found
 
-    def _keep(self, key: bytes, grammar: str, answer: str) -> Checked:
+    def _keep(self, key: bytes, answer: str) -> Checked:
         text, warnings = json.loads(answer)
         found = Checked(text, tuple(warnings))
         for warning in warnings:
@@ -118,7 +110,18 @@ def _key(grammar: str, field: str) -> bytes:
     return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
 
 
-def _named(error: RequestError, field: str) -> RequestError:
-    if isinstance(error, EngineBusy):
-        return error
-    return RequestError(f"{field}: {str(error).removesuffix('.')}.", field)
+def _job(grammar: str) -> tuple[bytes, bool]:
+    """Return what the process gets, and whether it is heavy."""
+    data = json.dumps(grammar).encode()
+    return data, len(data) > HEAVY_BYTES
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Name the field in a RequestError."""
+    try:
+        yield
+    except EngineBusy:
+        raise
+    except RequestError as error:
+        raise RequestError(f"{field}: {str(error).removesuffix('.')}.", field) from None

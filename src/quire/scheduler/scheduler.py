@@ -154,6 +154,7 @@ class Scheduler(SchedulerCore):
         self.lifecycle.events = []
         self._collectors = []
         self.misses.start(self.lifecycle.report_prefix)
+        self.arrivals.connect()
         self._handlers = self._own_handlers()
 
     def check_invariants(self) -> None:

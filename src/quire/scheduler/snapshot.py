@@ -69,6 +69,7 @@ STATE_VERSION = 16  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {
         "BlockNaming": ("digester", "new"), "BlockPool": ("changes",), "Holds": ("changes",),
+        "Arrivals": ("_concerns",),
         "Lifecycle": ("events",), "Scheduler": ("_collectors", "_handlers"),
         "Memory": ("listeners", "_finding", "_begun", "_named", "_copying", "_planned", "_limits",
                    "_grants"),

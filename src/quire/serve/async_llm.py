@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from math import inf
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, cast
 
 from msgspec import structs
@@ -384,12 +384,7 @@ class AsyncLLM:
     async def __aenter__(self) -> "AsyncLLM":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._end)
         self.shutdown()
         if self._closing is not None:

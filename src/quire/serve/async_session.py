@@ -12,7 +12,6 @@ goes on without that answer.
 
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from types import TracebackType
 
 from quire.base.errors import EngineDead
 from quire.base.messages import Request
@@ -80,12 +79,7 @@ class AsyncSession(SessionTokens):
     async def __aenter__(self) -> "AsyncSession":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     # ------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ it, and computed while the next piece is awaited. The end of the iterator comple
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from quire.base.errors import RequestError
@@ -47,12 +46,7 @@ class PieceReader:
         self._task = asyncio.create_task(self._read())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.wait([self._task])
 

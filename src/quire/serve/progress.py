@@ -3,7 +3,6 @@
 import logging
 import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from quire.base.outputs import RequestOutput
@@ -28,12 +27,7 @@ class _Bar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._shown is not None:
             self._shown.stop()
             self._shown = None

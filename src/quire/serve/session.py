@@ -10,7 +10,6 @@ with llm.session() as story:
 """
 
 from collections.abc import Callable
-from types import TracebackType
 
 from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
@@ -71,12 +70,7 @@ class Session(SessionTokens):
     def __enter__(self) -> "Session":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _tokens_of(self, prompt: Prompt | Messages) -> list[int]:

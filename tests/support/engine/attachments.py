@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
 from quire.engine.attachments.drafting import DraftingAttachment
+from quire.engine.attachments.on_demand import OnDemand
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.drafting.drafting import Int64
 from quire.engine.loop.attachment import Attachment
@@ -15,8 +16,14 @@ AnAttachment = TypeVar("AnAttachment", bound=Attachment)
 
 
 def attached(core: EngineCore, kind: type[AnAttachment]) -> AnAttachment | None:
-    """The attachment of a kind."""
-    return next((each for each in core.attachments.all if isinstance(each, kind)), None)
+    """The attachment of a kind, also if no request has needed it yet."""
+    every = [*core.attachments.all, *(each for found in on_demand(core) for each in found.others)]
+    return next((each for each in every if isinstance(each, kind)), None)
+
+
+def on_demand(core: EngineCore) -> list[OnDemand]:
+    """What attaches others once a request needs them."""
+    return [each for each in core.attachments.all if isinstance(each, OnDemand)]
 
 
 def drafter_of(core: EngineCore) -> Any:
@@ -29,6 +36,8 @@ def draft_with(core: EngineCore, drafter: Any) -> None:
     """Let this draft in the place of what did; None: nothing."""
     if (before := attached(core, DraftingAttachment)) is not None:
         core.detach(before)
+        for found in on_demand(core):
+            found.others = [each for each in found.others if each is not before]
     if drafter is not None:
         core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
 

@@ -1,7 +1,6 @@
 """Drafting as an attachment: drafts go to the scheduler before each plan that may try some."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from quire.base.messages import Control, Draft, Drafted
 from quire.base.plan import StepResult
@@ -10,30 +9,11 @@ from quire.engine.attachments.order import Order
 from quire.engine.drafting.drafting import Guesses
 from quire.engine.loop.attachment import NOTHING_PENDING, Attachment, Given, Pending, Phase
 from quire.engine.loop.in_flight import StepInFlight
-from quire.scheduler.branching.drafts import Worth
 from quire.scheduler.core import sequence
 from quire.scheduler.decisions import Decisions
+from quire.scheduler.scheduler import Scheduler
 
 HOLDS_PLANS = Pending(holds_plans=True)
-
-
-class Candidates(Protocol):
-    """`Scheduler.drafts`."""
-
-    def candidates(
-        self, worth: Worth | None = None, num_pending: int | None = 0
-    ) -> list[sequence.Sequence]: ...
-
-
-class DraftsPlans(Protocol):
-    """What drafting asks the scheduler."""
-
-    @property
-    def depth(self) -> int: ...
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def drafts(self) -> Candidates: ...
 
 
 class DraftingAttachment(Attachment):
@@ -45,7 +25,7 @@ class DraftingAttachment(Attachment):
 
     order = Order.DRAFTING
 
-    def __init__(self, drafter: Guesses, scheduler: DraftsPlans, limits: RequestLimits) -> None:
+    def __init__(self, drafter: Guesses, scheduler: Scheduler, limits: RequestLimits) -> None:
         self.drafter = drafter
         self._scheduler = scheduler
         self._limits = limits

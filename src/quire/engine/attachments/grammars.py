@@ -1,34 +1,13 @@
 """Grammars as an attachment: compiled when a request comes, asked for masks before each step."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
-from quire.base.events import Event
-from quire.base.masks import MaskPromise
-from quire.base.messages import Control, GrammarReady, Request
-from quire.base.plan import Plan
+from quire.base.messages import Control, Request
 from quire.engine.attachments.order import Order
+from quire.engine.grammars.grammars import Grammars
 from quire.engine.loop.attachment import Attachment, Given, Loop, Pending, Phase
 from quire.engine.loop.in_flight import StepInFlight
-from quire.scheduler.core import sequence
 from quire.scheduler.decisions import Decisions
-
-
-class FollowsGrammars(Protocol):
-    """What the attachment needs of `Grammars`, which says what each does."""
-
-    @property
-    def num_open(self) -> int: ...
-    @property
-    def has_answers(self) -> bool: ...
-    def begin(self, request: Request) -> None: ...
-    def take(self) -> list[GrammarReady]: ...
-    def hear(self, events: Iterable[Event]) -> None: ...
-    def fill(
-        self, promise: MaskPromise, plan: Plan, sequences: Mapping[int, sequence.Sequence]
-    ) -> None: ...
-    def forgo(self, promise: MaskPromise, plan: Plan) -> None: ...
-    def close(self) -> None: ...
 
 
 class GrammarAttachment(Attachment):
@@ -37,7 +16,7 @@ class GrammarAttachment(Attachment):
 
     order = Order.GRAMMARS
 
-    def __init__(self, grammars: FollowsGrammars) -> None:
+    def __init__(self, grammars: Grammars) -> None:
         self.grammars = grammars
 
     @property

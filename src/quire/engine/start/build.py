@@ -15,6 +15,7 @@ from quire.base.media.families import whole_fields
 from quire.base.model_spec import ModelSpec, read_config
 from quire.base.speculation import (
     DRAFT_MODEL,
+    FORCED,
     NGRAM,
     Speculation,
     parse_speculation,
@@ -27,6 +28,7 @@ from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.held_files import HeldFiles, keep_held
 from quire.engine.attachments.kv_events import publish_events
 from quire.engine.attachments.loading import Loading
+from quire.engine.attachments.on_demand import OnDemand
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable, make_directory
 from quire.engine.client.client import InProcessClient
@@ -38,6 +40,7 @@ from quire.engine.executors.executor import Executor, InProcessExecutor
 from quire.engine.executors.loaded import LoadedModel
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary
+from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.launch import Ranks
@@ -211,11 +214,16 @@ def _build_core(
     if isinstance(built, WarmModel):
         core.attach(Loading(built.needs_whole, built.load, core.bell.ring))
     grammars = _make_grammars(core, built, source)
-    core.attach(GrammarAttachment(grammars))
+    guiding: list[Attachment] = [GrammarAttachment(grammars)]
     speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
     if speculation is not None:
         drafter = _make_drafting(core, built, speculation, grammars, side.draft)
-        core.attach(DraftingAttachment(drafter, core.scheduler, core.limits))
+        drafting = DraftingAttachment(drafter, core.scheduler, core.limits)
+        if speculation.method == FORCED:  # only grammars force tokens
+            guiding.append(drafting)
+        else:
+            core.attach(drafting)
+    core.attach(OnDemand(core, ("grammar",), guiding))
     if config.record is not None:
         settings = public_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
         settings |= STORE_SETTINGS  # a replay asks no store

@@ -8,8 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.base.config_fields import Fields
-from quire.models.gates import GATES
-from quire.models.layers import ACTIVATIONS
+from quire.models.layers import ACTIVATIONS, GATES
 from quire.models.vision.layers import Activation
 from quire.ops.gelu import quick_gelu
 

@@ -10,7 +10,6 @@ import torch
 
 from quire.base.config_fields import Fields
 from quire.models.layers import ParamFactory
-from quire.models.vision.attention import BlockAttention
 from quire.models.vision.fields import vision_fields
 from quire.models.vision.qwen_vl import (
     PatchMerger,
@@ -64,14 +63,6 @@ class Qwen2VLTower(QwenTower):
         norm = layer_norm("visual.merger.ln_q", spec.width, factory)
         names = ("visual.merger.mlp.0", "visual.merger.mlp.2")
         self.merger = PatchMerger(norm, names, spec, factory)
-
-    def states(
-        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """See VisionTower."""
-        for block in self.blocks:
-            x_TD = block(x_TD, attention, 0, rotary_rows)
-        return [x_TD]
 
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""

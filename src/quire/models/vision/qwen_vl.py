@@ -161,7 +161,6 @@ class QwenTower(VisionTower):
     """
 
     prefixes = ("visual.",)
-    blocks: nn.ModuleList
     merger: PatchMerger
 
     def __init__(

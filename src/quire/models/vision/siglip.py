@@ -16,7 +16,6 @@ from torch import nn
 from quire.base.config_fields import Fields
 from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, RMSNorm
 from quire.models.sources import Source
-from quire.models.vision.attention import BlockAttention
 from quire.models.vision.layers import PatchLinear
 from quire.models.vision.squares import (
     PREFIX,
@@ -136,14 +135,6 @@ class Gemma3Tower(VisionTower):
     def numbers_per_token(self) -> int:
         """See VisionTower."""
         return self.spec.tower.numbers // self.spec.pooled_side**2 + 2 * self.width
-
-    def states(
-        self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        """See VisionTower."""
-        for block in self.blocks:
-            x_TD = block(x_TD, attention, 0, rotary_rows)
-        return [x_TD]
 
     def encode(self, image: ImageArrays) -> torch.Tensor:
         """See VisionTower."""

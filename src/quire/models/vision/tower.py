@@ -53,6 +53,7 @@ class VisionTower(nn.Module):
 
     prefixes: tuple[str, ...]
     unused: tuple[str, ...] = ()
+    blocks: nn.ModuleList
 
     def __init__(self, width: int, factory: ParamFactory) -> None:
         super().__init__()
@@ -72,8 +73,10 @@ class VisionTower(nn.Module):
         self, x_TD: torch.Tensor, attention: BlockAttention, rotary_rows: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """Run the blocks on embedded patches; return the states that the rest of the tower reads,
-        [T, D] each."""
-        raise NotImplementedError
+        [T, D] each: the last one, unless a tower says otherwise."""
+        for block in self.blocks:
+            x_TD = block(x_TD, attention, 0, rotary_rows)
+        return [x_TD]
 
     def run_blocks(
         self,

@@ -46,6 +46,20 @@ class Arrivals:
         self._forking, self._features = forking, features
         self._max_model_len = max_model_len
         self._num_arrivals = 0
+        self.connect()
+
+    def connect(self) -> None:
+        """Find which requests concern which extensions."""
+        extensions = of_kind(self._features, Extension)
+        self._concerns = [(each, each.fields, each.names) for each in extensions]
+
+    def _concerned(self, request: Request) -> list[Extension]:
+        """Return the extensions that a request concerns."""
+        return [
+            extension
+            for extension, fields, names in self._concerns
+            if not fields or request.request_id in names or request.sets(fields)
+        ]
 
     def accept(self, request: Request, now: float) -> Sequence:
         """Make the sequence of a request. Raises RequestError if it can never be served, and
@@ -64,9 +78,9 @@ class Arrivals:
                 f"{num} sequences are more than max_num_seqs={self._rows.table.num_rows}; request"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        for completion in of_kind(self._features, RequestCompletion):
+        for completion in of_kind(self._concerned(request), RequestCompletion):
             request = completion.complete(request)
-        has_room = [each.accept(request) for each in of_kind(self._features, Extension)]
+        has_room = [each.accept(request) for each in self._concerned(request)]
         sequence = self.new_sequence(request, now)
         if any(has_room):
             return sequence
@@ -108,7 +122,7 @@ class Arrivals:
     def enter(self, sequence: Sequence, now: float) -> None:
         """Queue a new sequence, or park it until it can be computed."""
         self._num_arrivals += sequence.request.params.num_samples
-        for extension in of_kind(self._features, Extension):
+        for extension in self._concerned(sequence.request):
             extension.enter(sequence, now)
         is_parked = bool(sequence.blockers) or not sequence.has_something_to_compute
         self._lifecycle.enter(sequence, is_parked, now)

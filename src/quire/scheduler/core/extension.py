@@ -89,18 +89,16 @@ class CacheListener:
         """Forget all names: the index has just been emptied."""
 
 
-class RequestCompletion:
-    """Completes requests before anything else looks at them."""
-
-    def complete(self, request: Request) -> Request:
-        """Return a request with what it takes over from others. Raises RequestError if it
-        cannot take that over."""
-        return request
-
-
 class Extension:
     """Accompanies sequences. `leave` and `forget` are called only for sequences that have this
-    extension among their `watchers`."""
+    extension among their `watchers`.
+
+    fields: of requests that concern this extension; `accept` and `enter` are called only for
+    requests that set one of them; () is all requests. names: ids of requests that concern it, too.
+    """
+
+    fields: Seq[str] = ()
+    names: Any = ()  # Collection[str], always the same one
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return what carries out control messages, by their type."""
@@ -124,6 +122,15 @@ class Extension:
     def fail(self, failed: Collection[Sequence], now: float) -> None:
         """Give up all that may be wrong because these have failed: the error may have come with any
         of their tokens."""
+
+
+class RequestCompletion(Extension):
+    """Completes requests that concern it before anything else looks at them."""
+
+    def complete(self, request: Request) -> Request:
+        """Return a request with what it takes over from others. Raises RequestError if it
+        cannot take that over."""
+        return request
 
 
 class ChunkLimit:

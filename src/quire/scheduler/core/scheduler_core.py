@@ -110,6 +110,7 @@ class SchedulerCore:
                 self.extensions.append(feature)
             if isinstance(feature, StepExtension):
                 self.step_extensions.append(feature)
+        self.arrivals.connect()
         self._handlers = self._own_handlers()
 
     def _own_handlers(self) -> dict[type, list[Handler]]:

@@ -44,6 +44,8 @@ class StepMedia:
 class MediaRefusal(Extension):
     """Refuses requests with media, for a model that takes none."""
 
+    fields = (FIELD,)
+
     def accept(self, request: Request) -> bool:
         """See Extension."""
         if request.media:
@@ -60,6 +62,7 @@ class MediaInputs(ChunkLimit, Extension, StepExtension):
     """Plans encoder inputs and reads. limited: sequences with a row that have yet to compute tokens
     of items."""
 
+    fields = (FIELD,)
     follows_steps = True
 
     def __init__(self, config: SchedulerConfig) -> None:

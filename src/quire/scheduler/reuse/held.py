@@ -36,7 +36,6 @@ from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.core.arrivals import limit_of
 from quire.scheduler.core.extension import (
     CacheListener,
-    Extension,
     Handler,
     HitSource,
     RequestCompletion,
@@ -88,7 +87,7 @@ class Branch:
     source_id: str
 
 
-class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtension):
+class Holds(HitSource, CacheListener, RequestCompletion, StepExtension):
     """All that is held, and the branches of forks that wait.
 
     sequences: those that have not ended. by_id: by request id and index. standing: those that have
@@ -97,6 +96,7 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
     """
 
     changes: dict[tuple[str, int], None] | None = None
+    fields = ("keep_s", "fork")
 
     def __init__(self, memory: Memory, rows: Rows, sequences: Mapping[str, Sequence]) -> None:
         self.by_id: dict[str, dict[int, Held]] = {}
@@ -108,6 +108,11 @@ class Holds(HitSource, CacheListener, RequestCompletion, Extension, StepExtensio
     def handlers(self) -> Mapping[type, Handler]:
         """See Extension."""
         return {Hold: self.hold, PutBack: self.put_back, Rewind: self.rewind}
+
+    @property
+    def names(self) -> Collection[str]:
+        """See Extension."""
+        return self.by_id
 
     def accept(self, request: Request) -> bool:
         """See Extension."""

@@ -29,6 +29,8 @@ MOST_PINS = 256  # each request that comes is compared with all of them
 class Pins(Extension, StepExtension, CacheListener):
     """The life of every pin, from the request for it to its end."""
 
+    fields = ("pin_s",)
+
     def __init__(
         self, memory: Memory, lifecycle: Lifecycle, arrivals: Arrivals, pinned: PinnedPrefixes
     ) -> None:
@@ -38,6 +40,11 @@ class Pins(Extension, StepExtension, CacheListener):
     def handlers(self) -> Mapping[type, Handler]:
         """See Extension."""
         return {Unpin: self._unpin, ResetPrefixCache: self._start_over}
+
+    @property
+    def names(self) -> Collection[str]:
+        """See Extension."""
+        return self._pinned.by_id
 
     def accept(self, request: Request) -> bool:
         """See Extension."""

@@ -1,0 +1,28 @@
+"""Attachments that only some requests need: no step calls them before the first such request."""
+
+from collections.abc import Sequence
+
+from quire.base.messages import Request
+from quire.engine.attachments.order import Order
+from quire.engine.loop.attachment import Attachment, Loop
+from quire.engine.loop.front import Front
+
+
+class OnDemand(Attachment):
+    """Attaches others before the core takes the first request that sets one of these fields."""
+
+    order = Order.GRAMMARS
+
+    def __init__(self, core: Front, fields: Sequence[str], others: Sequence[Attachment]) -> None:
+        self._core, self._fields, self.others = core, fields, others
+
+    def accept(self, request: Request) -> Request:
+        if request.sets(self._fields):
+            self._core.detach(self)
+            for each in self.others:
+                self._core.attach(each)
+        return request
+
+    def close(self, loop: Loop) -> None:
+        for each in self.others:
+            each.close(loop)
