@@ -12,7 +12,7 @@ from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import rotary_write as kernels
 from quire.ops.kernels.attention_write import layer_kv, write_kv
 from quire.ops.native import core
-from quire.ops.rms_norm import rms_norm
+from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary, rotary_rows
 from tests.support.kernels.cpp_blocks import row_by_row
 

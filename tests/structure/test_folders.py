@@ -21,7 +21,7 @@ CROWDED = {
     "cli": 24,
     "models": 56,
     "models/hf": 17,
-    "ops": 66,
+    "ops": 48,
     "ops/attention": 24,
     "ops/kernels": 33,
     "render": 37,

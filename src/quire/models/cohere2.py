@@ -11,8 +11,8 @@ from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, feed_forward
 from quire.models.layers import LayerNorm, ParamFactory, StreamNorm
 from quire.models.options import DecoderOptions
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.elementwise import add
 
 
 class Cohere2Layer(nn.Module):

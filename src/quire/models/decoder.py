@@ -34,10 +34,8 @@ from quire.models.model import HEADS, Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.beside import beside
+from quire.ops.elementwise import beside, scale, soft_cap
 from quire.ops.embedding import add_features, place
-from quire.ops.scale import scale
-from quire.ops.soft_cap import soft_cap
 
 KV_HEADS = "num_key_value_heads"  # the setting, as errors name it
 

@@ -10,7 +10,7 @@ from quire.models.decoder import LayerPlace, head_norm, layer_rope
 from quire.models.layers import Attention, Linear
 from quire.models.rope import head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.sigmoid_mul import sigmoid_mul
+from quire.ops.elementwise import sigmoid_mul
 
 
 class GatedAttention(nn.Module):

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import torch
 
 from quire.base.errors import ModelError
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
-from quire.ops.silu_mul import silu_mul
+from quire.ops.elementwise import gelu_mul, gelu_tanh_mul, silu_mul
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 

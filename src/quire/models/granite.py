@@ -7,7 +7,7 @@ from quire.models.decoder import Decoder, DecoderLayer, LayerPlace
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.scale import scale
+from quire.ops.elementwise import scale
 
 
 class GraniteLayer(DecoderLayer):

@@ -20,20 +20,16 @@ from quire.base.cuts import Cut, all_of
 from quire.base.errors import ModelError
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.sources import ALL, Source, Stretches, rows_of
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import RankGroup, all_reduce
+from quire.ops.elementwise import add, fill_up, gelu, gelu_tanh, relu
 from quire.ops.embedding import embedding, part_of_embedding
-from quire.ops.fill_up import fill_up
 from quire.ops.formats import Quantization
-from quire.ops.gelu import gelu, gelu_tanh
 from quire.ops.host_memory import HugeMemory
-from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
+from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
 from quire.ops.opaque import OpaqueWeight
 from quire.ops.precision import accumulation_dtype
-from quire.ops.relu import relu
-from quire.ops.rms_norm import add_rms_norm, rms_norm
 
 
 @dataclass(frozen=True)

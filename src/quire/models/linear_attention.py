@@ -18,7 +18,7 @@ from quire.models.decoder import LayerPlace
 from quire.models.layers import Layer, Linear, ParamFactory
 from quire.models.sources import ALL, Part, Source, Stretches, rows_of
 from quire.ops.attention.base import AttentionBackend, DeltaHeads
-from quire.ops.gated_norm import gated_norm
+from quire.ops.norms import gated_norm
 
 INSIDE = "linear_attn"
 

@@ -14,8 +14,8 @@ from quire.base.errors import ModelError
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.reads import Reads
 from quire.models.vision.tower import VisionTower
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.elementwise import add
 from quire.ops.precision import accumulation_dtype
 
 HEADS = "num_attention_heads"  # the setting, as errors name it

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ops.add_into import add_into
+from quire.ops.elementwise import add_into
 
 
 class Reads:

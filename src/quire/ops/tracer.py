@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from quire.ops.attention.base import DeltaHeads
-from quire.ops.clamped_gate import ClampedGate
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
+from quire.ops.elementwise import QUICK_GELU, ClampedGate
 from quire.ops.formats import rounds_activations
-from quire.ops.gelu import QUICK_GELU
 from quire.ops.linear import Weight
 from quire.ops.native import needed_core
 from quire.ops.packed import ELEMENTS, PackedParts, PackedWeight

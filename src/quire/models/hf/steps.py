@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.gelu import gelu, gelu_tanh
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
-from quire.ops.relu import relu
-from quire.ops.rms_norm import add_rms_norm
+from quire.ops.elementwise import (
+    add,
+    gelu,
+    gelu_mul,
+    gelu_tanh,
+    gelu_tanh_mul,
+    relu,
+    scale,
+    silu_mul,
+)
+from quire.ops.norms import add_rms_norm
 from quire.ops.rotary import rotary, rotary_rows
-from quire.ops.scale import scale
-from quire.ops.silu_mul import silu_mul
 
 ROW_WISE: dict[str, Callable[..., torch.Tensor]] = {
     "add": add,

@@ -11,7 +11,7 @@ from quire.base.config_fields import Fields
 from quire.models.gates import GATES
 from quire.models.layers import ACTIVATIONS
 from quire.models.vision.layers import Activation
-from quire.ops.gelu import quick_gelu
+from quire.ops.elementwise import quick_gelu
 
 VISION_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {**ACTIVATIONS, "quick_gelu": quick_gelu}

@@ -13,7 +13,7 @@ from torch import nn
 from quire.models.layers import Layer, Linear, ParamFactory
 from quire.models.sources import Part, Source
 from quire.models.vision.attention import BlockAttention
-from quire.ops.add import add
+from quire.ops.elementwise import add
 from quire.ops.rotary import rotary
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

@@ -21,7 +21,7 @@ import torch
 from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.rms_norm import rms_norm
+from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary
 
 Int32 = npt.NDArray[np.int32]

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32
+from quire.ops.elementwise import select_rows
 from quire.ops.host_memory import to_device
-from quire.ops.select_rows import select_rows
 
 
 class DeltaInputs(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.elementwise import ClampedGate
 from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
 from quire.ops.kernels.moe_sort import sort_by_expert
 
