@@ -84,7 +84,7 @@ BUDGETS = {
     "serve/api/several": 650,
     "serve/media": 890,
     "serve/several": 1100,
-    "tools": 2450,
+    "tools": 2830,
     "tools/bench": 1850,
     "tools/port": 550,
     "tools/simulate": 2850,
