@@ -29,7 +29,6 @@ CROWDED = {
     "serve": 30,
     "serve/api": 62,
     "serve/api/batches": 17,
-    "tools/simulate": 17,
 }
 # Lines of a folder's own files.
 BUDGETS = {
@@ -87,7 +86,7 @@ BUDGETS = {
     "tools": 2830,
     "tools/bench": 1850,
     "tools/port": 550,
-    "tools/simulate": 2850,
+    "tools/simulate": 2470,
     "tools/verify": 1500,
 }
 # The three folders that one reads to know how quire schedules.
@@ -96,7 +95,6 @@ MAX_CORE_LINES = 6630
 # Folders that import each other, though neither is in the other.
 CIRCLES: set[tuple[str, str]] = {
     ("ops/attention", "ops/kernels"),
-    ("tools/bench", "tools/simulate"),
 }
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
