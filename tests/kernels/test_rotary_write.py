@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import rotary_write as kernels
 from quire.ops.kernels.attention_write import layer_kv, write_kv

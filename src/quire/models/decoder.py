@@ -34,6 +34,7 @@ from quire.models.model import HEADS, Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.elementwise import beside, scale, soft_cap
 from quire.ops.embedding import add_features, place
 
@@ -110,7 +111,7 @@ class DecoderAttention(nn.Module):
             bias=options.output_bias,
         )
         factor = size**-0.5 if options.attention_scale is None else options.attention_scale
-        self.attention = Attention(layer, factor, options.soft_cap)
+        self.attention = Attention(layer, Scores(factor, options.soft_cap))
         self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
 
     def forward(

@@ -10,6 +10,7 @@ from quire.models.decoder import LayerPlace, head_norm, layer_rope
 from quire.models.layers import Attention, Linear
 from quire.models.rope import head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.elementwise import sigmoid_mul
 
 
@@ -50,7 +51,7 @@ class GatedAttention(nn.Module):
             factory,
             bias=options.output_bias,
         )
-        self.attention = Attention(layer, size**-0.5)
+        self.attention = Attention(layer, Scores(size**-0.5))
 
     def forward(
         self, x_TD: torch.Tensor, rotary_rows: torch.Tensor, backend: AttentionBackend

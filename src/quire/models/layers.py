@@ -21,6 +21,7 @@ from quire.base.errors import ModelError
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.sources import ALL, Source, Stretches, rows_of
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup, all_reduce
 from quire.ops.elementwise import add, fill_up, gelu, gelu_tanh, relu
 from quire.ops.embedding import embedding, part_of_embedding
@@ -371,12 +372,11 @@ class Sinks(Layer):
 
 @dataclass(frozen=True)
 class Attention:
-    """One layer's attention over paged memory. soft_cap: as `AttentionBackend.run` has it; so are
-    the sinks, a parameter of the layer that owns this."""
+    """One layer's attention over paged memory. sinks: a parameter of the layer that owns this,
+    which `scores` leaves out."""
 
     layer: int
-    scale: float
-    soft_cap: float | None = None
+    scores: Scores
 
     def __call__(
         self,
@@ -394,10 +394,10 @@ class Attention:
         self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The same, where keys and values are stored already."""
-        out_TNH = backend.run(
-            self.layer, q_TNH, self.scale, soft_cap=self.soft_cap, sinks_N=sinks_N
-        )
-        return out_TNH.flatten(1)
+        scores = self.scores
+        if sinks_N is not None:
+            scores = Scores(scores.scale, scores.soft_cap, sinks_N)
+        return backend.run(self.layer, q_TNH, scores).flatten(1)
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -15,7 +15,7 @@ from enum import IntEnum
 
 import torch
 
-from quire.ops.attention.base import DeltaHeads
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.elementwise import ClampedGate
 from quire.ops.native import address

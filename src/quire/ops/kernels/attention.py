@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.attention_inputs import Scores
 from quire.ops.kernels.attention_merge import before_chunks, merge, merge_chunk, store_item
 from quire.ops.kernels.attention_plan import Cut, Work
 from quire.ops.kernels.attention_write import FORMATS, LayerKV, load_rows, load_scales
@@ -61,19 +62,16 @@ def attention(
     q_TNH: torch.Tensor,
     kv: LayerKV,
     work: Work,
-    scale: float,
+    scores: Scores,
     machine: Machine,
-    soft_cap: float | None = None,
-    sinks_N: torch.Tensor | None = None,
     out_TNH: torch.Tensor | None = None,
     kept_TN2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
     no defined result.
 
-    soft_cap: scores become cap * tanh(score / cap). sinks: float32 logits, one more key of each
-    head, without a value. out: where the result goes, contiguous. kept: where the largest score of
-    each query goes, times log2(e), and the sum of its weights relative to that; float32.
+    out: where the result goes, contiguous. kept: where the largest score of each query goes, times
+    log2(e), and the sum of its weights relative to that; float32, and without sinks.
     """
     num_tokens, num_heads, size = q_TNH.shape
     assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
@@ -86,7 +84,8 @@ def attention(
     shape_DN = (work.most.slots, num_heads)
     parts_DNH = torch.empty((*shape_DN, size), dtype=torch.float32, device=q_TNH.device)
     sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
-    factor = scale * kv.k_scale
+    soft_cap, sinks_N = scores.soft_cap, None if kept_TN2 is not None else scores.sinks_N
+    factor = scores.scale * kv.k_scale
     _attention_kernel[(min(work.most.items * kv.num_heads, machine.num_programs),)](
         q_TNH,
         kv.k,

@@ -41,7 +41,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.attention.base import DeltaHeads
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.kernels.delta_rule import (
     DIVISIBLE,
     NEXT_80B,

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.attention.base import DeltaHeads
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.kernels.states import StateStep, state_before
 
