@@ -25,7 +25,7 @@ import triton.language as tl
 
 from quire.ops.elementwise import ClampedGate
 from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
-from quire.ops.kernels.moe_sort import sort_by_expert
+from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
 
 Biases = tuple[torch.Tensor, torch.Tensor]  # of gate and up [E, G], and of down [E, D]
 
@@ -183,9 +183,7 @@ def _up_kernel(
     LIMIT: tl.constexpr,
 ):
     """inner[place in the order] = silu(gate) * up of the pair's token."""
-    tile = tl.program_id(1)
-    first = tl.load(tiles_ptr + max_tiles + tile)
-    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
@@ -244,9 +242,7 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
 ):
     """out[pair] = weight[pair] * down(inner[place of the pair])."""
-    tile = tl.program_id(1)
-    first = tl.load(tiles_ptr + max_tiles + tile)
-    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
