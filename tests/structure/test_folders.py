@@ -58,7 +58,7 @@ BUDGETS = {
     "models/quantised": 1000,
     "models/vision": 1840,
     "ops": 6150,
-    "ops/attention": 3600,
+    "ops/attention": 3450,
     "ops/collectives": 500,
     "ops/kernels": 8300,
     "plugins": 280,

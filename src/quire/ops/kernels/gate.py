@@ -19,6 +19,14 @@ SILU, GELU, GELU_TANH, CLAMPED = 0, 1, 2, 3
 
 
 @triton.jit
+def clamped_factors(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The two factors of a clamped gate. Comparisons, so that what is no number stays so."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+    return gate / (1.0 + tl.exp(-ALPHA * gate)), up
+
+
+@triton.jit
 def _gate_kernel(
     gate_up_ptr,
     out_ptr,
@@ -44,10 +52,7 @@ def _gate_kernel(
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-inner))
     elif ACTIVATION == 3:
-        # Comparisons, so that what is no number stays so.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
-        gate = gate / (1.0 + tl.exp(-ALPHA * gate))
+        gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
     else:
         gate = gate / (1.0 + tl.exp(-gate))
     if ACTIVATION != 3:

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.elementwise import ClampedGate
+from quire.ops.kernels.gate import clamped_factors
 from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
 from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
 
@@ -151,12 +152,10 @@ def moe_route(
 
 @triton.jit
 def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """silu(gate) * up, or where there is a limit what ops.clamped_gate says."""
+    """silu(gate) * up, or where there is a limit what ops.elementwise.clamped_gate says."""
     if LIMIT > 0.0:
-        # A comparison, so that what is no number stays so.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+        gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
+        return gate * up
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
