@@ -153,7 +153,7 @@ def run_command(block: Block, folder: Path, words: list[str]) -> None:
         check(block, folder, ["bash", "-c", command])
     elif words[0] == "curl":
         check(block, folder, ["curl", "--fail-with-body", *words[1:]])
-    elif words[1] == "serve":
+    elif words[1] == "serve" and "--help" not in words:
         Server(*without_port(words[2:])).stop()
     else:
         check(block, folder, [sys.executable, "-m", "quire.cli.main", *words[1:]])
