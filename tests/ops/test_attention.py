@@ -3,12 +3,16 @@
 Covers `ops/attention/batches.py` and `ops/attention/weigh.py`.
 """
 
+import inspect
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
+from quire.ops.attention.base import AttentionBackend, ForwardingBackend
 from quire.ops.attention.select import BACKENDS, make_backend
 from quire.ops.attention_inputs import Scores
 from quire.ops.native import core
@@ -217,3 +221,16 @@ def test_selection() -> None:
 def test_block_bytes() -> None:
     group = CacheGroup("full", (0, 1, 2), num_kv_heads=2, head_dim=8)
     assert group.stored_block_bytes(16, torch.bfloat16.itemsize, "auto") == 2 * 3 * 2 * 8 * 2 * 16
+
+
+def test_a_forwarding_backend_hands_on_everything() -> None:
+    inner = Mock(spec=AttentionBackend)
+    outer = ForwardingBackend(inner)
+    methods = {k: f for k, f in vars(AttentionBackend).items() if inspect.isfunction(f)}
+    for name, method in methods.items():
+        given = [object() for _ in inspect.signature(method).parameters][1:]
+        returned = getattr(outer, name)(*given)
+        getattr(inner, name).assert_called_once_with(*given)
+        assert returned is None or returned is getattr(inner, name).return_value
+    assert {"run", "run_part", "delta_rule", "rotary_write"} <= set(methods)
+    assert outer.host_blocks is inner.host_blocks

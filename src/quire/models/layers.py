@@ -9,7 +9,7 @@ uninitialised memory on the target device; `loading.py` fills it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -370,10 +370,10 @@ class Sinks(Layer):
         return Stretches(self._rows.cuts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attention:
-    """One layer's attention over paged memory. sinks: a parameter of the layer that owns this,
-    which `scores` leaves out."""
+    """One layer's attention over paged memory. sinks: a parameter of the layer that owns this;
+    `scores` takes it up in the first step that has it."""
 
     layer: int
     scores: Scores
@@ -394,10 +394,9 @@ class Attention:
         self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The same, where keys and values are stored already."""
-        scores = self.scores
-        if sinks_N is not None:
-            scores = Scores(scores.scale, scores.soft_cap, sinks_N)
-        return backend.run(self.layer, q_TNH, scores).flatten(1)
+        if sinks_N is not self.scores.sinks_N:
+            self.scores = replace(self.scores, sinks_N=sinks_N)
+        return backend.run(self.layer, q_TNH, self.scores).flatten(1)
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
