@@ -57,7 +57,7 @@ enum class Kind : int {
     kAddFeatures,   // the same, where the row is added to x
 };
 
-// kSegments: which of two texts a token is of, as its id says it (ops/segments.py): the id itself
+// kSegments: which of two texts a token is of, as its id says it (ops/elementwise.py): the id itself
 // stands in the bits below.
 enum class Input : int { kIds, kPositions, kSegments };
 constexpr int kSegmentBit = 30;

@@ -21,8 +21,9 @@ from benchmarks.gpu.context import Bench, Timing
 from benchmarks.gpu.floors import Cost, attention_flops, seen_pairs
 from benchmarks.gpu.report import Row, timed_row
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.attention_inputs import AttentionStep, Scores
 from quire.ops.kernels.attention_plan import Cut
 
 BLOCK_SIZE = 16
@@ -121,7 +122,7 @@ def time_paged(
     backend = filled_backend(bench, shape, num_blocks, cut)
     q = bench.randn(sum(new for _, new in rows), shape.num_heads, shape.head_dim)
     backend.prepare(step)
-    return bench.time(lambda: backend.run(0, q, shape.head_dim**-0.5))
+    return bench.time(lambda: backend.run(0, q, Scores(shape.head_dim**-0.5)))
 
 
 def add_case(

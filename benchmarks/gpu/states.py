@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu.context import Bench, Made
 from benchmarks.gpu.floors import Cost
-from quire.ops.attention.base import DeltaHeads
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.kernels import delta_chunks, delta_rule, states
 
 NEXT_80B = DeltaHeads(16, 32, 128, 128)  # Qwen3-Next-80B-A3B

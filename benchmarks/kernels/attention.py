@@ -28,9 +28,10 @@ import torch
 from benchmarks.result_files import Row, options_of, write
 from benchmarks.timing import best_time
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.select import make_backend
+from quire.ops.attention_inputs import AttentionStep, Scores
 from quire.ops.formats import ATTENTION, NAMES, chosen_variant, variant_numbers
 from quire.ops.native import needed_core
 from quire.ops.threads import num_threads, set_num_threads
@@ -142,7 +143,7 @@ def measure(make: MakeBackend, case: Case, dtype: torch.dtype) -> tuple[float, f
     def all_layers() -> None:
         for layer in range(LAYERS):
             backend.write(layer, k, v)
-            backend.run(layer, q, HEAD_DIM**-0.5)
+            backend.run(layer, q, Scores(HEAD_DIM**-0.5))
 
     prepare_s = best_time(prepare, min_s=0.05)
     return best_time(all_layers, min_s=0.3) / LAYERS, prepare_s

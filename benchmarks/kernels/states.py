@@ -18,9 +18,10 @@ import torch
 from benchmarks.result_files import Row, options_of, write
 from benchmarks.timing import best_time, copy_bandwidth
 from quire.base.cache_group import STATE, CacheGroup
-from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.attention.select import make_backend
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads
 from quire.ops.threads import num_threads, set_num_threads
 from quire.tools.report import benchmark_parser
 

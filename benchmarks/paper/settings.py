@@ -22,7 +22,7 @@ from quire.tools.devices import find_gpu
 from quire.tools.fit import fit
 from quire.tools.simulate.arrivals import Arrival, token_ids_of
 from quire.tools.simulate.roofline import roofline_of
-from quire.tools.simulate.step_times import Roofline
+from quire.tools.step_times import Roofline
 from quire.tools.workloads import ALPACA, SHAREGPT, Lengths, Workload
 
 MAX_LEN = 2048

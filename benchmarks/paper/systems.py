@@ -26,7 +26,7 @@ from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.replica import Replica, SimulatedCore
 from quire.tools.simulate.run import Run, run_all
-from quire.tools.simulate.step_times import Roofline
+from quire.tools.step_times import Roofline
 
 QUIRE = "quire"
 ORCA_ORACLE, ORCA_POW2, ORCA_MAX = "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"

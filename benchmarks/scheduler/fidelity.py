@@ -35,9 +35,9 @@ from quire.tools.fit import fit
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import Arrival, token_ids_of
 from quire.tools.simulate.build import Engines
-from quire.tools.simulate.fitting import Fitted, lines_of
 from quire.tools.simulate.run import Run, run_all
 from quire.tools.simulate.served import Listener, Served
+from quire.tools.step_fitting import Fitted, lines_of
 
 MILLISECONDS = 1e3
 POOL_BYTES = 256 << 20

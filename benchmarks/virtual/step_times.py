@@ -1,6 +1,6 @@
 """Step times that several benchmarks use, as numbers that anybody can check."""
 
-from quire.tools.simulate.step_times import Attention, Roofline
+from quire.tools.step_times import Attention, Roofline
 
 # Llama-3.1-8B in 16 bits on an H200: 16 GB at 4.3 TB/s, half of 989 TFLOP/s, 131 kB per token.
 LLAMA_8B = Roofline(16e9 / 4.3e12, 16e9 / 494e12, (Attention(131_072 / 4.3e12),))

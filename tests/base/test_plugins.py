@@ -29,6 +29,7 @@ from quire.base.plugins import (
     MODELS,
     POLICIES,
     TOOL_FORMATS,
+    TRANSFERS,
 )
 from quire.engine.connectors.store import BlockStore
 from quire.kv.pool import EvictionPolicy

@@ -12,9 +12,10 @@ import torch
 from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention import select, triton_gpu
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.attention_inputs import AttentionStep, Scores
 from quire.ops.kernels.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.native import core
@@ -153,7 +154,7 @@ def run_step(
     )
     backend.write(layer, k, v)
     sinks = contents.sinks.to(layout.device) if case.sinks else None
-    return backend.run(layer, q, case.scale, soft_cap=case.soft_cap, sinks_N=sinks)
+    return backend.run(layer, q, Scores(case.scale, case.soft_cap, sinks))
 
 
 def softmax_rows(case: Case, contents: Contents) -> torch.Tensor:
@@ -359,7 +360,7 @@ def test_queries_may_be_views_and_steps_may_be_padded(device: torch.device) -> N
     q, k, v = qkv.to(device).split([2, 1, 1], dim=1)
     before = backend._memory.kv[0].isnan().sum()
     backend.write(1, k, v)
-    got = backend.run(1, q, case.scale)[:4]
+    got = backend.run(1, q, Scores(case.scale))[:4]
     torch.testing.assert_close(got.double().cpu(), softmax_rows(case, contents), rtol=0, atol=2e-5)
     assert backend._memory.kv[0].isnan().sum() == before
 

@@ -10,6 +10,7 @@ import torch
 from quire.ops.attention.base import Part
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.kernels.attention_plan import Cut
@@ -41,12 +42,12 @@ def test_a_part_with_its_sum_is_the_whole(case: Case, is_fixed: bool, device: to
         for values in (contents.q, contents.k, contents.v)
     )
     backend.write(1, k, v)
-    wanted = backend.run(1, q, case.scale, soft_cap=case.soft_cap)
-    part = backend.run_part(1, q, case.scale, soft_cap=case.soft_cap)
+    wanted = backend.run(1, q, Scores(case.scale, case.soft_cap))
+    part = backend.run_part(1, q, Scores(case.scale, case.soft_cap))
     assert torch.equal(part.out_TNH, wanted)
     for token in range(0, len(q), 5):
         sinks = part.log_sums_TN[token].contiguous()
-        half = backend.run(1, q, case.scale, soft_cap=case.soft_cap, sinks_N=sinks)[token]
+        half = backend.run(1, q, Scores(case.scale, case.soft_cap, sinks))[token]
         torch.testing.assert_close(2 * half, wanted[token], rtol=1e-4, atol=1e-5)
 
 
@@ -88,7 +89,7 @@ def test_ranks_deal_out_tokens(num: int, device: torch.device) -> None:
             )
             backend.write(1, k, v)
         sinks = contents.sinks[heads].to(device)
-        return backend.run(1, q[:, heads], case.scale, sinks_N=sinks)
+        return backend.run(1, q[:, heads], Scores(case.scale, sinks_N=sinks))
 
     def work(group: RankGroup) -> torch.Tensor:
         backend = share_context(layout, OneAtATime, group)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops.attention.base import AttentionStep
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.kernels.attention_plan import Cut, Work, plan_work
 
 FINE = Cut(max_splits=8, short_chunk=16, long_chunk=32, align=16)

@@ -24,6 +24,7 @@ from quire.ops import linear
 from quire.ops.attention import triton_gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.kernels import attention, attention_merge
 from quire.ops.kernels.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
@@ -104,7 +105,7 @@ def in_chunks(
         )
         backend.write(1, k, v)
         sinks = contents.sinks.to(layout.device) if case.sinks else None
-        out = backend.run(1, q, case.scale, soft_cap=case.soft_cap, sinks_N=sinks)
+        out = backend.run(1, q, Scores(case.scale, case.soft_cap, sinks))
         found.append(out[len(out) - num :])
         start += num
     return torch.cat(found)

@@ -3,13 +3,16 @@
 import pytest
 import torch
 
-from quire.ops.clamped_gate import clamped_gate
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
+from quire.ops.elementwise import (
+    clamped_gate,
+    gelu_mul,
+    gelu_tanh_mul,
+    sigmoid_mul,
+    silu_mul,
+    soft_cap,
+)
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import gate as kernels
-from quire.ops.sigmoid_mul import sigmoid_mul
-from quire.ops.silu_mul import silu_mul
-from quire.ops.soft_cap import soft_cap
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

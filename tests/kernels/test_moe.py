@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire.ops import moe as reference
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.elementwise import ClampedGate
 from quire.ops.kernels import moe, moe_sort
 from quire.ops.kernels.moe import Tile
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)

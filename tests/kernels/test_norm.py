@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops import rms_norm as reference
-from quire.ops.gated_norm import gated_norm
+from quire.ops import norms as reference
 from quire.ops.kernels import norm
+from quire.ops.norms import gated_norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -16,13 +16,13 @@ from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes, planned_bytes
 from quire.models.registry import make_model
 from quire.ops import gpu, linear, packed
+from quire.ops.elementwise import silu_mul
 from quire.ops.formats import Quantization
 from quire.ops.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
 from quire.ops.kernels import quantised_moe as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.moe import moe_experts
 from quire.ops.quantise import quantised
-from quire.ops.silu_mul import silu_mul
 from quire.ops.stored_rows import Float4Rows, StoredRows
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids

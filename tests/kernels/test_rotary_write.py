@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import rotary_write as kernels
 from quire.ops.kernels.attention_write import layer_kv, write_kv
 from quire.ops.native import core
-from quire.ops.rms_norm import rms_norm
+from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary, rotary_rows
 from tests.support.kernels.cpp_blocks import row_by_row
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads
 from quire.ops.kernels.delta_chunks import Chunks
 from quire.ops.kernels.launch import INTERPRETED
 from tests.kernels.test_attention import on

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.models.loading import load_model
-from quire.ops.add import add
 from quire.ops.attention.select import make_backend
+from quire.ops.elementwise import add
 from quire.ops.registry import OpCall, OpRecord, op, record_ops
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step

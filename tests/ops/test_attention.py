@@ -3,13 +3,18 @@
 Covers `ops/attention/batches.py` and `ops/attention/weigh.py`.
 """
 
+import inspect
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 
 from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
+from quire.ops.attention.base import AttentionBackend, ForwardingBackend
 from quire.ops.attention.select import BACKENDS, make_backend
+from quire.ops.attention_inputs import Scores
 from quire.ops.native import core
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
@@ -125,7 +130,7 @@ def test_a_result_goes_where_it_is_wanted(name: str) -> None:
         [x[row[0] :] for x, row in zip(make_contents(case).q, case.rows, strict=True)]
     )
     out_TNH = torch.full_like(wanted, torch.nan)
-    found = backend.run(1, q_TNH.to(EXACT[name]), HEAD_DIM**-0.5, out_TNH=out_TNH)
+    found = backend.run(1, q_TNH.to(EXACT[name]), Scores(HEAD_DIM**-0.5), out_TNH)
     assert found is out_TNH and torch.equal(out_TNH, wanted)
 
 
@@ -154,7 +159,7 @@ def test_queries_may_be_views(name: str) -> None:
     backend = make_backend(name, case.layout(EXACT[name]))
     backend.prepare(steps_of(case, case.tables())[1])
     backend.write(1, k.to(EXACT[name]), v.to(EXACT[name]))
-    got = backend.run(1, q.to(EXACT[name]), q.shape[-1] ** -0.5)
+    got = backend.run(1, q.to(EXACT[name]), Scores(q.shape[-1] ** -0.5))
     check(name, got, case, contents)
 
 
@@ -195,7 +200,7 @@ def test_copied_blocks_give_the_same(name: str) -> None:
     wanted = run_backend(backend, case, contents, tables, EXACT[name])
     backend.copy_blocks(0, np.array([0, 1, 2], np.int32), np.array([5, 3, 4], np.int32))
     backend.prepare(make_step([RowPart(9, 10, ([5, 3, 4],))], case.block_size))
-    got = backend.run(1, contents.q[0][9:].to(EXACT[name]), HEAD_DIM**-0.5)
+    got = backend.run(1, contents.q[0][9:].to(EXACT[name]), Scores(HEAD_DIM**-0.5))
     tolerance = TOLERANCE[EXACT[name]]
     torch.testing.assert_close(got, wanted[9:], rtol=0, atol=tolerance)
 
@@ -216,3 +221,16 @@ def test_selection() -> None:
 def test_block_bytes() -> None:
     group = CacheGroup("full", (0, 1, 2), num_kv_heads=2, head_dim=8)
     assert group.stored_block_bytes(16, torch.bfloat16.itemsize, "auto") == 2 * 3 * 2 * 8 * 2 * 16
+
+
+def test_a_forwarding_backend_hands_on_everything() -> None:
+    inner = Mock(spec=AttentionBackend)
+    outer = ForwardingBackend(inner)
+    methods = {k: f for k, f in vars(AttentionBackend).items() if inspect.isfunction(f)}
+    for name, method in methods.items():
+        given = [object() for _ in inspect.signature(method).parameters][1:]
+        returned = getattr(outer, name)(*given)
+        getattr(inner, name).assert_called_once_with(*given)
+        assert returned is None or returned is getattr(inner, name).return_value
+    assert {"run", "run_part", "delta_rule", "rotary_write"} <= set(methods)
+    assert outer.host_blocks is inner.host_blocks

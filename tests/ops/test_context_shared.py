@@ -14,6 +14,7 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.context_shared import ContextShared, Dealing, merge_parts, share_context
 from quire.ops.attention.select import make_backend
 from quire.ops.attention.torch_cpu import TorchBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.native import core
@@ -112,7 +113,7 @@ def in_steps(
         )
         backend.write(1, k, v)
         own_q, scale = own_heads(q, case.kv_heads, group, 1), HEAD_DIM**-0.5
-        out = backend.run(1, own_q, scale, soft_cap=case.soft_cap, sinks_N=own_sinks)
+        out = backend.run(1, own_q, Scores(scale, case.soft_cap, own_sinks))
         parted = out.split([end - begin for _, begin, end in step])
         for (row, begin, end), part in zip(step, parted, strict=True):
             outs[row][begin:end] = part
@@ -207,7 +208,7 @@ def test_blocks_move_with_their_part(name: str) -> None:
         backend.prepare(make_step([RowPart(20, 21, ([4, 3, 0],))], 8))
         backend.write(1, contents.k[0][20:].to(dtype), contents.v[0][20:].to(dtype))
         q = own_heads(contents.q[0][20:], case.kv_heads, group, 1).to(dtype)
-        return backend.run(1, q, HEAD_DIM**-0.5)
+        return backend.run(1, q, Scores(HEAD_DIM**-0.5))
 
     check(run_ranks(2, work), wanted, case.kv_heads, TOLERANCE[dtype])
 

@@ -14,6 +14,7 @@ from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import KV_FORMATS, CpuBackend, variants
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.formats import chosen_variant
 from quire.ops.native import core
 from quire.ops.threads import set_num_threads
@@ -94,7 +95,7 @@ def test_a_cap_errs_by_roundings_alone(cap: float, variant: str) -> None:
     backend = CpuBackend(layout, variant=variant)
     backend.prepare(make_step([RowPart(0, 2, ([row],)) for row in rows], 2))
     backend.write(0, kv.repeat(len(q), 1, 1), kv.repeat(len(q), 1, 1))
-    got = backend.run(0, q.repeat_interleave(2, dim=0)[:, :1], 1.0, soft_cap=cap)[1::2, 0, 0]
+    got = backend.run(0, q.repeat_interleave(2, dim=0)[:, :1], Scores(1.0, cap))[1::2, 0, 0]
     exact = cap * torch.tanh(torch.cat([scores, -scores]).double() / cap)
     wanted = torch.sigmoid(exact)
     # A score's relative error of 3e-7 is at most 0.28 of it in the weight's absolute one.
@@ -147,7 +148,7 @@ def compute(cut: Cut, sequences: Sequences) -> list[torch.Tensor]:
         backend.write(0, k, v)
         sinks_N = torch.tensor([0.5, 5.0, -torch.inf, -1.0]) if cut.has_sinks else None
         scale = q.shape[-1] ** -0.5
-        out = backend.run(0, q, scale, soft_cap=cut.soft_cap, sinks_N=sinks_N)
+        out = backend.run(0, q, Scores(scale, cut.soft_cap, sinks_N))
         for r, piece in zip(rows, out.split([lens[r] for r in rows]), strict=True):
             outs[r].append(piece)
             done[r] += lens[r]
@@ -215,7 +216,7 @@ def test_queries_may_be_wider_than_keys(dtype: torch.dtype) -> None:
     backend = CpuBackend(case.layout(dtype))
     run_backend(backend, case, contents, case.tables(), dtype)
     q = torch.cat([x[row[0] :] for x, row in zip(contents.q, case.rows, strict=True)])
-    got = backend.run(1, q.float(), HEAD_DIM**-0.5)
+    got = backend.run(1, q.float(), Scores(HEAD_DIM**-0.5))
     stored = Contents(
         contents.q,
         [k.to(dtype).double() for k in contents.k],
@@ -241,9 +242,9 @@ def test_a_single_head_may_lie_anywhere() -> None:
     )
     by_head = [torch.empty(1, *x[:, 0].shape).copy_(x.transpose(0, 1)) for x in (k * 2, v)]
     backend.write(1, *(x.transpose(0, 1) for x in by_head))
-    doubled = backend.run(1, q / 2, HEAD_DIM**-0.5)
+    doubled = backend.run(1, q / 2, Scores(HEAD_DIM**-0.5))
     backend.write(1, k * 2, v)
-    assert torch.equal(doubled, backend.run(1, q / 2, HEAD_DIM**-0.5))
+    assert torch.equal(doubled, backend.run(1, q / 2, Scores(HEAD_DIM**-0.5)))
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -388,7 +389,7 @@ def test_blocks_move_whole(kv_format: str) -> None:
     q, k, v = sequences.q[0], sequences.k[0], sequences.v[0]
     backend.prepare(make_step([RowPart(0, 40, (tables[0],))], 16))
     backend.write(0, k, v)
-    wanted = backend.run(0, q, 0.2)
+    wanted = backend.run(0, q, Scores(0.2))
     used = np.array(tables[0], np.int32)
     (free,) = set(range(4)) - set(tables[0])
     backend.copy_blocks(0, used[:1], np.array([free], np.int32))
@@ -396,7 +397,7 @@ def test_blocks_move_whole(kv_format: str) -> None:
     backend.write(0, torch.zeros_like(k), torch.zeros_like(v))
     backend.load(0, used[1:], used[1:])
     backend.prepare(make_step([RowPart(0, 40, ([free, *tables[0][1:]],))], 16))
-    assert torch.equal(backend.run(0, q, 0.2), wanted)
+    assert torch.equal(backend.run(0, q, Scores(0.2)), wanted)
 
 
 def test_only_this_backend_stores_int8() -> None:

@@ -5,21 +5,25 @@ import math
 import pytest
 import torch
 
-from quire.ops.add import add
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.elementwise import (
+    ClampedGate,
+    add,
+    gated_add,
+    gelu,
+    gelu_mul,
+    gelu_tanh,
+    gelu_tanh_mul,
+    quick_gelu,
+    relu,
+    scale,
+    select_rows,
+    silu_mul,
+    soft_cap,
+)
 from quire.ops.embedding import embedding
-from quire.ops.gated_add import gated_add
-from quire.ops.gelu import gelu, gelu_tanh, quick_gelu
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
-from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import can_pack, linear, pack_weight
-from quire.ops.relu import relu
-from quire.ops.rms_norm import add_rms_norm, rms_norm
+from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
 from quire.ops.rotary import rotary, rotary_rows
-from quire.ops.scale import scale
-from quire.ops.select_rows import select_rows
-from quire.ops.silu_mul import silu_mul
-from quire.ops.soft_cap import soft_cap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.elementwise import ClampedGate
 from quire.ops.linear import pack_weight
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core

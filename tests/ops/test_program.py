@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.ops.add import add
 from quire.ops.collective import ALONE, all_reduce
+from quire.ops.elementwise import add, relu
 from quire.ops.embedding import embedding
 from quire.ops.linear import linear
 from quire.ops.moe import moe_experts, moe_route
@@ -19,7 +19,6 @@ from quire.ops.program import (
     View,
 )
 from quire.ops.registry import op, record_ops
-from quire.ops.relu import relu
 from quire.ops.tracer import Tracer
 
 TOKENS = 3

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads
 from quire.ops.threads import set_num_threads
 from tests.support.cases import pairwise
 

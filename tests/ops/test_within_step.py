@@ -8,10 +8,11 @@ import torch
 
 from quire.base.cache_group import STEP, CacheGroup
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.core_within_step import CoreWithinStep
 from quire.ops.attention.select import make_backend
 from quire.ops.attention.within_step import PIECE, WithinStep
+from quire.ops.attention_inputs import AttentionStep, Scores
 from quire.ops.native import core
 
 HEADS = 3
@@ -54,7 +55,7 @@ def attended(
     backend.write(0, *(qkv_3TNH[1:] * 2))  # what another layer leaves behind
     q, k, v = qkv_3TNH
     backend.write(1, k, v)
-    return backend.run(1, q.contiguous(), SCALE)
+    return backend.run(1, q.contiguous(), Scores(SCALE))
 
 
 def by_loops(lengths: Sequence[int], qkv_3TNH: torch.Tensor, window: int | None) -> torch.Tensor:

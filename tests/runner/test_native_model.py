@@ -11,21 +11,17 @@ from quire.base.config import ModelConfig
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.layers import Attention
 from quire.models.loading import LoadOptions, load_model
-from quire.ops.add import add
-from quire.ops.attention.base import AttentionBackend, DeltaHeads, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.attention_inputs import DeltaHeads, Scores
+from quire.ops.elementwise import add, gelu_mul, gelu_tanh_mul, scale, sigmoid_mul, soft_cap
 from quire.ops.embedding import embedding
 from quire.ops.formats import Quantization
-from quire.ops.gated_norm import gated_norm
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
-from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import linear, pack_weight
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
+from quire.ops.norms import gated_norm, layer_norm
 from quire.ops.program import Kind
-from quire.ops.scale import scale
-from quire.ops.sigmoid_mul import sigmoid_mul
-from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
 from tests.support.cases import pairwise
@@ -82,9 +78,9 @@ class SomeOperations:
         )
         sinks = torch.tensor([1.0, -torch.inf, -2.0])
         self.attentions = [
-            (Attention(0, 0.7, soft_cap=1.5), sinks),
-            (Attention(1, 0.7), sinks + 1.0),
-            (Attention(2, 0.7, soft_cap=0.5), None),
+            (Attention(0, Scores(0.7, 1.5)), sinks),
+            (Attention(1, Scores(0.7)), sinks + 1.0),
+            (Attention(2, Scores(0.7, 0.5)), None),
         ]
 
     def __call__(
@@ -160,7 +156,7 @@ class StatesBesideAttention:
         self.inputs = pack_weight(random(sum(self.sizes), self.SIZE) / 7)
         self.convolution = random(heads.channels, self.WIDTH)
         self.rate, self.shift = random(heads.values).exp(), random(heads.values)
-        self.norm, self.attention = random(heads.value_dim), Attention(1, 0.7)
+        self.norm, self.attention = random(heads.value_dim), Attention(1, Scores(0.7))
 
     def __call__(
         self, ids_T: torch.Tensor, _positions: torch.Tensor, backend: AttentionBackend

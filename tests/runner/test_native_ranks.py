@@ -15,12 +15,12 @@ from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup, all_reduce
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.collectives.thread_group import run_ranks
+from quire.ops.elementwise import relu
 from quire.ops.embedding import embedding, part_of_embedding
 from quire.ops.linear import linear, pack_weight
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
 from quire.ops.program import Kind
-from quire.ops.relu import relu
 from quire.runner.native_model import NativeModel, native_or_same, trace
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.paged_forward import CPU, RowPart, make_step

@@ -14,7 +14,7 @@ from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
 from quire.tools.simulate.run import simulate
-from quire.tools.simulate.step_times import Roofline
+from quire.tools.step_times import Roofline
 from quire.tools.workloads import Lengths, Workload
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request

@@ -1,7 +1,7 @@
 """Encoders by `LLM`, beside transformers: hidden states, embeddings, classes, scores of pairs.
 
 Covers `models/bert.py`, `models/roberta.py`, `models/modernbert.py`, `base/encoders.py`,
-`ops/attention/within_step.py`, `ops/segments.py`.
+`ops/attention/within_step.py`, `ops/elementwise.py`.
 """
 
 import json

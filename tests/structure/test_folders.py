@@ -21,7 +21,7 @@ CROWDED = {
     "cli": 24,
     "models": 53,
     "models/hf": 17,
-    "ops": 66,
+    "ops": 49,
     "ops/attention": 24,
     "ops/kernels": 33,
     "render": 37,
@@ -29,7 +29,6 @@ CROWDED = {
     "serve": 30,
     "serve/api": 49,
     "serve/api/batches": 17,
-    "tools/simulate": 17,
 }
 # Lines of a folder's own files.
 BUDGETS = {
@@ -59,7 +58,7 @@ BUDGETS = {
     "models/quantised": 1000,
     "models/vision": 1840,
     "ops": 6150,
-    "ops/attention": 3600,
+    "ops/attention": 3450,
     "ops/collectives": 500,
     "ops/kernels": 8300,
     "plugins": 280,
@@ -84,20 +83,15 @@ BUDGETS = {
     "serve/api/several": 600,
     "serve/media": 890,
     "serve/several": 1100,
-    "tools": 2450,
+    "tools": 2830,
     "tools/bench": 1850,
     "tools/port": 550,
-    "tools/simulate": 2850,
+    "tools/simulate": 2470,
     "tools/verify": 1500,
 }
 # The three folders that one reads to know how quire schedules.
 CORE = ("scheduler/core", "kv", "engine/loop")
 MAX_CORE_LINES = 6630
-# Folders that import each other, though neither is in the other.
-CIRCLES: set[tuple[str, str]] = {
-    ("ops/attention", "ops/kernels"),
-    ("tools/bench", "tools/simulate"),
-}
 # Features that the scheduler's core knows nothing of.
 OF_THE_CORE = FEATURES - {"queued"} | {"pin", "pins", "pinned", "held", "holds", "retained", "keep"}
 
@@ -145,9 +139,8 @@ def circles() -> set[tuple[str, str]]:
 
 
 def test_no_two_folders_import_each_other() -> None:
-    found = circles()
-    assert found <= CIRCLES
-    assert found == CIRCLES, "take these off the list"
+    """Though neither is in the other."""
+    assert not circles()
 
 
 def test_the_schedulers_core_imports_no_feature() -> None:

@@ -7,7 +7,7 @@ from quire.base.clock import FakeClock
 from quire.base.errors import RequestError
 from quire.base.messages import Control, Request
 from quire.tools.simulate.served import Ledger, Served
-from quire.tools.simulate.step_times import Roofline, StepLoad
+from quire.tools.step_times import Roofline, StepLoad
 
 
 @dataclass

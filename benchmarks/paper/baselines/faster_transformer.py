@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paper.baselines.core import BaselineCore, Job
-from quire.tools.simulate.step_times import StepLoad
+from quire.tools.step_times import StepLoad
 
 
 class FasterTransformerCore(BaselineCore):

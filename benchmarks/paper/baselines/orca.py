@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.paper.baselines.buddy import BuddyAllocator
 from benchmarks.paper.baselines.core import BaselineCore, Job
-from quire.tools.simulate.step_times import StepLoad
+from quire.tools.step_times import StepLoad
 
 Reserve = Callable[[Job, int], int]
 

@@ -3,7 +3,7 @@
 from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs
 from benchmarks.result_files import newest
 from benchmarks.virtual.step_times import LLAMA_8B
-from quire.tools.simulate.step_times import StepLoad
+from quire.tools.step_times import StepLoad
 
 NUM_GUESSES, CONTEXT = 4, 1000
 ROWS = (1, 4, 16, 64, 128, 256, 512)

@@ -12,9 +12,8 @@ from quire.base.encoders import num_segments, padding_rows
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, activation
 from quire.models.model import Model, PositionedAttention
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.segments import plain_ids, segment_ids
+from quire.ops.elementwise import add, plain_ids, segment_ids
 
 # What checkpoints hold for other uses than a token's hidden state: heads, and a constant.
 UNUSED = (
@@ -106,7 +105,7 @@ class Bert(Model):
         inputs_embeds_TD: torch.Tensor | None = None,
         intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See Model. Ids may say that a token is of the second text (ops/segments.py)."""
+        """See Model. Ids may say that a token is of the second text (ops/elementwise.py)."""
         x_TD: torch.Tensor = self.embeddings(input_ids_T, positions_T)
         for layer in self.layers:
             x_TD = layer(x_TD, attention)

@@ -11,7 +11,7 @@ from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, LayerStep, feed_forward
 from quire.models.layers import LayerNorm, ParamFactory, StreamNorm
 from quire.models.options import DecoderOptions
-from quire.ops.add import add
+from quire.ops.elementwise import add
 
 
 class Cohere2Layer(nn.Module):

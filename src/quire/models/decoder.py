@@ -35,10 +35,9 @@ from quire.models.model import HEADS, Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.beside import beside
+from quire.ops.attention_inputs import Scores
+from quire.ops.elementwise import beside, scale, soft_cap
 from quire.ops.embedding import add_features, place
-from quire.ops.scale import scale
-from quire.ops.soft_cap import soft_cap
 
 KV_HEADS = "num_key_value_heads"  # the setting, as errors name it
 
@@ -114,7 +113,7 @@ class DecoderAttention(nn.Module):
             self.qk_norm = head_norm(at, name, order)
         self.output = attention_output(at, name_output)
         factor = size**-0.5 if options.attention_scale is None else options.attention_scale
-        self.attention = Attention(layer, factor, options.soft_cap)
+        self.attention = Attention(layer, Scores(factor, options.soft_cap))
         self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:

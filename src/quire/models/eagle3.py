@@ -37,10 +37,9 @@ from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary
 from quire.models.sources import Source
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.beside import beside
 from quire.ops.collective import all_gather
-from quire.ops.fill_up import fill_up
-from quire.ops.rms_norm import rms_norm
+from quire.ops.elementwise import beside, fill_up
+from quire.ops.norms import rms_norm
 
 EMBEDDING, IDS = "embed_tokens", "d2t"
 

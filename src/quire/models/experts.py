@@ -20,8 +20,8 @@ from quire.base.model_options import ExpertOptions
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import Layer, Linear, ParamFactory, is_added_elsewhere
 from quire.models.sources import Part, Rows, Source, Stretches, rows_of
-from quire.ops.clamped_gate import ClampedGate
 from quire.ops.collective import all_reduce
+from quire.ops.elementwise import ClampedGate
 from quire.ops.formats import Quantization
 from quire.ops.linear import Weight, pack_experts, stacked_weights
 from quire.ops.moe import moe_experts, moe_route

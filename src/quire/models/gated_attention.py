@@ -9,7 +9,8 @@ from torch import nn
 from quire.models.decoder import LayerPlace, LayerStep, attention_output, head_norm, layer_rope
 from quire.models.layers import Attention, Linear
 from quire.models.rope import head_order, rows_of_heads
-from quire.ops.sigmoid_mul import sigmoid_mul
+from quire.ops.attention_inputs import Scores
+from quire.ops.elementwise import sigmoid_mul
 
 
 class GatedAttention(nn.Module):
@@ -43,7 +44,7 @@ class GatedAttention(nn.Module):
         )
         self.norm = head_norm(at, name, order)
         self.output = attention_output(at, f"{name}.o_proj")
-        self.attention = Attention(layer, size**-0.5)
+        self.attention = Attention(layer, Scores(size**-0.5))
 
     def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
         rotary_rows, backend = step

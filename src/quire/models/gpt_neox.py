@@ -12,7 +12,7 @@ from quire.base.rope_options import RopeOptions, own_fields, rope_of, rotated_di
 from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, LayerStep
 from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm, activation
 from quire.models.options import DecoderOptions
-from quire.ops.add import add
+from quire.ops.elementwise import add
 
 
 class NeoXMLP(nn.Module):

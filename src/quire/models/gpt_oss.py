@@ -9,7 +9,7 @@ from quire.models.decoder import Decoder, DecoderLayer, LayerPlace
 from quire.models.experts import ExpertForm, SparseMLP
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.elementwise import ClampedGate
 
 # What transformers takes where a config says nothing about the rotary embedding.
 ROPE = {

@@ -6,7 +6,7 @@ from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder, DecoderLayer, LayerPlace, LayerStep
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
-from quire.ops.scale import scale
+from quire.ops.elementwise import scale
 
 
 class GraniteLayer(DecoderLayer):

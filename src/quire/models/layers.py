@@ -9,7 +9,7 @@ uninitialised memory on the target device; `loading.py` fills it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -20,22 +20,26 @@ from quire.base.cuts import Cut, all_of
 from quire.base.errors import ModelError
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.sources import ALL, Source, Stretches, rows_of
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup, all_reduce
+from quire.ops.elementwise import (
+    add,
+    fill_up,
+    gelu,
+    gelu_mul,
+    gelu_tanh,
+    gelu_tanh_mul,
+    relu,
+    silu_mul,
+)
 from quire.ops.embedding import embedding, part_of_embedding
-from quire.ops.fill_up import fill_up
 from quire.ops.formats import Quantization
-from quire.ops.gelu import gelu, gelu_tanh
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.host_memory import HugeMemory
-from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
+from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
 from quire.ops.opaque import OpaqueWeight
 from quire.ops.precision import accumulation_dtype
-from quire.ops.relu import relu
-from quire.ops.rms_norm import add_rms_norm, rms_norm
-from quire.ops.silu_mul import silu_mul
 
 
 @dataclass(frozen=True)
@@ -375,14 +379,13 @@ class Sinks(Layer):
         return Stretches(self._rows.cuts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attention:
-    """One layer's attention over paged memory. soft_cap: as `AttentionBackend.run` has it; so are
-    the sinks, a parameter of the layer that owns this."""
+    """One layer's attention over paged memory. sinks: a parameter of the layer that owns this;
+    `scores` takes it up in the first step that has it."""
 
     layer: int
-    scale: float
-    soft_cap: float | None = None
+    scores: Scores
 
     def __call__(
         self,
@@ -400,10 +403,9 @@ class Attention:
         self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The same, where keys and values are stored already."""
-        out_TNH = backend.run(
-            self.layer, q_TNH, self.scale, soft_cap=self.soft_cap, sinks_N=sinks_N
-        )
-        return out_TNH.flatten(1)
+        if sinks_N is not self.scores.sinks_N:
+            self.scores = replace(self.scores, sinks_N=sinks_N)
+        return backend.run(self.layer, q_TNH, self.scores).flatten(1)
 
 
 Function = Callable[[torch.Tensor], torch.Tensor]

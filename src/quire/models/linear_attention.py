@@ -17,8 +17,8 @@ from quire.base.linear_attention import LinearAttention
 from quire.models.decoder import LayerPlace, LayerStep
 from quire.models.layers import Layer, Linear, ParamFactory
 from quire.models.sources import ALL, Part, Source, Stretches, rows_of
-from quire.ops.attention.base import DeltaHeads
-from quire.ops.gated_norm import gated_norm
+from quire.ops.attention_inputs import DeltaHeads
+from quire.ops.norms import gated_norm
 
 INSIDE = "linear_attn"
 

@@ -13,9 +13,9 @@ from quire.base.cuts import Cut
 from quire.base.errors import ModelError
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.vision.tower import VisionTower
-from quire.ops.add import add
-from quire.ops.add_into import add_into
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
+from quire.ops.elementwise import add, add_into
 from quire.ops.precision import accumulation_dtype
 
 HEADS = "num_attention_heads"  # the setting, as errors name it
@@ -246,7 +246,7 @@ class PositionedAttention(nn.Module):
         super().__init__()
         self._shape = (-1, 3, heads.count, head_dim)
         self.qkv, self.output = qkv, output
-        self.attention = Attention(layer, scale)
+        self.attention = Attention(layer, Scores(scale))
 
     def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         q_TNH, k_TNH, v_TNH = self.qkv(x_TD).view(self._shape).unbind(1)

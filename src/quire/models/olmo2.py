@@ -22,9 +22,9 @@ from quire.models.decoder import (
 from quire.models.layers import ParamFactory, RMSNorm
 from quire.models.options import DecoderOptions
 from quire.models.sources import Source
-from quire.ops.add import add
 from quire.ops.collective import all_reduce
-from quire.ops.rms_norm_by_sum import rms_norm_by_sum, square_sums
+from quire.ops.elementwise import add
+from quire.ops.norms import rms_norm_by_sum, square_sums
 from quire.ops.rotary import rotary
 
 

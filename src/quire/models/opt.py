@@ -17,8 +17,8 @@ from quire.models.layers import (
     activation,
 )
 from quire.models.model import HEADS, PositionedAttention, PositionedModel
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.elementwise import add
 
 POSITION_OFFSET = 2  # the first rows of the position table stand for padding
 

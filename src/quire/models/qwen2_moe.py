@@ -12,7 +12,7 @@ from quire.models.decoder import Decoder, DecoderLayer, GatedMLP, LayerPlace, fe
 from quire.models.experts import Router
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
-from quire.ops.gated_add import gated_add
+from quire.ops.elementwise import gated_add
 
 
 class SharedMLP(nn.Module):

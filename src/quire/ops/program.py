@@ -15,9 +15,9 @@ from enum import IntEnum
 
 import torch
 
-from quire.ops.attention.base import DeltaHeads
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.collectives.shared_group import SharedGroup
+from quire.ops.elementwise import ClampedGate
 from quire.ops.native import address
 from quire.ops.packed import ELEMENTS, PackedWeight
 from quire.ops.program_parts import Part, Place, ProgramParts

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from quire.ops.attention.base import DeltaHeads
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.attention_inputs import DeltaHeads, Scores
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
+from quire.ops.elementwise import QUICK_GELU, ClampedGate
 from quire.ops.formats import rounds_activations
-from quire.ops.gelu import QUICK_GELU
 from quire.ops.linear import Weight
 from quire.ops.native import needed_core
 from quire.ops.packed import ELEMENTS, PackedParts, PackedWeight
@@ -384,10 +383,7 @@ class Tracer:
         _backend: object,
         layer: int,
         q: torch.Tensor,
-        scale: float,
-        *,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        scores: Scores,
     ) -> None:
         self._emit(
             Instruction(
@@ -395,9 +391,9 @@ class Tracer:
                 (self._new(out), self._view(q)),
                 heads=q.shape[1],
                 layer=layer,
-                scale=scale,
-                soft_cap=soft_cap or 0.0,
-                weight=_float(sinks_N),
+                scale=scores.scale,
+                soft_cap=scores.soft_cap or 0.0,
+                weight=_float(scores.sinks_N),
             )
         )
 

@@ -29,9 +29,9 @@ from quire.base.model_spec import ModelSpec
 from quire.models.eagle3 import Eagle3
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.elementwise import select_rows
 from quire.ops.host_memory import to_device
 from quire.ops.row_state import write_deltas
-from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.runner.drafter import Drafter, Read
 from quire.runner.media.step_media import StepMedia

@@ -26,9 +26,9 @@ import torch
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.ops.device_guesses import NO_GUESS, NO_TOKEN, Tries, accept_guesses
+from quire.ops.elementwise import select_rows
 from quire.ops.host_memory import to_device
 from quire.ops.row_state import advance
-from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.device import Arrival
 from quire.runner.launched import read_candidates, read_scores

@@ -27,13 +27,14 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.ops.attention.base import AttentionBackend, AttentionStep
+from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.kept_inputs import KeptInputs
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.device_guesses import Runs
+from quire.ops.elementwise import select_rows
 from quire.ops.host_memory import to_device
 from quire.ops.logprobs import named_logprobs, token_logprobs
 from quire.ops.row_state import write_tokens
-from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs, gather_step
 from quire.runner.device import Arrival, Device
 from quire.runner.extras import StepExtras

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan, RowFork, RowStart
-from quire.ops.last_writes import last_writes
-from quire.ops.row_arrays import COMPUTED
+from quire.ops.row_arrays import COMPUTED, last_writes
 from quire.runner.columns import edits_delta, start_deltas, wide_deltas
 
 Int32 = npt.NDArray[np.int32]

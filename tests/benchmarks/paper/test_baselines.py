@@ -13,7 +13,7 @@ from quire.base.clock import FakeClock
 from quire.tools.simulate.arrivals import Arrival
 from quire.tools.simulate.run import Run, run_all
 from quire.tools.simulate.served import Served
-from quire.tools.simulate.step_times import Attention, Roofline
+from quire.tools.step_times import Attention, Roofline
 
 SECOND = Roofline(weights_s=1.0, token_s=0.0)
 MAX_LEN = 64

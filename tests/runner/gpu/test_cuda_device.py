@@ -18,6 +18,7 @@ from quire.models.source import resolve_model
 from quire.ops.attention import streams
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.streams import CudaStreams, device_ids
+from quire.ops.attention_inputs import Scores
 from quire.ops.host_memory import to_device
 from quire.ops.kernels import (
     attention,
@@ -271,7 +272,7 @@ def test_attention_between_graphs_keeps_no_memory_of_theirs() -> None:
     cutting = CutAtAttention(backend, device, found)
     cutting.begin()
     q_TNH = torch.ones(2, 1, 4)
-    out_TNH = cutting.run(0, q_TNH, 1.0)
+    out_TNH = cutting.run(0, q_TNH, Scores(1.0))
     ends = [weakref.ref(q_TNH), weakref.ref(out_TNH)]
     del q_TNH, out_TNH
     cutting.end()

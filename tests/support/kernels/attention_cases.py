@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 HEAD_DIM = 32
@@ -142,7 +143,7 @@ def run_step(
         for values in (contents.q, contents.k, contents.v)
     )
     backend.write(1, k, v)
-    return backend.run(1, q, HEAD_DIM**-0.5, soft_cap=case.soft_cap, sinks_N=case.sinks_N)
+    return backend.run(1, q, Scores(HEAD_DIM**-0.5, case.soft_cap, case.sinks_N))
 
 
 def run_named(name: str, case: Case, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from quire.base.model_spec import ModelSpec
 from quire.models.vision.positions import mrope_positions
-from quire.ops.attention.base import Int32
+from quire.ops.attention_inputs import Int32
 from quire.render.media.llava import LlavaNextImages
 from quire.tools.verify.paged import PagedRun, Paging
 from quire.tools.verify.precision import WholePrecision

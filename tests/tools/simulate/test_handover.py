@@ -15,7 +15,7 @@ from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_
 from quire.tools.simulate.handover import DECODES, HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import Coming, Run, run_all
-from quire.tools.simulate.step_times import Roofline
+from quire.tools.step_times import Roofline
 
 BLOCK, BYTES = 4, 100
 STEP_S = 1.0

@@ -10,7 +10,7 @@ from quire.tools.devices import SPEEDS, find_gpu
 from quire.tools.fit import Fit, fit
 from quire.tools.simulate import roofline
 from quire.tools.simulate.roofline import roofline_of
-from quire.tools.simulate.step_times import Attention, Roofline, StepLoad
+from quire.tools.step_times import Attention, Roofline, StepLoad
 
 
 def plan_of(num_tokens: list[int], computed: list[int], num_moved: int = 0) -> Plan:

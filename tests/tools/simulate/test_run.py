@@ -9,7 +9,7 @@ from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import Run, run_all, simulate
 from quire.tools.simulate.served import BUDGET, MEMORY, ROW, STEP
-from quire.tools.simulate.step_times import Attention, Roofline
+from quire.tools.step_times import Attention, Roofline
 
 
 def test_times_are_those_of_the_formula() -> None:

@@ -9,7 +9,6 @@ from quire.tools.simulate.arrivals import Arrival, simulated_request
 from quire.tools.simulate.plot import charts_of
 from quire.tools.simulate.results import results_of
 from quire.tools.simulate.run import simulate
-from quire.tools.simulate.step_times import Roofline
 from quire.tools.simulate.svg import (
     BOTTOM,
     HEIGHT,
@@ -22,6 +21,7 @@ from quire.tools.simulate.svg import (
     LineChart,
     sheet,
 )
+from quire.tools.step_times import Roofline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from quire.models.hf.modules import NamedLinear
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
 from quire.ops.precision import accumulation_dtype
 
 NAME = "quire"
@@ -34,9 +35,7 @@ Operator = Callable[..., torch.Tensor]
 class Tracer(Protocol):
     """What is called instead of attending, while a model is translated (lower.py)."""
 
-    def attend(
-        self, layer: int, qkv: tuple[torch.Tensor, ...], options: tuple[Any, ...]
-    ) -> torch.Tensor: ...
+    def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scores: Scores) -> torch.Tensor: ...
 
 
 class _Operators:
@@ -70,7 +69,8 @@ class _Operators:
         soft_cap: float,
     ) -> torch.Tensor:
         model = self._models[handle]
-        return model.attend((q_TNH, k_TKH, v_TKH), layer, scale, soft_cap or None, sinks_N)
+        scores = Scores(scale, soft_cap or None, sinks_N)
+        return model.attend((q_TNH, k_TKH, v_TKH), layer, scores)
 
     def _layer(self, x: torch.Tensor, handle: int, index: int, width: int) -> torch.Tensor:
         layer = self._models[handle].layers[index]
@@ -113,16 +113,14 @@ class Paged:
         self,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         layer: int,
-        scale: float,
-        soft_cap: float | None,
-        sinks_N: torch.Tensor | None,
+        scores: Scores,
     ) -> torch.Tensor:
         """Store keys and values, then attend; [T, N, H]."""
         q_TNH, k_TKH, v_TKH = map(_by_token, qkv)
         backend = self.backend
         assert backend is not None
         backend.write(layer, k_TKH, v_TKH)
-        return backend.run(layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
+        return backend.run(layer, q_TNH, scores)
 
 
 def _by_token(x_TNH: torch.Tensor) -> torch.Tensor:
@@ -168,10 +166,10 @@ def paged_attention(
     sinks_N = None if sinks_N is None else sinks_N.to(accumulation_dtype(query.dtype))
     if paged.tracer is not None:
         qkv = q_TNH, k_TKH, v_TKH
-        out_TNH = paged.tracer.attend(layer, qkv, (scale, cap, sinks_N))
+        out_TNH = paged.tracer.attend(layer, qkv, Scores(scale, cap, sinks_N))
     elif torch.compiler.is_compiling():
         operands = (q_TNH, k_TKH, v_TKH, sinks_N)
         out_TNH = paged.operator(*operands, paged.handle, layer, float(scale), float(cap or 0.0))
     else:
-        out_TNH = paged.attend((q_TNH, k_TKH, v_TKH), layer, scale, cap, sinks_N)
+        out_TNH = paged.attend((q_TNH, k_TKH, v_TKH), layer, Scores(scale, cap, sinks_N))
     return out_TNH[None, ..., :value_size], None

@@ -22,6 +22,7 @@ from quire.models.hf.follow import Follower
 from quire.models.hf.rotation import Column, rotation
 from quire.models.hf.steps import ATTEND, EMBEDDING, LAYER, ROTARY, ROW_WISE, SCALE
 from quire.models.hf.terms import NOTHING, ONE, Terms, Unfollowed
+from quire.ops.attention_inputs import Scores
 
 NUM_TOKENS = 3
 
@@ -61,19 +62,17 @@ class Lowering:
             operand, at = self._operand(x, by_head=not linear)
             return self._returned(LAYER, (operand,), layer, (*x.shape[:-1], width), at, linear)
 
-    def attend(
-        self, layer: int, qkv: tuple[torch.Tensor, ...], options: tuple[Any, ...]
-    ) -> torch.Tensor:
-        """Attention of [T, heads, H] each. options: scale, soft cap, sinks."""
+    def attend(self, layer: int, qkv: tuple[torch.Tensor, ...], scores: Scores) -> torch.Tensor:
+        """Attention of [T, heads, H] each."""
         with _disable_current_modes():
-            if options[2] is not None:
+            if scores.sinks_N is not None:
                 raise Unfollowed("attention has sinks")
             found = [self._operand(each, by_head=True)[0] for each in qkv]
             reads = [replace(each, heads=x.shape[1]) for each, x in zip(found, qkv, strict=True)]
             if reads[0].order != reads[1].order or reads[2].order:
                 raise Unfollowed("queries and keys are rotated in different ways")
             shape = tuple(qkv[0].shape)
-            return self._returned(ATTEND, tuple(reads), layer, shape, 0, options=options)
+            return self._returned(ATTEND, tuple(reads), layer, shape, 0, options=(scores,))
 
     def _returned(
         self,

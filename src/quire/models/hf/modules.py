@@ -25,9 +25,9 @@ from quire.models.layers import (
     RMSNorm,
 )
 from quire.models.sources import Source, rows_of
+from quire.ops.elementwise import scale
 from quire.ops.linear import linear
-from quire.ops.rms_norm import rms_norm
-from quire.ops.scale import scale
+from quire.ops.norms import rms_norm
 
 
 def is_linear(module: nn.Module) -> bool:

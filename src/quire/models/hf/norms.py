@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from quire.ops.gelu import gelu_tanh
-from quire.ops.layer_norm import layer_norm
-from quire.ops.rms_norm import rms_norm
+from quire.ops.elementwise import gelu_tanh
+from quire.ops.norms import layer_norm, rms_norm
 
 USUAL_EPS = (1e-5, 1e-6, 1e-12)  # of those that do not say theirs
 

@@ -12,15 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.gelu import gelu, gelu_tanh
-from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
-from quire.ops.relu import relu
-from quire.ops.rms_norm import add_rms_norm
+from quire.ops.elementwise import (
+    add,
+    gelu,
+    gelu_mul,
+    gelu_tanh,
+    gelu_tanh_mul,
+    relu,
+    scale,
+    silu_mul,
+)
+from quire.ops.norms import add_rms_norm
 from quire.ops.rotary import rotary, rotary_rows
-from quire.ops.scale import scale
-from quire.ops.silu_mul import silu_mul
 
 ROW_WISE: dict[str, Callable[..., torch.Tensor]] = {
     "add": add,
@@ -148,17 +152,16 @@ class Run:
 
     def _attend(self, step: Step, operands: list[torch.Tensor]) -> torch.Tensor:
         q_TNH, k_TKH, v_TKH = operands
-        scale, soft_cap, sinks_N = step.options
         self.attention.write(step.layer, k_TKH, v_TKH)
-        return self.attention.run(step.layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
+        return self.attention.run(step.layer, q_TNH, *step.options)
 
     def _rotate_and_attend(self, step: Step, qkv_TMH: torch.Tensor) -> torch.Tensor:
-        scale, soft_cap, sinks_N, frequencies_E, factor, norms, num_kv_heads = step.options
+        scores, frequencies_E, factor, norms, num_kv_heads = step.options
         rows = self._rotary_rows(frequencies_E, factor, qkv_TMH.dtype)
         weight_MH, eps = (None, 0.0) if norms is None else (norms.weight(), norms.eps)
         stored = num_kv_heads, rows, weight_MH, eps
         q_TNH = self.attention.rotary_write(step.layer, qkv_TMH, *stored)
-        return self.attention.run(step.layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
+        return self.attention.run(step.layer, q_TNH, scores)
 
     def _rotary_rows(
         self, frequencies_E: torch.Tensor, factor: float, dtype: torch.dtype

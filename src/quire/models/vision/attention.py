@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops.attention_inputs import Scores
 from quire.ops.precision import accumulation_dtype
 
 Int64 = npt.NDArray[np.int64]
@@ -24,7 +25,7 @@ class BlockAttention(Protocol):
         """Take the keys and values of a block."""
         ...
 
-    def run(self, cut: int, q_TNH: torch.Tensor, scale: float, /) -> torch.Tensor:
+    def run(self, cut: int, q_TNH: torch.Tensor, scores: Scores, /) -> torch.Tensor:
         """Return what the queries of the same block take from their ranges, [T, N, H]."""
         ...
 
@@ -40,10 +41,10 @@ class RangeAttention:
         """See BlockAttention."""
         self._kv = {cut: (k_TNH, v_TNH)}
 
-    def run(self, cut: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(self, cut: int, q_TNH: torch.Tensor, scores: Scores) -> torch.Tensor:
         """See BlockAttention."""
         k_TNH, v_TNH = self._kv.pop(cut)
-        return range_attention(q_TNH, k_TNH, v_TNH, self._cuts[cut], scale)
+        return range_attention(q_TNH, k_TNH, v_TNH, self._cuts[cut], scores.scale)
 
 
 def range_attention(

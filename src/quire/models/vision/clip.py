@@ -26,7 +26,7 @@ from quire.models.vision.squares import (
     square_bounds,
 )
 from quire.models.vision.tower import ImageArrays, VisionTower
-from quire.ops.add import add
+from quire.ops.elementwise import add
 
 MODEL_TYPE = "clip_vision_model"
 PROJECTOR = "multi_modal_projector"

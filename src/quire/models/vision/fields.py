@@ -10,7 +10,7 @@ from typing import Any
 from quire.base.config_fields import Fields
 from quire.models.layers import ACTIVATIONS, GATES
 from quire.models.vision.layers import Activation
-from quire.ops.gelu import quick_gelu
+from quire.ops.elementwise import quick_gelu
 
 VISION_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {**ACTIVATIONS, "quick_gelu": quick_gelu}

@@ -13,7 +13,8 @@ from torch import nn
 from quire.models.layers import Layer, Linear, ParamFactory
 from quire.models.sources import Part, Source
 from quire.models.vision.attention import BlockAttention
-from quire.ops.add import add
+from quire.ops.attention_inputs import Scores
+from quire.ops.elementwise import add
 from quire.ops.rotary import rotary
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -60,6 +61,7 @@ class VisionAttention(nn.Module):
         super().__init__()
         self.qkv, self.output = qkv, output
         self._heads, self._head_dim = heads, head_dim
+        self._scores = Scores(head_dim**-0.5)
 
     def forward(
         self,
@@ -75,7 +77,7 @@ class VisionAttention(nn.Module):
             turned = rotary(qkv_TMH[:, : 2 * self._heads], rotary_rows)
             q_TNH, k_TNH = turned.split(self._heads, dim=1)
         attention.write(cut, k_TNH, v_TNH)
-        seen_TNH = attention.run(cut, q_TNH, self._head_dim**-0.5)
+        seen_TNH = attention.run(cut, q_TNH, self._scores)
         out_TD: torch.Tensor = self.output(seen_TNH.flatten(1))
         return out_TD
 

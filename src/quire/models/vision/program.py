@@ -18,11 +18,12 @@ import torch
 
 from quire.base.cache_group import STEP, CacheGroup
 from quire.models.vision.attention import BlockAttention
-from quire.ops.add_into import add_into
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.core_within_step import CoreWithinStep
 from quire.ops.attention.cpu import why_not
 from quire.ops.attention.traced import TracedAttention
+from quire.ops.attention_inputs import AttentionStep
+from quire.ops.elementwise import add_into
 from quire.ops.native import address
 from quire.ops.native_types import CoreProgram
 from quire.ops.program import Kind, ProgramDraft, Untraceable, here

@@ -32,7 +32,7 @@ from quire.models.vision.qwen_vl import (
     read_common,
 )
 from quire.models.vision.tower import ImageArrays
-from quire.ops.add import add
+from quire.ops.elementwise import add
 from quire.ops.precision import accumulation_dtype
 
 Float64 = npt.NDArray[np.float64]

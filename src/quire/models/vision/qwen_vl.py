@@ -33,7 +33,7 @@ from quire.models.vision.layers import (
     VisionMLP,
 )
 from quire.models.vision.tower import ImageArrays, VisionTower, numbers_of_patch
-from quire.ops.gelu import gelu
+from quire.ops.elementwise import gelu
 
 NORM_EPS = 1e-6
 DEPTH = ("depth", "num_hidden_layers")

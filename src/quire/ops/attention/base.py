@@ -12,7 +12,7 @@ has an end after i.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,61 +21,9 @@ import torch
 from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.rms_norm import rms_norm
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
+from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary
-
-Int32 = npt.NDArray[np.int32]
-
-
-class DeltaHeads(NamedTuple):
-    """What a delta rule works on: `keys` heads of queries and of keys of `key_dim` numbers, each
-    for as many of the `values` heads of values of `value_dim`, a multiple."""
-
-    keys: int
-    values: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def channels(self) -> int:
-        """Numbers of queries, keys and values side by side."""
-        return 2 * self.keys * self.key_dim + self.values * self.value_dim
-
-    @property
-    def memory_size(self) -> int:
-        return self.values * self.key_dim * self.value_dim
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionStep:
-    """One step, as attention sees it. One block table and one slot array per cache group.
-
-    positions_T, slots_T (block_id * P + offset): int64. query_starts_S1: int32, exclusive prefix
-    sum with the total at the end. block_tables_SL: int32; entries beyond the context, and entries
-    of blocks that left the window, are arbitrary valid block ids or -1 and must not change the
-    result.
-    The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
-    guessing_S: bool, rows that leave no states: their last tokens are guesses (kept_inputs.py).
-    groups: those whose layers run, if not all; the blocks of others are left as they are.
-    ends_T: of tokens that attend in both directions, the position after the last key that each
-    sees, at most its row's context length; 0 for other tokens. None: the step has only those.
-    Tokens of a row see no less far than those before them. On the host, which knows it exactly.
-    """
-
-    positions_T: torch.Tensor
-    query_starts_S1: torch.Tensor
-    context_lens_S: torch.Tensor
-    slots_T: tuple[torch.Tensor, ...]
-    block_tables_SL: tuple[torch.Tensor, ...]
-    query_lens_host: Int32
-    context_lens_host: Int32
-    guessing_S: torch.Tensor | None = None
-    groups: range | None = None
-    ends_T: Int32 | None = None
-
-    def has(self, group: int) -> bool:
-        """Tell whether the step is for layers of a cache group."""
-        return self.groups is None or group in self.groups
 
 
 class Part(NamedTuple):
@@ -113,29 +61,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend with this step's queries over their sequences; returns [T, N, H], in `out` if it
-        is given:
+        is given: the sum over seen j of weight[j] v[j] (see Scores)."""
 
-            score[j] = scale q . k[j], with a soft cap cap * tanh(scale q . k[j] / cap)
-            out = sum over seen j of e^score[j] v[j] / (e^sink + sum over seen j of e^score[j])
-
-        sinks: one logit per query head, float32 (float64 beside float64 queries); without them
-        e^sink is 0.
-        """
-
-    def run_part(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
-    ) -> Part:
-        """Do as `run`, without sinks, where what is seen here is only a part of what is seen.
+    def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
+        """Do as `run`, whatever the sinks, where what is seen here is only a part of what is seen.
         Raises ConfigError in a backend that cannot."""
         raise ConfigError(
             f"attention_backend {self.name} cannot share a sequence's tokens with other ranks;"
@@ -219,6 +151,64 @@ class AttentionBackend(ABC):
         """Return blocks of host memory by group, for those who move them elsewhere; None: the
         backend keeps them to itself."""
         return None
+
+
+class ForwardingBackend(AttentionBackend):
+    """Hand everything to another backend; a class that changes some of it derives from this."""
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self.inner = inner
+
+    def prepare(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self.inner.prepare(step)
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self.inner.prepare_states(step)
+
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """See AttentionBackend."""
+        self.inner.write(layer, k_TKH, v_TKH)
+
+    def rotary_write(self, *given: Any) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.inner.rotary_write(*given)
+
+    def run(
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.inner.run(layer, q_TNH, scores, out_TNH)
+
+    def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
+        """See AttentionBackend."""
+        return self.inner.run_part(layer, q_TNH, scores)
+
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.inner.convolve(layer, x_TC, weight_CW)
+
+    def delta_rule(self, *given: Any) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.inner.delta_rule(*given)
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """See AttentionBackend."""
+        self.inner.copy_blocks(group, source, destination)
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """See AttentionBackend."""
+        self.inner.swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """See AttentionBackend."""
+        self.inner.load(group, source, destination)
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """See AttentionBackend."""
+        return self.inner.host_blocks
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from quire.base.cache_group import CacheGroup
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.host_memory import to_device
 
 Ints = npt.NDArray[np.signedinteger[Any]]

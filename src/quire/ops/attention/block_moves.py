@@ -9,7 +9,7 @@ import torch
 
 from quire.ops import gpu
 from quire.ops.attention.streams import Int32, device_ids
-from quire.ops.last_writes import last_writes
+from quire.ops.row_arrays import last_writes
 
 
 def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -> None:

@@ -27,8 +27,9 @@ import torch
 
 from quire.base.cache_group import FULL, CacheGroup
 from quire.base.cuts import cut_block
-from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32, KVLayout
+from quire.ops.attention.base import AttentionBackend, ForwardingBackend, KVLayout
 from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.collective import RankGroup, all_gather, all_to_all
 from quire.ops.host_memory import to_device
 from quire.ops.registry import op
@@ -71,7 +72,7 @@ class Dealing:
         return (slots_T // block * self.size + offsets_T).masked_fill(~own_T, -1)
 
 
-class ContextShared(AttentionBackend):
+class ContextShared(ForwardingBackend):
     """One rank's. make: the backends that do the work; they must have `run_part`."""
 
     def __init__(self, layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> None:
@@ -90,6 +91,7 @@ class ContextShared(AttentionBackend):
         ]
         has_whole = any(group.layers for group in whole)
         self._whole = make(replace(layout, groups=tuple(whole))) if has_whole else None
+        super().__init__(self._whole or self._divided)  # which has the layers with states
         self._group_of_layer = {
             layer: g for g, group in enumerate(divided) for layer in group.layers
         }
@@ -109,10 +111,6 @@ class ContextShared(AttentionBackend):
         self._divided.prepare(self._own_step(step))
         if self._whole is not None:
             self._whole.prepare(step)
-
-    def prepare_states(self, step: AttentionStep) -> None:
-        """See AttentionBackend."""
-        self._of_states().prepare_states(step)
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -140,53 +138,28 @@ class ContextShared(AttentionBackend):
             return self._of_whole().rotary_write(*given)
         if self._takes_nowhere:
             return self._divided.rotary_write(*given)
-        return super().rotary_write(*given)
+        return AttentionBackend.rotary_write(self, *given)  # writes by this class
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend together with the other ranks, [T, N, H]."""
         group = self._group_of_layer.get(layer)
         if group is None:
-            return self._of_whole().run(
-                layer, q_TNH, scale, out_TNH=out_TNH, soft_cap=soft_cap, sinks_N=sinks_N
-            )
+            return self._of_whole().run(layer, q_TNH, scores, out_TNH)
         num_kv_heads = self._num_kv_heads[group]
         all_TNH = _side_by_side(all_gather(q_TNH, self._ranks), num_kv_heads)
-        part = self._divided.run_part(layer, all_TNH, scale, soft_cap=soft_cap)
+        part = self._divided.run_part(layer, all_TNH, scores)
         out, log_sums = part.out_TNH, part.log_sums_TN
         out = out.masked_fill(self._sees_none_T[:, None, None], 0.0)
         log_sums = log_sums.masked_fill(self._sees_none_T[:, None], -torch.inf)
         both = torch.cat([out, log_sums[..., None]], dim=-1)
         parts_CTNX = all_to_all(_by_rank(both, num_kv_heads, self._ranks.size), self._ranks)
-        merged_TNH = merge_parts(parts_CTNX[..., :-1], parts_CTNX[..., -1], sinks_N)
+        merged_TNH = merge_parts(parts_CTNX[..., :-1], parts_CTNX[..., -1], scores.sinks_N)
         if out_TNH is None:
             return merged_TNH.to(q_TNH.dtype)
         return out_TNH.copy_(merged_TNH)
-
-    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self._of_states().convolve(layer, x_TC, weight_CW)
-
-    def delta_rule(
-        self,
-        layer: int,
-        qkv_TC: torch.Tensor,
-        gates_TG: torch.Tensor,
-        rate_N: torch.Tensor,
-        shift_N: torch.Tensor,
-        heads: DeltaHeads,
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self._of_states().delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy this rank's part of whole blocks."""
@@ -207,9 +180,6 @@ class ContextShared(AttentionBackend):
     def _of_whole(self) -> AttentionBackend:
         assert self._whole is not None, "all layers are divided"
         return self._whole
-
-    def _of_states(self) -> AttentionBackend:
-        return self._divided if self._whole is None else self._whole
 
     def _own_step(self, step: AttentionStep) -> AttentionStep:
         """Return the step as this rank's tokens see it. A query that sees none of them is given the

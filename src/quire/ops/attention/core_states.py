@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from quire.base.cache_group import STATE
-from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CoreRows, CoreStatePlan, CoreStates
 from quire.ops.packed import ELEMENTS

@@ -11,8 +11,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention_inputs import AttentionStep
 
 
 class CoreWithinStep(CpuBackend):

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, DeltaHeads, Int32, KVLayout, Part
+from quire.ops.attention.base import KVLayout, Part
 from quire.ops.attention.core_calls import StepAddresses, cut_step, kv_layer
 from quire.ops.attention.core_states import StatesInCore
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
 from quire.ops.formats import ATTENTION, chosen_variant
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreKV, CorePlan, CoreRows
@@ -135,30 +136,21 @@ class CpuBackend(MovesBlocks):
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend for all rows, [T, N, H]."""
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-        sinks = 0 if sinks_N is None else address(sinks_N, torch.float32)
-        self._attend(layer, q_TNH, out_TNH, (scale, soft_cap or 0.0, sinks, 0))
+        sinks = 0 if scores.sinks_N is None else address(scores.sinks_N, torch.float32)
+        self._attend(layer, q_TNH, out_TNH, scores, (sinks, 0))
         return out_TNH
 
-    def run_part(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
-    ) -> Part:
+    def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
         out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32)
         sums_TN2 = torch.empty(*q_TNH.shape[:2], 2)
         sums = address(sums_TN2, torch.float32)
-        self._attend(layer, q_TNH, out_TNH, (scale, soft_cap or 0.0, 0, sums))
+        self._attend(layer, q_TNH, out_TNH, scores, (0, sums))
         largest_TN, sum_TN = sums_TN2.unbind(-1)
         return Part(out_TNH, largest_TN + sum_TN.log())
 
@@ -167,16 +159,19 @@ class CpuBackend(MovesBlocks):
         layer: int,
         q_TNH: torch.Tensor,
         out_TNH: torch.Tensor,
-        weighing: tuple[float, float, int, int],
+        scores: Scores,
+        addresses: tuple[int, int],
     ) -> None:
-        """weighing: scale, soft cap, and the addresses of sinks and of where sums go."""
+        """addresses: of sinks and of where sums go, 0 for none."""
         kv = self._layers[layer]
         self._core.paged_attention(
             self.plan(kv.group, q_TNH.shape[1] // kv.kv.heads),
             kv.kv,
             self._head_rows(q_TNH),
             self._head_rows(out_TNH),
-            *weighing,
+            scores.scale,
+            scores.soft_cap or 0.0,
+            *addresses,
             num_threads(),
             self.variant,
         )

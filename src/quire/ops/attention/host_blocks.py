@@ -24,7 +24,7 @@ from quire.ops.attention.memory_ahead import MemoryAhead
 from quire.ops.attention.streams import Int32, Streams, streams_of
 from quire.ops.attention.transfers import Blocks, Transfers, as_numpy
 from quire.ops.host_memory import lazy_zeros
-from quire.ops.last_writes import last_writes
+from quire.ops.row_arrays import last_writes
 
 PART_BYTES = 16 << 20  # of what a GPU gathers and sends at once
 NUM_SLOTS = 8  # parts on their way at once: as much pinned memory, and as much of the device's

@@ -10,15 +10,16 @@ Shape legend as in `states.py`, and: G tokens of the rows that guess.
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32
+from quire.ops.attention.base import AttentionBackend, ForwardingBackend
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32
+from quire.ops.elementwise import select_rows
 from quire.ops.host_memory import to_device
-from quire.ops.select_rows import select_rows
 
 
 class DeltaInputs(NamedTuple):
@@ -30,14 +31,14 @@ class DeltaInputs(NamedTuple):
     heads: DeltaHeads
 
 
-class KeptInputs(AttentionBackend):
+class KeptInputs(ForwardingBackend):
     """A backend for one step with guesses, which are the last tokens of some rows; then for
     `settle`. guesses: [S] which rows have any."""
 
     name = "kept"
 
     def __init__(self, inner: AttentionBackend, guesses: npt.NDArray[np.bool_]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._guesses = guesses
         self._step: AttentionStep | None = None
         self.places_G = torch.empty(0, dtype=torch.int64)  # their places among the step's tokens
@@ -114,27 +115,3 @@ class KeptInputs(AttentionBackend):
             qkv_TC = self.inner.convolve(layer, x_GC, weight_CW)
             numbers = rule.rate_N, rule.shift_N
             self.inner.delta_rule(layer, qkv_TC, gates_GG, *numbers, rule.heads)
-
-    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """See AttentionBackend."""
-        self.inner.write(layer, k_TKH, v_TKH)
-
-    def rotary_write(self, layer: int, qkv_TMH: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self.inner.rotary_write(layer, qkv_TMH, *rest)
-
-    def run(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """See AttentionBackend."""
-        return self.inner.run(*arguments, **named)
-
-    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """See AttentionBackend."""
-        self.inner.copy_blocks(group, source, destination)
-
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """See AttentionBackend."""
-        self.inner.swap_out(group, source, destination)
-
-    def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """See AttentionBackend."""
-        self.inner.load(group, source, destination)

@@ -11,15 +11,10 @@ from collections.abc import Iterator
 import torch
 
 from quire.base.cache_group import STATE, CacheGroup
-from quire.ops.attention.base import (
-    AttentionStep,
-    Int32,
-    KVLayout,
-    Part,
-    refuse_kv_format,
-)
+from quire.ops.attention.base import KVLayout, Part, refuse_kv_format
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.states import KeepsStates, StateRow, state_rows
+from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
@@ -71,29 +66,20 @@ class ReferenceBackend(KeepsStates):
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend row by row, [T, N, H]."""
         if out_TNH is None:
             out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for tokens, softmax in self._softmaxes(layer, q_TNH, scale, soft_cap, sinks_N):
+        for tokens, softmax in self._softmaxes(layer, q_TNH, scores):
             out_TNH[tokens] = softmax.result().to(q_TNH.dtype)
         return out_TNH
 
-    def run_part(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
-    ) -> Part:
+    def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
         out_TNH = q_TNH.new_empty(q_TNH.shape, dtype=accumulation_dtype(q_TNH.dtype))
         log_sums_TN = out_TNH.new_empty(out_TNH.shape[:2])
-        for tokens, softmax in self._softmaxes(layer, q_TNH, scale, soft_cap, None):
+        for tokens, softmax in self._softmaxes(layer, q_TNH, Scores(scores.scale, scores.soft_cap)):
             out_TNH[tokens] = softmax.result()
             log_sums_TN[tokens] = softmax.log_sums()
         return Part(out_TNH, log_sums_TN)
@@ -115,12 +101,7 @@ class ReferenceBackend(KeepsStates):
             self._host.load(self._layers.index(layer), source, destination)
 
     def _softmaxes(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        soft_cap: float | None,
-        sinks_N: torch.Tensor | None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores
     ) -> Iterator[tuple[slice, "OnlineSoftmax"]]:
         """Return the tokens of each row, and their softmax over all that they see."""
         assert self._step is not None, "prepare() comes before run()"
@@ -129,7 +110,7 @@ class ReferenceBackend(KeepsStates):
         tables = self._step.block_tables_SL[group].tolist()
         for row, context_len in enumerate(self._step.context_lens_S.tolist()):
             tokens = slice(starts[row], starts[row + 1])
-            softmax = OnlineSoftmax(q_TNH[tokens], scale, soft_cap, sinks_N)
+            softmax = OnlineSoftmax(q_TNH[tokens], scores)
             self._add_row(softmax, layer, context_len, tables[row], tokens)
             yield tokens, softmax
 
@@ -180,20 +161,14 @@ class OnlineSoftmax:
     exponentials and the sum of the values weighted by them. A sink is a score that comes first.
     """
 
-    def __init__(
-        self,
-        q_QNH: torch.Tensor,
-        scale: float,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, q_QNH: torch.Tensor, scores: Scores) -> None:
         self._dtype = accumulation_dtype(q_QNH.dtype)
-        self._soft_cap = soft_cap
-        self._q_NQH = q_QNH.to(self._dtype).transpose(0, 1) * scale
+        self._soft_cap = scores.soft_cap
+        self._q_NQH = q_QNH.to(self._dtype).transpose(0, 1) * scores.scale
         self._max_NQ1 = self._q_NQH.new_full((*self._q_NQH.shape[:2], 1), -torch.inf)
         self._sum_NQ1 = torch.zeros_like(self._max_NQ1)
-        if sinks_N is not None:
-            self._max_NQ1.copy_(sinks_N[:, None, None])
+        if scores.sinks_N is not None:
+            self._max_NQ1.copy_(scores.sinks_N[:, None, None])
             self._sum_NQ1.fill_(1.0)
         self._values_NQH = torch.zeros_like(self._q_NQH)
 

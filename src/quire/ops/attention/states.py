@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.delta_chunks import remember_token, remember_tokens
 from quire.ops.attention.kv_memory import MovesBlocks
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 

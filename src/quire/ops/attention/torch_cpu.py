@@ -18,11 +18,12 @@ from collections.abc import Iterator
 import torch
 
 from quire.base.cache_group import STATE
-from quire.ops.attention.base import AttentionStep, KVLayout, Part, refuse_kv_format
+from quire.ops.attention.base import KVLayout, Part, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
 from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.attention.states import StatesInBlocks
-from quire.ops.attention.weigh import Weighing, weigh, weigh_part
+from quire.ops.attention.weigh import weigh, weigh_part
+from quire.ops.attention_inputs import AttentionStep, Scores
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
@@ -74,14 +75,7 @@ class TorchBackend(StatesInBlocks):
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend batch by batch, [T, N, H]."""
         if out_TNH is None:
@@ -90,12 +84,10 @@ class TorchBackend(StatesInBlocks):
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
-            _attend(batch, q_TNH, k_KRCH, v_KRCH, Weighing(scale, soft_cap, sinks_N), out_TNH)
+            _attend(batch, q_TNH, k_KRCH, v_KRCH, scores, out_TNH)
         return out_TNH
 
-    def run_part(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
-    ) -> Part:
+    def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
         out_TNH = q_TNH.new_empty(q_TNH.shape, dtype=accumulation_dtype(q_TNH.dtype))
         part = Part(out_TNH, out_TNH.new_empty(out_TNH.shape[:2]))
@@ -103,7 +95,7 @@ class TorchBackend(StatesInBlocks):
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
-            _attend_part(batch, q_TNH, k_KRCH, v_KRCH, Weighing(scale, soft_cap), part)
+            _attend_part(batch, q_TNH, k_KRCH, v_KRCH, scores, part)
         return part
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,11 +120,11 @@ def _attend(
     q_TNH: torch.Tensor,
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
-    weighing: Weighing,
+    scores: Scores,
     out_TNH: torch.Tensor,
 ) -> None:
     """Write the attention of the batch's tokens to `out`."""
-    spans = [weigh(*given, weighing) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
+    spans = [weigh(*given, scores) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
     out_RQKGH = spans[0] if len(spans) == 1 else torch.cat(spans, dim=1)
     out_TNH[batch.tokens] = out_RQKGH.reshape(-1, *q_TNH.shape[1:])
 
@@ -142,11 +134,11 @@ def _attend_part(
     q_TNH: torch.Tensor,
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
-    weighing: Weighing,
+    scores: Scores,
     part: Part,
 ) -> None:
     """Write what the batch's tokens take to their places of a part."""
-    found = [weigh_part(*given, weighing) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
+    found = [weigh_part(*given, scores) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
     for to, spans in zip(part, zip(*found, strict=True), strict=True):
         to[batch.tokens] = torch.cat(spans, dim=1).reshape(-1, *to.shape[1:])
 

@@ -5,7 +5,8 @@ Shape legend: T tokens, N query heads, K KV heads, H head dim.
 
 import torch
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
 from quire.ops.registry import op
 
 
@@ -23,14 +24,7 @@ class TracedAttention(AttentionBackend):
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Noted. [T, N, H]."""
         return q_TNH.new_zeros(q_TNH.shape)

@@ -30,9 +30,10 @@ import torch
 
 from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
+from quire.ops.attention.base import KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.states import left_table
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Scores
 from quire.ops.host_memory import to_device
 from quire.ops.registry import op
 
@@ -177,34 +178,21 @@ class TritonBackend(MovesBlocks):
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attend for all rows, [T, N, H]."""
         if len(q_TNH) == 0:
             return torch.empty_like(q_TNH)
         kv, work = self._layers[layer], self._work_for(layer, q_TNH)
-        return self._attention.attention(
-            q_TNH, kv, work, scale, self._machine, soft_cap, sinks_N, out_TNH
-        )
+        return self._attention.attention(q_TNH, kv, work, scores, self._machine, out_TNH)
 
-    def run_part(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
-    ) -> Part:
+    def run_part(self, layer: int, q_TNH: torch.Tensor, scores: Scores) -> Part:
         """See AttentionBackend."""
         out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32, device=q_TNH.device)
         kept_TN2 = out_TNH.new_zeros(*q_TNH.shape[:2], 2)
         if len(q_TNH):
             kv, work = self._layers[layer], self._work_for(layer, q_TNH)
-            self._attention.attention(
-                q_TNH, kv, work, scale, self._machine, soft_cap, None, out_TNH, kept_TN2
-            )
+            self._attention.attention(q_TNH, kv, work, scores, self._machine, out_TNH, kept_TN2)
         largest_TN, sums_TN = kept_TN2.unbind(-1)
         return Part(out_TNH, (largest_TN + sums_TN.log2()) * math.log(2))
 

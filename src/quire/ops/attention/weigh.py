@@ -5,24 +5,10 @@ B = K * R, C context tokens, H head dim, N = K * G. The G query heads of a KV he
 further queries of it, so keys and values are never repeated.
 """
 
-from dataclasses import dataclass
-
 import torch
 
+from quire.ops.attention_inputs import Scores
 from quire.ops.precision import accumulation_dtype
-
-
-@dataclass(frozen=True, eq=False)
-class Weighing:
-    """How scores become weights: as `AttentionBackend.run` says."""
-
-    scale: float
-    soft_cap: float | None = None
-    sinks_N: torch.Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        return self.soft_cap is None and self.sinks_N is None
 
 
 def weigh(
@@ -30,15 +16,15 @@ def weigh(
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
     bias_R1QC: torch.Tensor,
-    weighing: Weighing,
+    scores: Scores,
 ) -> torch.Tensor:
-    """Compute softmax(scores + bias) v as [R, Q, K, G, H], of scores as `weighing` says."""
+    """Compute softmax(scores + bias) v as [R, Q, K, G, H], of scores as `Scores` says."""
     is_slow = k_KRCH.device.type == "cpu" and k_KRCH.dtype.itemsize == 2
-    if weighing.is_plain and not is_slow:
-        return _by_fused_operation(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, weighing.scale)
+    if scores.soft_cap is None and scores.sinks_N is None and not is_slow:
+        return _by_fused_operation(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, scores.scale)
     # The fused operation has neither; and on a CPU it multiplies 16-bit numbers slowly: matrix
     # products of them are three times as fast.
-    return _by_products(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, weighing)
+    return _by_products(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, scores)
 
 
 def weigh_part(
@@ -46,12 +32,12 @@ def weigh_part(
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
     bias_R1QC: torch.Tensor,
-    weighing: Weighing,
+    scores: Scores,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the same without sinks, and the logarithms [R, Q, K, G] of the sums of e^score, both
     in the type that sums are made in."""
     rows, queries, heads, group, size = q_RQKGH.shape
-    scores_BJC = _scores(q_RQKGH, k_KRCH, bias_R1QC, weighing)
+    scores_BJC = _score(q_RQKGH, k_KRCH, bias_R1QC, scores)
     scores_BJC = scores_BJC.to(accumulation_dtype(scores_BJC.dtype))
     log_sums_BJ1 = scores_BJC.logsumexp(-1, keepdim=True)
     weights_BJC = (scores_BJC - log_sums_BJ1).exp()
@@ -63,8 +49,8 @@ def weigh_part(
     return out_RQKGH, log_sums_RQKG1[..., 0]
 
 
-def _scores(
-    q_RQKGH: torch.Tensor, k_KRCH: torch.Tensor, bias_R1QC: torch.Tensor, weighing: Weighing
+def _score(
+    q_RQKGH: torch.Tensor, k_KRCH: torch.Tensor, bias_R1QC: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
     """Return the scores [B, J, C], rounded to the dtype if there is no soft cap."""
     rows, queries, heads, group, size = q_RQKGH.shape
@@ -73,9 +59,9 @@ def _scores(
     # One row's bias is broadcast over the heads by the product itself.
     bias_BJC = bias_R1QC.expand(heads if rows > 1 else 1, rows, group, queries, -1)
     bias_BJC = bias_BJC.reshape(-1, group * queries, k_BHC.shape[2])
-    cap = weighing.soft_cap
+    cap = scores.soft_cap
     beta = 1 if cap is None else 0
-    scores_BJC = torch.baddbmm(bias_BJC, q_BJH, k_BHC, beta=beta, alpha=weighing.scale)
+    scores_BJC = torch.baddbmm(bias_BJC, q_BJH, k_BHC, beta=beta, alpha=scores.scale)
     if cap is not None:
         dtype = accumulation_dtype(q_BJH.dtype)
         scores_BJC = torch.tanh(scores_BJC.to(dtype) / cap) * cap + bias_BJC
@@ -87,18 +73,18 @@ def _by_products(
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
     bias_R1QC: torch.Tensor,
-    weighing: Weighing,
+    scores: Scores,
 ) -> torch.Tensor:
     """Compute it by products: scores and weights are rounded to the dtype at least once, the sums
     within each operation are not."""
     rows, queries, heads, group, size = q_RQKGH.shape
-    scores_BJC = _scores(q_RQKGH, k_KRCH, bias_R1QC, weighing)
+    scores_BJC = _score(q_RQKGH, k_KRCH, bias_R1QC, scores)
     v_BCH, dtype = v_KRCH.flatten(0, 1), accumulation_dtype(q_RQKGH.dtype)
-    if weighing.sinks_N is None:
+    if scores.sinks_N is None:
         weights_BJC = scores_BJC.softmax(-1)
     else:
         # A sink is one more key, without a value.
-        sinks_KRGQ = weighing.sinks_N.view(heads, 1, group, 1).expand(-1, rows, -1, queries)
+        sinks_KRGQ = scores.sinks_N.view(heads, 1, group, 1).expand(-1, rows, -1, queries)
         sinks_BJ1 = sinks_KRGQ.reshape(heads * rows, group * queries, 1)
         weights_BJC = torch.cat([scores_BJC.to(dtype), sinks_BJ1.to(dtype)], -1).softmax(-1)
         weights_BJC = weights_BJC[..., :-1]

@@ -11,9 +11,10 @@ import torch
 
 from quire.base.cache_group import STEP
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.core_within_step import CoreWithinStep
 from quire.ops.attention.cpu import why_not
+from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.registry import op
 
 PIECE = 1024  # tokens of a row whose scores are there at once
@@ -60,25 +61,18 @@ class WithinStep(AttentionBackend):
 
     @op("attention")
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        sinks_N: torch.Tensor | None = None,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See AttentionBackend; without soft caps and sinks, and with as many heads of keys and
         values."""
-        assert soft_cap is None and sinks_N is None, "no encoder here has these"
+        assert scores.soft_cap is None and scores.sinks_N is None, "no encoder here has these"
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         k_TNH, v_TNH = self._kv.pop(layer)
         window, begin = self._windows[layer], 0
         for length in self._lengths:
             row = slice(begin, begin + length)
-            _attend_row(q_TNH[row], k_TNH[row], v_TNH[row], scale, window, out_TNH[row])
+            _attend_row(q_TNH[row], k_TNH[row], v_TNH[row], scores.scale, window, out_TNH[row])
             begin += length
         return out_TNH
 

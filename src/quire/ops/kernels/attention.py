@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.attention_inputs import Scores
 from quire.ops.kernels.attention_merge import before_chunks, merge, merge_chunk, store_item
 from quire.ops.kernels.attention_plan import Cut, Work
 from quire.ops.kernels.attention_write import FORMATS, LayerKV, load_rows, load_scales
@@ -61,19 +62,16 @@ def attention(
     q_TNH: torch.Tensor,
     kv: LayerKV,
     work: Work,
-    scale: float,
+    scores: Scores,
     machine: Machine,
-    soft_cap: float | None = None,
-    sinks_N: torch.Tensor | None = None,
     out_TNH: torch.Tensor | None = None,
     kept_TN2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
     no defined result.
 
-    soft_cap: scores become cap * tanh(score / cap). sinks: float32 logits, one more key of each
-    head, without a value. out: where the result goes, contiguous. kept: where the largest score of
-    each query goes, times log2(e), and the sum of its weights relative to that; float32.
+    out: where the result goes, contiguous. kept: where the largest score of each query goes, times
+    log2(e), and the sum of its weights relative to that; float32, and without sinks.
     """
     num_tokens, num_heads, size = q_TNH.shape
     assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
@@ -86,7 +84,8 @@ def attention(
     shape_DN = (work.most.slots, num_heads)
     parts_DNH = torch.empty((*shape_DN, size), dtype=torch.float32, device=q_TNH.device)
     sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
-    factor = scale * kv.k_scale
+    soft_cap, sinks_N = scores.soft_cap, None if kept_TN2 is not None else scores.sinks_N
+    factor = scores.scale * kv.k_scale
     _attention_kernel[(min(work.most.items * kv.num_heads, machine.num_programs),)](
         q_TNH,
         kv.k,
@@ -223,23 +222,14 @@ def _attention_kernel(
                 GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
                 HAS_ENDS, SHORT_ROWS, SHORT_TILE, CHUNK, DOT,
             )  # fmt: skip
-        elif HAS_LONG:
-            if tl.load(item_ptr + 2) * GROUP > SHORT_ROWS:
-                _attend(
-                    q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
-                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
-                    table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale,
-                    NUM_KV_HEADS, GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
-                    HAS_SINKS, KEEPS, HAS_ENDS, LONG_ROWS, LONG_TILE, DOT,
-                )  # fmt: skip
-            else:
-                _attend(
-                    q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
-                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
-                    table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale,
-                    NUM_KV_HEADS, GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
-                    HAS_SINKS, KEEPS, HAS_ENDS, SHORT_ROWS, SHORT_TILE, DOT,
-                )  # fmt: skip
+        elif (tl.load(item_ptr + 2) * GROUP if HAS_LONG else 0) > SHORT_ROWS:
+            _attend(
+                q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                HAS_ENDS, LONG_ROWS, LONG_TILE, DOT,
+            )  # fmt: skip
         else:
             _attend(
                 q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
@@ -288,15 +278,10 @@ def _attend(
 ):
     """One item of one KV head, by ROWS rows at once: row m is token m // G, query head m % G."""
     count = tl.load(item_ptr + 2)
-    position = tl.load(item_ptr + 3)
-    first = tl.load(item_ptr + 4)
-    end = tl.load(item_ptr + 5)
-    q, token, offset, query_head, used = _load_queries(
-        q_ptr, item_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, ROWS, DOT
-    )
-    query = position + offset
-    last_seen = _last_seen(ends_ptr, token, query, used, HAS_ENDS)
-    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    q, token, offset, query_head, used, query, last_seen, position, first, end, lowest = _load_item(
+        q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
+        DOT,
+    )  # fmt: skip
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
@@ -333,19 +318,26 @@ def _attend(
 
 
 @triton.jit
-def _load_queries(
+def _load_item(
     q_ptr,
     item_ptr,
+    ends_ptr,
     head,
     q_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """An item's queries, and of each row its token, the token's offset in the item, its head, and
-    whether there is one."""
+    """An item's queries; of each row its token, the token's offset in the item, its head, whether
+    there is one, its position, and the last position that it sees; then the position of the first
+    token, the keys [first, end), and the lowest one that is seen."""
+    position = tl.load(item_ptr + 3)
+    first = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
     m = tl.arange(0, ROWS)
     offset = m // GROUP
     query_head = head * GROUP + m % GROUP
@@ -355,15 +347,12 @@ def _load_queries(
     q_at = (token * q_stride + query_head * HEAD_DIM)[:, None] + h[None, :]
     columns = used[:, None] & (h < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_at, mask=columns, other=0.0).to(DOT)
-    return q, token, offset, query_head, used
-
-
-@triton.jit
-def _last_seen(ends_ptr, token, query, used, HAS_ENDS: tl.constexpr):
-    """The last position that each query sees: its own, or that before its token's end."""
+    query = position + offset
+    last_seen = query
     if HAS_ENDS:
-        query = tl.maximum(query, tl.load(ends_ptr + token, mask=used, other=0) - 1)
-    return query
+        last_seen = tl.maximum(query, tl.load(ends_ptr + token, mask=used, other=0) - 1)
+    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    return q, token, offset, query_head, used, query, last_seen, position, first, end, lowest
 
 
 @triton.jit
@@ -408,15 +397,10 @@ def _attend_fixed(
     All tiles of keys are masked, those too of which every query sees all: one loop, and so the same
     instructions for each of them.
     """
-    position = tl.load(item_ptr + 3)
-    first = tl.load(item_ptr + 4)
-    end = tl.load(item_ptr + 5)
-    q, token, offset, query_head, used = _load_queries(
-        q_ptr, item_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, ROWS, DOT
-    )
-    query = position + offset
-    last_seen = _last_seen(ends_ptr, token, query, used, HAS_ENDS)
-    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    q, token, offset, query_head, used, query, last_seen, _, first, end, lowest = _load_item(
+        q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
+        DOT,
+    )  # fmt: skip
     # The sinks of parts are for who merges them.
     is_final = tl.load(item_ptr + 6) < 0
     maximum, total = before_chunks(sinks_ptr, query_head, used & is_final, HAS_SINKS)

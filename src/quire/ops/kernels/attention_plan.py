@@ -37,7 +37,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.attention.base import AttentionStep
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.kernels.launch import Config, next_power_of_2
 
 ITEM = 8  # numbers of an item

@@ -41,18 +41,19 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.attention.base import DeltaHeads
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.kernels.delta_rule import (
     DIVISIBLE,
     NEXT_80B,
     check,
     constants,
     gates_of,
+    load_memory,
     memory_at,
     signature,
 )
 from quire.ops.kernels.launch import DTYPES, Config, next_power_of_2
-from quire.ops.kernels.states import StateStep, find_row, state_before
+from quire.ops.kernels.states import StateStep, find_row
 
 SQUARE = 16  # tokens of a chunk that are eliminated one after the other
 PARTS = 4  # of a chunk's two squares, each in two numbers of 16 bits
@@ -268,10 +269,10 @@ def _scan_kernel(
     i, d = tl.arange(0, C), tl.arange(0, DEPTH)
     e = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside_memory = (d < D)[:, None] & (e < E)[None, :]
-    past = state_before(table_ptr, before, BLOCK_SIZE)
-    at = memory_at(states_ptr, past, state_size, memory_offset, head, d, e, D, E)
-    memory = tl.load(at, mask=inside_memory & (past >= 0), other=0.0)
-    tl.debug_barrier()  # it may be written where it was read
+    memory = load_memory(
+        states_ptr, table_ptr, before, state_size, memory_offset, head, d, e, inside_memory, D, E,
+        BLOCK_SIZE,
+    )  # fmt: skip
     # What stands in a tile is counted from its first token.
     key_at = head // (VALUES // KEYS) * D + i[:, None] * qkv_stride + d[None, :]
     value_at = 2 * KEYS * D + head * E + i[:, None] * qkv_stride + e[None, :]

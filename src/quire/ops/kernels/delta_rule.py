@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.attention.base import DeltaHeads
+from quire.ops.attention_inputs import DeltaHeads
 from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.kernels.states import StateStep, state_before
 
@@ -49,6 +49,19 @@ def memory_at(
     """Addresses [d, e] of a head's memory in a block's state."""
     at = states_ptr + block * state_size + memory_offset + head * (D * E)
     return at + d[:, None] * E + e[None, :]
+
+
+@triton.jit
+def load_memory(
+    states_ptr, table_ptr, before, state_size, memory_offset, head, d, e, inside,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """A head's memory [d, e] behind so many tokens of a row; it may be written where it stood."""
+    past = state_before(table_ptr, before, BLOCK_SIZE)
+    at = memory_at(states_ptr, past, state_size, memory_offset, head, d, e, D, E)
+    memory = tl.load(at, mask=inside & (past >= 0), other=0.0)
+    tl.debug_barrier()
+    return memory
 
 
 @triton.jit
@@ -107,10 +120,10 @@ def _recurrent_kernel(
     left_ptr += row.to(tl.int64) * table_stride
     d, e = tl.arange(0, DEPTH), tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = (d < D)[:, None] & (e < E)[None, :]
-    past = state_before(table_ptr, start + to_position, BLOCK_SIZE)
-    at = memory_at(states_ptr, past, state_size, memory_offset, head, d, e, D, E)
-    memory = tl.load(at, mask=inside & (past >= 0), other=0.0)
-    tl.debug_barrier()  # it may be written where it was read
+    memory = load_memory(
+        states_ptr, table_ptr, start + to_position, state_size, memory_offset, head, d, e, inside,
+        D, E, BLOCK_SIZE,
+    )  # fmt: skip
     rate, shift = tl.load(rate_ptr + head), tl.load(shift_ptr + head)
     raw_q, raw_k, raw_v, strength, time = _load_token(
         qkv_ptr, gates_ptr, start, end, qkv_stride, gates_stride, head, d, e, KEYS, VALUES, D, E

@@ -19,6 +19,14 @@ SILU, GELU, GELU_TANH, CLAMPED = 0, 1, 2, 3
 
 
 @triton.jit
+def clamped_factors(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """The two factors of a clamped gate. Comparisons, so that what is no number stays so."""
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+    return gate / (1.0 + tl.exp(-ALPHA * gate)), up
+
+
+@triton.jit
 def _gate_kernel(
     gate_up_ptr,
     out_ptr,
@@ -44,10 +52,7 @@ def _gate_kernel(
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-inner))
     elif ACTIVATION == 3:
-        # Comparisons, so that what is no number stays so.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
-        gate = gate / (1.0 + tl.exp(-ALPHA * gate))
+        gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
     else:
         gate = gate / (1.0 + tl.exp(-gate))
     if ACTIVATION != 3:
@@ -90,27 +95,27 @@ def _soft_cap_kernel(x_ptr, out_ptr, num_elements, cap, BLOCK: tl.constexpr):
 
 
 def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """Do as `quire.ops.silu_mul.silu_mul`, for [T, 2 F] with columns that follow each other."""
+    """Do as `quire.ops.elementwise.silu_mul`, for [T, 2 F] with columns that follow each other."""
     return _gate(gate_up_TE, SILU)
 
 
 def gelu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """The same as `quire.ops.gelu_mul.gelu_mul`."""
+    """The same as `quire.ops.elementwise.gelu_mul`."""
     return _gate(gate_up_TE, GELU)
 
 
 def gelu_tanh_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """The same as `quire.ops.gelu_mul.gelu_tanh_mul`."""
+    """The same as `quire.ops.elementwise.gelu_tanh_mul`."""
     return _gate(gate_up_TE, GELU_TANH)
 
 
 def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """The same as `quire.ops.clamped_gate.clamped_gate`."""
+    """The same as `quire.ops.elementwise.clamped_gate`."""
     return _gate(gate_up_TE, CLAMPED, alpha, limit)
 
 
 def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
-    """Do as `quire.ops.sigmoid_mul.sigmoid_mul`, of one dtype; rows may be further apart than their
+    """Do as `quire.ops.elementwise.sigmoid_mul`, of one dtype; rows may be further apart than their
     width."""
     num_tokens, num_columns = x_TM.shape
     assert gate_TM.shape == x_TM.shape and gate_TM.dtype == x_TM.dtype
@@ -132,7 +137,7 @@ def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
 
 
 def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
-    """Do as `quire.ops.soft_cap.soft_cap`."""
+    """Do as `quire.ops.elementwise.soft_cap`."""
     x_RV = x_RV.contiguous()
     out_RV = torch.empty_like(x_RV)
     if num_elements := x_RV.numel():

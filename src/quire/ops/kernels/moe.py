@@ -23,9 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.clamped_gate import ClampedGate
+from quire.ops.elementwise import ClampedGate
+from quire.ops.kernels.gate import clamped_factors
 from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
-from quire.ops.kernels.moe_sort import sort_by_expert
+from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
 
 Biases = tuple[torch.Tensor, torch.Tensor]  # of gate and up [E, G], and of down [E, D]
 
@@ -151,12 +152,10 @@ def moe_route(
 
 @triton.jit
 def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """silu(gate) * up, or where there is a limit what ops.clamped_gate says."""
+    """silu(gate) * up, or where there is a limit what ops.elementwise.clamped_gate says."""
     if LIMIT > 0.0:
-        # A comparison, so that what is no number stays so.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
-        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+        gate, up = clamped_factors(gate, up, ALPHA, LIMIT)
+        return gate * up
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -183,9 +182,7 @@ def _up_kernel(
     LIMIT: tl.constexpr,
 ):
     """inner[place in the order] = silu(gate) * up of the pair's token."""
-    tile = tl.program_id(1)
-    first = tl.load(tiles_ptr + max_tiles + tile)
-    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)
@@ -244,9 +241,7 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
 ):
     """out[pair] = weight[pair] * down(inner[place of the pair])."""
-    tile = tl.program_id(1)
-    first = tl.load(tiles_ptr + max_tiles + tile)
-    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)

@@ -27,6 +27,14 @@ TILES_OF_A_PROGRAM = 32
 CHUNKS_AT_ONCE = 16
 
 
+@triton.jit
+def tile_bounds(tiles_ptr, max_tiles):
+    """A program's tile, and where it begins and ends in the order: at one place if it is empty."""
+    tile = tl.program_id(1)
+    first = tl.load(tiles_ptr + max_tiles + tile)
+    return tile, first, tl.load(tiles_ptr + 2 * max_tiles + tile)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(ids_ptr, counts_ptr, num_pairs, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)

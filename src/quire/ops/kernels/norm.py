@@ -45,7 +45,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Do as `quire.ops.rms_norm.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
+    """Do as `quire.ops.norms.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
     out_TD = torch.empty_like(x_TD)
     _launch(x_TD, None, weight_D, eps, out_TD, out_TD)
     return out_TD
@@ -54,7 +54,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do as `quire.ops.rms_norm.add_rms_norm`."""
+    """Do as `quire.ops.norms.add_rms_norm`."""
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _launch(x_TD, residual_TD.contiguous(), weight_D, eps, out_TD, total_TD)
     return out_TD, total_TD
@@ -129,7 +129,7 @@ def _gated_norm_kernel(
 def gated_norm(
     x_TNE: torch.Tensor, gate_TNE: torch.Tensor, weight_E: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do as `quire.ops.gated_norm.gated_norm`; a token's heads follow each other, tokens may be
+    """Do as `quire.ops.norms.gated_norm`; a token's heads follow each other, tokens may be
     further apart."""
     num_tokens, num_heads, size = x_TNE.shape
     for each in (x_TNE, gate_TNE):

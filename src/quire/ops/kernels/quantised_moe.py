@@ -25,7 +25,7 @@ from quire.ops.gpu_layout import layout_of
 from quire.ops.gpu_weights import BITS, GPUWeight
 from quire.ops.kernels.launch import Config, dot_dtype
 from quire.ops.kernels.moe import memory_of_parts, sum_of_pairs
-from quire.ops.kernels.moe_sort import sort_by_expert
+from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
 from quire.ops.kernels.quantised import (
     FEW,
     MANY,
@@ -85,9 +85,7 @@ def _grouped_kernel(
 ):
     """Without NUM_CHOSEN: out[pair] = weight[pair] * product(x[place of the pair]). With it:
     out[place of the pair] = product(x[token of the pair])."""
-    tile = tl.program_id(1)
-    first = tl.load(tiles_ptr + max_tiles + tile)
-    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    tile, first, last = tile_bounds(tiles_ptr, max_tiles)
     if first >= last:
         return
     expert = tl.load(tiles_ptr + tile).to(tl.int64)

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import AttentionStep
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record

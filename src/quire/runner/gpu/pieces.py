@@ -9,11 +9,12 @@ with token masks is cut between logits and sampling, too: there the host waits f
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32
+from quire.ops.attention.base import AttentionBackend, ForwardingBackend
+from quire.ops.attention_inputs import Scores
 from quire.runner.device import Device, Graph
 
 Step = Callable[[AttentionBackend, Callable[[], None]], list[torch.Tensor]]
@@ -24,7 +25,7 @@ class Pieces:
     """Launches, in their order, and what the work returned: memory that each replay fills anew.
     num_before: how many come before the step's masks."""
 
-    launches: list[Callable[[], None]] = field(default_factory=list)
+    launches: list[Callable[[], object]] = field(default_factory=list)
     outputs: Sequence[torch.Tensor] = ()
     num_before: int = 0
 
@@ -37,14 +38,15 @@ class Pieces:
             launch()
 
 
-class CutAtAttention(AttentionBackend):
+class CutAtAttention(ForwardingBackend):
     """A backend whose `run` ends a graph, notes the call, and begins the next graph."""
 
     name = "cut"
     can_be_recorded = True
 
     def __init__(self, inner: AttentionBackend, device: Device, pieces: Pieces) -> None:
-        self._inner, self._device, self._pieces = inner, device, pieces
+        super().__init__(inner)
+        self._device, self._pieces = device, pieces
         self._graph: Graph | None = None
 
     def begin(self) -> None:
@@ -62,38 +64,8 @@ class CutAtAttention(AttentionBackend):
         self._pieces.num_before = len(self._pieces.launches)
         self.begin()
 
-    def prepare(self, step: AttentionStep) -> None:
-        self._inner.prepare(step)
-
-    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        self._inner.write(layer, k_TKH, v_TKH)
-
-    def rotary_write(self, layer: int, qkv_TMH: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return self._inner.rotary_write(layer, qkv_TMH, *rest)
-
-    def convolve(self, *arguments: Any) -> torch.Tensor:
-        return self._inner.convolve(*arguments)
-
-    def delta_rule(self, *arguments: Any) -> torch.Tensor:
-        return self._inner.delta_rule(*arguments)
-
-    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        self._inner.copy_blocks(group, source, destination)
-
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        self._inner.swap_out(group, source, destination)
-
-    def load(self, group: int, source: Int32, destination: Int32) -> None:
-        self._inner.load(group, source, destination)
-
     def run(
-        self,
-        layer: int,
-        q_TNH: torch.Tensor,
-        scale: float,
-        *,
-        out_TNH: torch.Tensor | None = None,
-        **options: Any,
+        self, layer: int, q_TNH: torch.Tensor, scores: Scores, out_TNH: torch.Tensor | None = None
     ) -> torch.Tensor:
         """End a graph, note the call, begin the next. Attention's result has its place in the
         memory of graphs, as its queries have: later layers and other sizes use both again, as
@@ -102,12 +74,7 @@ class CutAtAttention(AttentionBackend):
             out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         self.end()
         q, out = self._device.borrow(q_TNH), self._device.borrow(out_TNH)
-        inner = self._inner
-
-        def launch() -> None:
-            inner.run(layer, q, scale, **options, out_TNH=out)
-
-        self._pieces.launches.append(launch)
+        self._pieces.launches.append(partial(self.inner.run, layer, q, scores, out))
         self.begin()
         return out_TNH
 

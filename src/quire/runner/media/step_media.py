@@ -11,7 +11,7 @@ import torch
 
 from quire.base.media.item import EncoderInput
 from quire.base.plan import Plan
-from quire.ops.attention.base import AttentionStep, Int32
+from quire.ops.attention_inputs import AttentionStep, Int32
 from quire.ops.host_memory import to_device
 from quire.ops.step_inputs import StepInputs
 from quire.runner.media.encoder import Encoder

@@ -22,7 +22,7 @@ from quire.serve.llm import LLM
 from quire.tools.bench.datasets import BenchRequest
 from quire.tools.bench.throughput import greedy
 from quire.tools.report import print_head
-from quire.tools.simulate.fitting import Fitted, Measured, fit_steps, lines_of, write_fitted
+from quire.tools.step_fitting import Fitted, Measured, fit_steps, lines_of, write_fitted
 
 MOST_OUTPUT = 24
 MOST_TRAFFIC = 16  # requests, half of that

@@ -25,7 +25,7 @@ from quire.tools.devices import CPU
 from quire.tools.fit import Fit
 from quire.tools.simulate.replica import Replica, VirtualStores
 from quire.tools.simulate.run import Run
-from quire.tools.simulate.step_times import StepTimes
+from quire.tools.step_times import StepTimes
 
 AMPLE_BYTES = 1 << 50  # of host memory beside a GPU: as much as is asked for
 

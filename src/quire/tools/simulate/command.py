@@ -17,16 +17,16 @@ from quire.tools.devices import Device
 from quire.tools.fit import Fit, fit
 from quire.tools.report import plain_facts, write_report
 from quire.tools.simulate.build import Engines
-from quire.tools.simulate.fitting import Fitted, lines_of, read_fitted
 from quire.tools.simulate.handover import HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.plot import write_plot
 from quire.tools.simulate.recorded import RecordedWork, is_recording, read_recorded
 from quire.tools.simulate.results import Results, as_data, results_of, text_of
 from quire.tools.simulate.roofline import roofline_of
 from quire.tools.simulate.run import Run, run_all
-from quire.tools.simulate.step_times import Roofline, StepTimes
 from quire.tools.simulate.traces import read_trace
 from quire.tools.simulate.workload import Traced, Work, synthetic
+from quire.tools.step_fitting import Fitted, lines_of, read_fitted
+from quire.tools.step_times import Roofline, StepTimes
 
 ERRORS_SHOWN = 3
 

@@ -10,7 +10,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import OTHER, STOP
-from quire.tools.simulate.step_times import StepTimes
+from quire.tools.step_times import StepTimes
 
 NEVER = np.iinfo(np.int64).max
 

@@ -21,10 +21,10 @@ from quire.engine.recording.files import Segment, read_recording
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Outcome, Step, replay_all, restored
 from quire.tools.simulate.arrivals import STOP, Arrival, Message, token_ids_of
-from quire.tools.simulate.fitting import Fitted, Measured, fit_steps
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import ANY_VOCABULARY, Coming, Run, run_all
 from quire.tools.simulate.traces import OWN
+from quire.tools.step_fitting import Fitted, Measured, fit_steps
 
 MOST_OUTPUT = 1 << 30  # of a request that something else ends
 

@@ -21,7 +21,7 @@ from quire.runner.step_size import StepBudget
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.executor import VirtualExecutor
 from quire.tools.simulate.served import Ledger, Listener, Served
-from quire.tools.simulate.step_times import StepTimes
+from quire.tools.step_times import StepTimes
 
 ANY_LOGPROBS = -1
 

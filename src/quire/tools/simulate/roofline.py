@@ -17,7 +17,7 @@ from quire.runner.memory_plan import block_bytes_of
 from quire.tools.devices import CPU, SPEEDS, Speed
 from quire.tools.fit import Fit
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
-from quire.tools.simulate.step_times import Attention, Roofline
+from quire.tools.step_times import Attention, Roofline
 
 MEMORY_SHARE = 0.85  # of the promised bytes per second
 FLOPS_SHARE = 0.55  # of the promised operations per second, of products of many rows

@@ -17,7 +17,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import Arrival, Message
 from quire.tools.simulate.replica import Replica, SimulatedCore
 from quire.tools.simulate.served import REASONS, Float64, Ledger, Served
-from quire.tools.simulate.step_times import StepTimes
+from quire.tools.step_times import StepTimes
 
 ANY_VOCABULARY = 1 << 31
 NextArrival = Callable[[str, float], Arrival | None]

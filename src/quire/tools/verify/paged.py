@@ -16,10 +16,11 @@ import torch
 
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.model_spec import ModelSpec
-from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.select import make_backend
+from quire.ops.attention_inputs import AttentionStep, Int32
 from quire.ops.collective import ALONE, RankGroup
 from quire.runner.native_model import NativeModel
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan
 from quire.tools.report import write_report
-from quire.tools.simulate.step_times import StepLoad
+from quire.tools.step_times import StepLoad
 
 Float64 = npt.NDArray[np.float64]
 BENDS = (16, 64, 256, 1024)  # tokens from which on one more may take longer

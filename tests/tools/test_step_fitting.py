@@ -8,7 +8,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.base.plan import Move, MoveKind, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.tools.simulate.fitting import (
+from quire.tools.step_fitting import (
     FEATURES,
     IDLE_S,
     Fitted,
