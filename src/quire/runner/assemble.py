@@ -1,23 +1,28 @@
 """From a model and a backend to a runner: the device says what carries out its work."""
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.base.config import EngineConfig
 from quire.ops import gpu
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import ALONE, RankGroup
+from quire.ops.device_guesses import Runs
 from quire.ops.row_state import RowTensors
+from quire.runner.candidates import CandidatesOfRows, PromptScores
 from quire.runner.device import Device, HostDevice
 from quire.runner.edits import Edits
 from quire.runner.extras import Extras
 from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.used_sizes import UsedSizes, default_directory
+from quire.runner.guesses import DraftSteps
 from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.model_runner import DecoderModel, ModelRunner
-from quire.runner.rows import DeviceRows, empty_rows
-from quire.runner.sampler import Sampler
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import StepOps
-from quire.runner.torch_ops import TorchOps
+from quire.runner.torch_ops import TorchOps, empty_rows
 from quire.runner.vocabulary import vocabulary_of
 
 Sizes = tuple[int, int, int, int]  # rows, length, cache groups, tokens of a block
@@ -48,17 +53,38 @@ def assemble(
     torch_device: torch.device,
     group: RankGroup = ALONE,
     state: RowTensors | None = None,
+    runs: Runs | None = None,
 ) -> ModelRunner:
     """Make a runner that carries out every step as it is. group: ranks that share each layer.
-    state: of the rows, if they are there already."""
+    state: of the rows, if they are there already. runs: how the device makes guesses."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes) if state is None else state
     ops = make_ops(device, state, vocab_size)
-    extras = Extras(state, LogitsProcessors(config.logits_processors))
-    sampler = Sampler(
-        ops, Edits(device, sizes[0]), extras, sizes[0], vocabulary_of(vocab_size, group)
-    )
-    return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
+    vocabulary = vocabulary_of(vocab_size, group)
+    sampler = make_sampler(config.logits_processors, device, state, ops, vocabulary)
+    runner = ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
+    runner.make_draft_step = DraftSteps(runs)
+
+    def logits(hidden_PD: torch.Tensor) -> torch.Tensor:
+        return vocabulary.whole(model.logits(hidden_PD))
+
+    sampler.features.append(PromptScores(runner.attachments, vocab_size, state, logits))
+    return runner
+
+
+def make_sampler(
+    processors: Sequence[str],
+    device: Device,
+    state: RowTensors,
+    ops: StepOps,
+    vocabulary: Vocabulary,
+) -> Sampler:
+    """Make a sampler with all features. processors: names of logits processors."""
+    num_rows = len(state.computed_R)
+    edits = Edits(device, num_rows)
+    extras = Extras(state, LogitsProcessors(processors))
+    features = CandidatesOfRows(vocabulary.size), extras, edits
+    return Sampler(ops, num_rows, vocabulary, features, edits)
 
 
 def record_graphs(

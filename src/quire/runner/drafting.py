@@ -14,10 +14,12 @@ scheduler does not know. Nothing there is needed later: a token that turns out t
 computed once more when its row has a block for it.
 
 Shape legend: T tokens of the pass, S rows of an order, N rows that guess, k most guesses of a row,
-F numbers that the drafter reads of each token, R rows of the engine.
+F numbers of the target's hidden states that the drafter reads of each token, R rows of the engine,
+D the drafter's model dim, V the target's vocabulary.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,6 @@ from quire.ops.host_memory import to_device
 from quire.ops.row_state import write_deltas
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs, gather_step
-from quire.runner.drafter import Drafter, Read
 from quire.runner.media.step_media import StepMedia
 from quire.runner.memory_plan import spare_blocks
 from quire.runner.model_runner import DecoderModel, ModelRunner
@@ -43,6 +44,51 @@ from quire.runner.step_ops import Asked, Needs, Sampling, StepShape
 from quire.runner.torch_ops import TorchOps
 
 Int32 = npt.NDArray[np.int32]
+
+
+class Drafter(Protocol):
+    """Its layers have numbers behind the target's, and cache groups of their own.
+
+    num_read: F. With 0 it reads tokens alone. Else it reads what the target has computed of a token
+    beside the *next* token's id: the hidden state at position p, and the id at p + 1, give what the
+    token at p + 2 may be. Its keys and values of the two stand at p.
+    """
+
+    num_read: int
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute what is known of the step's tokens, [T, D]. read: None if num_read is 0."""
+        ...
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RD: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute one more token of each row, which was guessed, [R, D]. out: what the pass before
+        gave at the rows' last tokens."""
+        ...
+
+    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits of what comes next, [R, V]; -inf for tokens that it does not know."""
+        ...
+
+
+class Read(Protocol):
+    """A target whose hidden states a drafter reads."""
+
+    def last_read(self, num_tokens: int) -> torch.Tensor:
+        """Return what the last forward pass has left for the drafter, [T, F], of its tokens in
+        their order. Valid until the next forward pass."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -128,10 +174,8 @@ class DraftPasses:
         """Choose what comes next in rows of these lengths, and write it behind them; returns it,
         int32 [N], -1 where nothing could be chosen."""
         rows_N, lengths_N = self._index(rows), self._index(lengths)
-        asked, no_prompts = (
-            Asked(rows, self._runner.sampler.flags.at(rows), {}),
-            np.zeros(0, np.int64),
-        )
+        asked = Asked(rows, self._runner.sampler.flags.at(rows))
+        no_prompts = np.zeros(0, np.int64)
         self._ops.serve(Sampling(asked, lengths, no_prompts))
         needs = Needs(has_filters=bool(asked.flags.has_filter.any()))
         vocabulary = self._runner.sampler.vocabulary
@@ -158,7 +202,7 @@ class DraftPasses:
 
     @property
     def _device(self) -> torch.device:
-        return self._state.device
+        return self._runner.device.device
 
     def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._device)

@@ -5,7 +5,7 @@ room is used up they are packed anew, and the table grows if it must. Then it ha
 graphs that were recorded with the old one read memory that nobody writes any more.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ from quire.base.plan import RowStart
 from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
 from quire.runner.device import Device
-from quire.runner.sampling_flags import has_least_length
+from quire.runner.sampler import SamplingFeature
+from quire.runner.step_ops import Asked, asks_for_edits, has_least_length
 
 FIRST_CAPACITY = 1 << 16  # entries
 
@@ -29,8 +30,9 @@ class _Lists:
     span: npt.NDArray[np.int32]
 
 
-class Edits:
-    """The table of a runner's rows. generation: how often it has got other memory."""
+class Edits(SamplingFeature):
+    """The sampling feature, and the table of a runner's rows. generation: how often it has got
+    other memory."""
 
     def __init__(self, device: Device, max_num_rows: int) -> None:
         self._device = device
@@ -42,7 +44,10 @@ class Edits:
         self.table = self._make(FIRST_CAPACITY)
 
     def start(self, start: RowStart) -> None:
-        """Write the lists of a row that starts."""
+        """Write the lists of a row, if it has any."""
+        self.release(start.row)
+        if not asks_for_edits(start):
+            return
         made = make_edit_table([row_edits(start)], torch.device("cpu"))
         arrays = (tensor.numpy() for tensor in (made.entries, made.values, made.spans[0]))
         self._add(start.row, _Lists(*arrays))
@@ -57,9 +62,10 @@ class Edits:
         """Forget a row's lists."""
         self._lists.pop(row, None)
 
-    def span(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the row's span, on the host."""
-        return self._spans[row]
+    def add_to(self, asked: Asked) -> Asked:
+        """See SamplingFeature."""
+        places = np.flatnonzero(asked.flags.has_edits).tolist()
+        return replace(asked, spans={n: self._spans[int(asked.rows[n])] for n in places})
 
     def _add(self, row: int, lists: _Lists) -> None:
         self._lists[row] = lists

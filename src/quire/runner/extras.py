@@ -8,7 +8,7 @@ Shape legend: N sampling rows, H of them that the host looks at, P with processo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,10 @@ from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams
 from quire.ops.step_inputs import SampleInputs
 from quire.ops.xtc import Xtc, choose_with_xtc
-from quire.runner.column_tensors import wide
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
+from quire.runner.sampler import SamplingFeature, SamplingPart
+from quire.runner.step_ops import Asked, Needs
+from quire.runner.torch_ops import wide
 
 Int32 = npt.NDArray[np.int32]
 
@@ -42,15 +44,15 @@ class Extra:
         return self.dry is not None or self.processors is not None
 
 
-class Extras:
-    """The rows that ask for something of this kind."""
+class Extras(SamplingFeature):
+    """The sampling feature: the rows that request something of this kind."""
 
     def __init__(self, state: RowTensors, processors: LogitsProcessors) -> None:
         self._state, self._processors = state, processors
         self._rows: dict[int, Extra] = {}
 
     def start(self, start: RowStart) -> None:
-        """Note what a row asks for that a sequence takes."""
+        """See SamplingFeature."""
         self._rows.pop(start.row, None)
         params = start.params
         if params.has_dry or params.has_xtc or params.logits_processors:
@@ -59,21 +61,28 @@ class Extras:
             self._rows[start.row] = Extra(start.row, params, dry_of(params), processors)
 
     def copy(self, parent: int, child: int) -> None:
-        """Let a forked child ask for what its parent does."""
+        """See SamplingFeature."""
         self.release(child)
         if (extra := self._rows.get(parent)) is not None:
             asked = None if extra.processors is None else RowProcessors(extra.processors.asked)
             self._rows[child] = Extra(child, extra.params, extra.dry, asked)
 
     def release(self, row: int) -> None:
+        """See SamplingFeature."""
         self._rows.pop(row, None)
 
-    def of(self, rows: Int32) -> "StepExtras | None":
-        """Return what a step's sampling rows ask for; None is nothing."""
-        if not self._rows:
-            return None
-        found = {n: self._rows[row] for n, row in enumerate(rows.tolist()) if row in self._rows}
-        return StepExtras(self._state, self._processors, found) if found else None
+    def add_to(self, asked: Asked) -> Asked:
+        """See SamplingFeature."""
+        rows = asked.rows.tolist()
+        found = {n: self._rows[row] for n, row in enumerate(rows) if row in self._rows}
+        if not found:
+            return asked
+        return replace(asked, extras=StepExtras(self._state, self._processors, found))
+
+    def part_of(self, asked: Asked, needs: Needs) -> "StepExtras | None":
+        """See SamplingFeature."""
+        assert asked.extras is None or isinstance(asked.extras, StepExtras)
+        return asked.extras
 
 
 def dry_of(params: SamplingParams) -> Dry | None:
@@ -89,8 +98,8 @@ def dry_of(params: SamplingParams) -> Dry | None:
 
 
 @dataclass
-class StepExtras:
-    """What rows of a step ask for, by their place among the sampling ones, and what the host made
+class StepExtras(SamplingPart):
+    """What rows of a step request, by their place among the sampling ones, and what the host made
     of it. errors: of rows whose processors failed."""
 
     state: RowTensors
@@ -150,7 +159,7 @@ class StepExtras:
             found = torch.full_like(logits_V, -torch.inf)
         self.new_logits[n] = found.numpy()
 
-    def replace(self, logits_NV: torch.Tensor) -> torch.Tensor:
+    def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return float32 logits with those that processors made."""
         logits_NV = logits_NV.float()
         if self.new_logits:
@@ -159,14 +168,14 @@ class StepExtras:
             logits_NV.index_copy_(0, index, new_PV)
         return logits_NV
 
-    def penalise(self, logits_NV: torch.Tensor) -> None:
+    def edited(self, logits_NV: torch.Tensor) -> None:
         """Take DRY's penalties off, in place."""
         for n, (ids, values) in self.penalties.items():
             if len(ids):
                 device = logits_NV.device
                 logits_NV[n].index_add_(0, to_device(ids, device), to_device(-values, device))
 
-    def choose(
+    def chosen(
         self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
     ) -> torch.Tensor:
         """Choose for the rows with XTC; return all rows' tokens [N]."""

@@ -13,10 +13,9 @@ from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.columns import PROMPT_COLUMN
 from quire.runner.device import HostDevice
 from quire.runner.gpu.kernel_ops import KernelOps
-from quire.runner.rows import DeviceRows, empty_rows
-from quire.runner.sampling_flags import SamplingFlags
-from quire.runner.step_ops import Asked, StepOps
-from quire.runner.torch_ops import TorchOps
+from quire.runner.rows import DeviceRows
+from quire.runner.step_ops import Asked, SamplingFlags, StepOps
+from quire.runner.torch_ops import TorchOps, empty_rows
 from tests.support.runner.late_device import LateDevice
 
 

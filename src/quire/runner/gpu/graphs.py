@@ -75,8 +75,8 @@ class Decoder(Protocol):
 
 @dataclass
 class Recorded:
-    """A step of a size; what the device has made of it is there once it was recorded. inputs: the
-    step's, for attention that is launched anew."""
+    """The `Work` of a step of a size; what the device has made of it is there once it was recorded.
+    inputs: the step's, for attention that is launched anew."""
 
     decoder: Decoder
     size: Size
@@ -84,7 +84,12 @@ class Recorded:
     inputs: StepInputs | None = None
     pieces: Pieces = field(default_factory=Pieces)
 
-    def begin(self, shape: StepShape) -> list[torch.Tensor]:
+    @property
+    def num_places(self) -> int:
+        """See Work."""
+        return self.size.rows
+
+    def first(self, shape: StepShape) -> list[torch.Tensor]:
         """Carry it out for a step of this shape, which has as many places, up to where it needs
         masks. The host looks at nothing before the other half."""
         if self.in_pieces:
@@ -93,7 +98,7 @@ class Recorded:
         self.pieces.begin()
         return []
 
-    def end(self) -> list[torch.Tensor]:
+    def second(self) -> list[torch.Tensor]:
         """Carry out the rest; returns copies of what rows wanted: the next replay writes over
         it."""
         self.pieces.end()

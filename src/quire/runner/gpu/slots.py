@@ -14,7 +14,7 @@ import torch
 from quire.ops.kernels.row_deltas import LONGEST_RUN, SlotLayout
 from quire.ops.kernels.step_inputs import HEADER
 from quire.runner.device import Arrival, Device
-from quire.runner.row_updates import RowUpdates
+from quire.runner.step_ops import RowUpdates
 
 Int32 = npt.NDArray[np.int32]
 

@@ -13,7 +13,7 @@ from quire.runner.media.step_media import StepMedia, reads_of
 
 
 class Media:
-    """The media of a runner's rows. Of a model without any it does nothing.
+    """The media of a runner's rows, an `Attachment` of its forward pass.
 
     encoder: None where nothing is encoded: the model has no vision tower, or an earlier stage
     encodes. rule: of a model with three positions for each token; None: they are the indices.
@@ -23,7 +23,7 @@ class Media:
         self._encoder = encoder
         self._offsets = None if rule is None else RowOffsets(rule)
         self._spans = RowSpans()
-        self.nothing = StepMedia(num_axes=1 if rule is None else NUM_AXES)
+        self.at_rest = StepMedia(num_axes=1 if rule is None else NUM_AXES)
 
     def prepare(self, plan: Plan) -> StepMedia:
         """Note which rows a plan starts, forks and releases; return what its step does."""
@@ -34,12 +34,12 @@ class Media:
             self._offsets.follow(plan)
             offsets = self._offsets.of_step(plan)
         if offsets is None and ends is None and not (plan.encoder_inputs or plan.encoder_reads):
-            return self.nothing
+            return self.at_rest
         if self._encoder is None:
-            return StepMedia(num_axes=self.nothing.num_axes, offsets=offsets, ends=ends)
+            return StepMedia(num_axes=self.at_rest.num_axes, offsets=offsets, ends=ends)
         return StepMedia(
             self._encoder,
-            self.nothing.num_axes,
+            self.at_rest.num_axes,
             plan.encoder_inputs,
             *reads_of(plan),
             offsets=offsets,
@@ -47,11 +47,12 @@ class Media:
         )
 
 
-def make_media(model: Any, directory: Path) -> Media:
-    """Make the media of a runner. model: as it was loaded, with its encoder memory; one of another
-    package need not know of media. directory: the model's. Raises ModelError for its config."""
-    if not isinstance(model, Model):
-        return Media()
+def make_media(model: Any, directory: Path) -> Media | None:
+    """Make the media of a runner; None of a model that reads only text. model: as it was loaded,
+    with its encoder memory; one of another package reads only text. directory: the model's. Raises
+    ModelError for its config."""
+    if not isinstance(model, Model) or (model.vision is None and model.position_axes == 1):
+        return None
     rule = None if model.position_axes == 1 else PositionRule.from_config(read_config(directory))
     if model.vision is None or model.encoder_memory is None:
         return Media(rule=rule)

@@ -13,8 +13,8 @@ from quire.base.media.item import EncoderInput
 from quire.base.plan import Plan
 from quire.ops.attention.base import AttentionStep, Int32
 from quire.ops.host_memory import to_device
-from quire.ops.step_inputs import StepInputs
 from quire.runner.media.encoder import Encoder
+from quire.runner.steps import ForwardPart
 
 Int64 = npt.NDArray[np.int64]
 
@@ -24,17 +24,17 @@ def _no_ints() -> Int64:
 
 
 @dataclass(frozen=True)
-class StepMedia:
+class StepMedia(ForwardPart):
     """Turns the inputs of a step into those of the model.
 
-    encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3. inputs: the
-    items to encode. places, slots: which of the step's tokens read which slots, [M]. offsets:
+    encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3. items: those
+    to encode. places, slots: which of the step's tokens read which slots, [M]. offsets:
     positions minus indices, [3, T]; None if they are 0. ends: see AttentionStep.
     """
 
     encoder: Encoder | None = None
     num_axes: int = 1
-    inputs: tuple[EncoderInput, ...] = ()
+    items: tuple[EncoderInput, ...] = ()
     places: Int64 = field(default_factory=_no_ints)
     slots: Int64 = field(default_factory=_no_ints)
     offsets: Int64 | None = None
@@ -45,21 +45,23 @@ class StepMedia:
         """Return whether the model's inputs follow from the step's inputs alone."""
         return len(self.places) == 0 and self.offsets is None and self.ends is None
 
-    def attention_step(self, step: AttentionStep) -> AttentionStep:
+    def attention(self, step: AttentionStep) -> AttentionStep:
         """Return the step with the ends of what its tokens see."""
         return step if self.ends is None else replace(step, ends_T=self.ends)
 
-    def encode(self) -> None:
+    def before(self) -> None:
         """Encode the step's items, before its forward pass."""
         if self.encoder is not None:
-            self.encoder.encode(self.inputs)
+            self.encoder.encode(self.items)
 
-    def model_inputs(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids, int64 [T], and positions, int64 [T] or [3, T].
 
         An id below 0 stands for slot -1 - id. Raises EngineError for a slot that holds nothing.
         """
-        return self._ids(inputs.ids_T), self.positions(inputs.positions_T)
+        return self._ids(ids_T), self.positions(positions_T)
 
     def _ids(self, ids_T: torch.Tensor) -> torch.Tensor:
         if len(self.places) == 0:

@@ -17,11 +17,11 @@ from quire.models.source import ModelSource
 from quire.ops.threads import num_threads
 from quire.ops.torch_import import import_torch
 from quire.runner.memory_plan import MemoryPlan
-from quire.runner.warm.rows import is_plain, is_plain_request
+from quire.runner.warm.conditions import is_plain, is_plain_request
 from quire.runner.warm.warm_runner import WarmRunner
 
 if TYPE_CHECKING:
-    from quire.runner.build import BuiltRunner
+    from quire.runner.built import BuiltRunner
 
 logger = logging.getLogger("quire")
 
@@ -115,15 +115,13 @@ class WarmModel:
         import_torch()
         from quire.runner.build import Taken, build_runner
 
-        rows, blocks = self.runner.rows, self.runner.blocks
-        taken = Taken(self.memory, tuple(blocks.data), rows.arrays)
+        taken = Taken(self.memory, tuple(self.runner.backend.data), self.runner.rows.state)
         return build_runner(self.asked, self.source, taken=taken)
 
     def _take_over(self) -> None:
         """Give the whole runner the rows as they are, between two steps."""
-        built, rows = self._loaded, self.runner.rows
+        built = self._loaded
         assert built is not None
-        for row, start in rows.started.items():
-            built.runner.sampler.start_row(start)
-            built.runner.rows.prompt_lens[row] = rows.column("num_prompt_tokens")[row]
+        built.runner.sampler.flags = self.runner.sampler.flags
+        built.runner.rows.prompt_lens = self.runner.rows.prompt_lens
         self._whole = built

@@ -6,10 +6,10 @@ from quire.base.pooling_spec import with_pooling
 from quire.models.source import ModelSource
 from quire.runner.derive import derive_config, with_length
 from quire.runner.memory_plan import available_cpu_bytes, host_tier_limits, plan_cpu_memory
+from quire.runner.warm.array_ops import empty_arrays
 from quire.runner.warm.blocks import WarmBlocks
 from quire.runner.warm.conditions import can_be_kept, path_for
 from quire.runner.warm.model import WarmModel
-from quire.runner.warm.rows import WarmRows
 from quire.runner.warm.start_file import Start, read_start
 from quire.runner.warm.warm_runner import WarmRunner
 
@@ -40,7 +40,7 @@ def _made(
     cache, scheduler, groups = config.cache, config.scheduler, spec.cache_groups
     num_rows, length = scheduler.max_num_seqs, config.model.most_tokens
     assert num_rows and length
-    rows = WarmRows(num_rows, length, len(groups), cache.block_size)
+    rows = empty_arrays(num_rows, length, len(groups), cache.block_size)
     blocks = WarmBlocks(
         groups, memory.num_blocks, cache.block_size, config.model.dtype, cache.kv_cache_dtype
     )

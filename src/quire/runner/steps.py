@@ -1,0 +1,496 @@
+"""Steps: what becomes of a plan between its rows and its result. No torch.
+
+Every step is a `Step`: `begin` launches the work of its plan, `end` waits for it and returns the
+result. On a GPU, which works alongside the host:
+
+    host     begin N+1: pack, launch | end N: wait for its tokens ...
+    stream   ...  step N ........... | changes N+1 | moves | step N+1 ...
+    side                               tokens of N -> host
+
+A CPU does each piece of work at once, so the result is there when `begin` returns. A step's inputs
+are gathered on the device from the rows' state. Its tokens stay there for the next step, and cross
+to the host in one place, the device's. A step with token masks is launched in two halves, between
+which the host waits for the masks; meanwhile the device computes the first half. Counters change
+last in a step, so a step that failed can be launched again.
+
+Features attach to the forward pass by an `Attachment`, which follows the plans and returns its part
+in each step, and to sampling by a `SamplingFeature` (`sampler.py`). A plain step has no parts.
+
+Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
+rows, D model dim, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from quire.runner.device import Arrival, Device, Tensors
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler, SamplingPart
+from quire.runner.step_ops import (
+    NO_UPDATE,
+    Asked,
+    Gathered,
+    Needs,
+    Sampling,
+    StepOps,
+    StepShape,
+    Update,
+)
+
+if TYPE_CHECKING:  # a start without torch imports this file
+    import torch
+
+    from quire.ops.attention.base import AttentionBackend, AttentionStep
+    from quire.ops.step_inputs import StepInputs
+
+Int32 = npt.NDArray[np.int32]
+
+NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
+_NOTHING_LEFT = (
+    "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
+    " min_tokens, logit_bias and logits_processors together leave no token."
+)
+_NOTHING_ALLOWED = (
+    "No token can be chosen: the model's logits are not finite, or the grammar of"
+    " structured_outputs leaves no token. Check also allowed_token_ids, bad_words, min_tokens,"
+    " logit_bias and logits_processors."
+)
+
+
+class Step(Protocol):
+    """A plan on its way. Whatever `begin` raises, the rows' counters have not moved, and the plan
+    can be carried out again. What `end` raises, the device has met with; it cannot go on."""
+
+    def begin(self) -> None:
+        """Put the plan's work after all earlier work."""
+        ...
+
+    def is_done(self) -> bool:
+        """Return whether `end` returns at once."""
+        ...
+
+    def end(self) -> StepResult:
+        """Wait for the work; return what it gave."""
+        ...
+
+
+class ForwardPart:
+    """What a feature does in the forward pass of one step; by default nothing. A device may carry
+    the step out much later, so a part never changes.
+
+    num_tensors: how many `after` returns. can_be_recorded: whether a recorded step does the same.
+    """
+
+    num_tensors: int = 0
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return self.num_tensors == 0
+
+    def before(self) -> None:
+        """Do the feature's own work before the forward pass."""
+
+    def inputs(
+        self, ids_T: "torch.Tensor", positions_T: "torch.Tensor"
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Return the model's ids and positions."""
+        return ids_T, positions_T
+
+    def attention(self, step: "AttentionStep") -> "AttentionStep":
+        """Return the step as attention is to see it."""
+        return step
+
+    def after(self, hidden_TD: "torch.Tensor") -> "list[torch.Tensor]":
+        """Return what crosses to the host, made of the hidden states of all known tokens."""
+        return []
+
+    def read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
+        """Add what crossed to the step's result."""
+        return result
+
+
+class Attachment(Protocol):
+    """A feature that follows a runner's plans."""
+
+    @property
+    def at_rest(self) -> ForwardPart:
+        """Return its part in recorded steps."""
+        ...
+
+    def prepare(self, plan: Plan) -> ForwardPart | None:
+        """Note which rows a plan starts, forks and releases; return the part in its step. A second
+        time it changes nothing."""
+        ...
+
+
+class Work(Protocol):
+    """The work of a step in two halves."""
+
+    @property
+    def num_places(self) -> int:
+        """Return how many places for rows it has; 0: one for each row."""
+        ...
+
+    def first(self, shape: StepShape) -> Tensors:
+        """Compute up to the logits; return what the host reads before the other half."""
+        ...
+
+    def second(self) -> Tensors:
+        """Choose tokens and, last of all, move the counters; return what crosses to the host."""
+        ...
+
+
+class MovesBlocks(Protocol):
+    """What moves whole blocks of a cache group; see `AttentionBackend`."""
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None: ...
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None: ...
+    def load(self, group: int, source: Int32, destination: Int32) -> None: ...
+
+
+class Moves:
+    """A plan's moves, in their order. A step that is repeated does not swap out once more: the
+    blocks may have been written since, by a load or by the step itself."""
+
+    def __init__(self, backend: MovesBlocks) -> None:
+        self._backend = backend
+        self._step_id = -1
+        self._num_swaps = 0  # that were carried out; a part of a plan has all of them, or none
+
+    def carry_out(self, plan: Plan) -> None:
+        backend, place = self._backend, 0
+        if plan.step_id != self._step_id:
+            self._step_id, self._num_swaps = plan.step_id, 0
+        for move in plan.moves:
+            blocks = (move.group, move.source, move.destination)
+            if move.kind == "load":
+                backend.load(*blocks)
+            elif move.kind == "copy":
+                backend.copy_blocks(*blocks)
+            else:
+                place += 1
+                if place > self._num_swaps:
+                    backend.swap_out(*blocks)
+                    self._num_swaps = place
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The first half of a step. logits: None if no row samples. found: tensors of the parts."""
+
+    gathered: Gathered
+    logits_NV: "torch.Tensor | None"
+    found: "list[torch.Tensor]"
+
+
+class StepRunner:
+    """Rows, model, attention backend and sampler of one device, which carry out plans.
+
+    attachments: features of the forward pass. make_step, make_draft_step: of plans without and
+    with draft tokens; features set them.
+    """
+
+    def __init__(
+        self, model: Any, backend: Any, rows: DeviceRows, sampler: Sampler, device: Device
+    ) -> None:
+        self.model, self.backend = model, backend
+        self.rows, self.sampler, self.device = rows, sampler, device
+        self.attachments: list[Attachment] = []
+        self.make_step: MakeStep = PlainStep
+        self.make_draft_step: MakeStep | None = None
+        self.moves = Moves(backend)
+        self._unread: dict[int, Arrival] = {}  # on their way, by result slot
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether `launch` returns before the step has ended."""
+        return self.device.is_async
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        """Carry out a plan and wait for it."""
+        return self.launch(plan, masks).end()
+
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Step:
+        """Begin a plan's step, after all before it. masks: which tokens its masked rows may
+        choose."""
+        if plan.drafts or plan.is_guessing:
+            assert self.make_draft_step is not None, "plans have drafts, and nobody verifies them"
+            step = self.make_draft_step(self, plan, masks)
+        else:
+            step = self.make_step(self, plan, masks)
+        step.begin()
+        return step
+
+    def follow(self, plan: Plan) -> list[ForwardPart]:
+        """Note which rows a plan starts, forks and releases, and what they request; return the
+        attachments' parts in its step."""
+        if len(plan.released):
+            self.sampler.release_rows(plan.released)
+        for start in plan.started:
+            self.sampler.start_row(start)
+        for fork in plan.forked:
+            self.sampler.copy_row(fork.parent, fork.child)
+        parts = (each.prepare(plan) for each in self.attachments)
+        return [part for part in parts if part is not None]
+
+    def await_slot(self, slot: int) -> None:
+        """Wait for the tokens of the step that used a result slot before."""
+        if (before := self._unread.pop(slot, None)) is not None:
+            before.wait()
+
+    def note_slot(self, slot: int, arrival: Arrival) -> None:
+        """Note that tokens are on their way from a result slot."""
+        if not arrival.is_done():
+            self._unread[slot] = arrival
+
+    def find_recorded(self, plan: Plan, needs: Needs) -> Work | None:
+        """Return the recorded work that has room for a plan's step; None: launch it as it is."""
+        return None
+
+    def gather(self, shape: StepShape) -> Gathered:
+        """Gather the inputs of the step that comes next."""
+        return self.rows.ops.gather(shape)
+
+    def hidden(
+        self,
+        inputs: "StepInputs",
+        shape: StepShape,
+        backend: "AttentionBackend",
+        parts: Sequence[ForwardPart] = (),
+    ) -> "torch.Tensor":
+        """Compute the hidden states of a step, [T, D], after the last norm."""
+        step = self.attention_step(inputs, shape)
+        ids_T, positions_T = inputs.ids_T, inputs.positions_T
+        for part in parts:
+            step = part.attention(step)
+            ids_T, positions_T = part.inputs(ids_T, positions_T)
+        backend.prepare(step)
+        hidden_TD: torch.Tensor = self.model(ids_T, positions_T, backend)
+        return hidden_TD
+
+    def attention_step(self, inputs: "StepInputs", shape: StepShape) -> Any:
+        """Return what attention needs of a step whose inputs are gathered there."""
+        raise NotImplementedError
+
+    def logits(
+        self, hidden_TD: "torch.Tensor", last_N: "torch.Tensor", needs: Needs
+    ) -> "torch.Tensor":
+        """Compute the logits after these tokens that sampling needs, [N, V] or a rank's part."""
+        raise NotImplementedError
+
+    def compute(
+        self,
+        gathered: Gathered,
+        shape: StepShape,
+        needs: Needs,
+        backend: "AttentionBackend",
+        parts: Sequence[ForwardPart] = (),
+    ) -> Computed:
+        """Do the first half of a step's work, up to the logits."""
+        hidden_TD = self.hidden(gathered.inputs, shape, backend, parts)
+        found = [tensor for part in parts for tensor in part.after(hidden_TD)]
+        if not shape.num_samples:
+            return Computed(gathered, None, found)
+        return Computed(gathered, self.logits(hidden_TD, gathered.samples.last, needs), found)
+
+    def finish(
+        self, computed: Computed, needs: Needs, parts: Sequence[SamplingPart]
+    ) -> "list[torch.Tensor]":
+        """Choose tokens and, last of all, move the counters; return what the parts found."""
+        samples = computed.gathered.samples
+        ids_N, is_valid_N = samples.rows, samples.rows
+        if computed.logits_NV is not None:
+            ids_N, is_valid_N = self.sampler.sample(computed.logits_NV, samples, needs, parts)
+        self.rows.advance(computed.gathered, ids_N, is_valid_N)
+        return [*(tensor for part in parts for tensor in part.found()), *computed.found]
+
+
+MakeStep = Callable[[StepRunner, Plan, MaskPromise | None], Step]
+
+
+class LaunchedWork:
+    """The work of a step that is launched as it is."""
+
+    num_places = 0
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        asked: Asked,
+        needs: Needs,
+        forward: Sequence[ForwardPart],
+        sampling: Sequence[SamplingPart],
+    ) -> None:
+        self._runner, self._asked, self._needs = runner, asked, needs
+        self._forward, self._sampling = forward, sampling
+        self._computed: list[Computed] = []
+
+    def first(self, shape: StepShape) -> Tensors:
+        """See Work."""
+        runner = self._runner
+        gathered = runner.gather(shape)
+        computed = runner.compute(gathered, shape, self._needs, runner.backend, self._forward)
+        self._computed = [computed]
+        extras = self._asked.extras
+        if extras is None or not extras.hosted or computed.logits_NV is None:
+            return []
+        return extras.seen(computed.logits_NV, int(shape.context_lens.max()))
+
+    def second(self) -> Tensors:
+        """See Work."""
+        return self._runner.finish(self._computed.pop(), self._needs, self._sampling)
+
+
+class PlainStep:
+    """A step that chooses one token for each sampling row."""
+
+    def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
+        self._runner, self._plan, self._masks = runner, plan, masks
+
+    def begin(self) -> None:
+        """See Step."""
+        runner, plan = self._runner, self._plan
+        rows, sampler = runner.rows, runner.sampler
+        self._forward = runner.follow(plan)
+        self._asked = asked = sampler.asked(plan.sample_rows, plan.masked_rows)
+        needs = sampler.needs(asked)
+        self._sampling = sampler.parts(asked, needs)
+        # Perhaps recorded now, before the lists are this plan's.
+        recorded = None
+        if len(plan.rows) and all(part.can_be_recorded for part in self._forward):
+            recorded = runner.find_recorded(plan, needs)
+        self._is_recorded = recorded is not None
+        work = recorded or self._work(needs)
+        update, lists = rows.apply(plan, sampler.flags.has_edits, asked)
+        slot = lists.result_slot
+        runner.await_slot(slot)
+        tokens_N = rows.result(slot, len(plan.sample_rows))
+        shape = shape_of(plan, work.num_places)
+
+        def first() -> Tensors:
+            runner.moves.carry_out(plan)
+            for part in self._forward:
+                part.before()
+            return work.first(shape) if len(plan.rows) else []
+
+        def second() -> Tensors:
+            return [tokens_N, *(work.second() if len(plan.rows) else [])]
+
+        halves = first, second
+        self._arrivals, self._errors = give(rows, update, halves, lists.sampling, self._masks)
+        runner.note_slot(slot, self._arrivals[-1])
+
+    def _work(self, needs: Needs) -> Work:
+        return LaunchedWork(self._runner, self._asked, needs, self._forward, self._sampling)
+
+    def is_done(self) -> bool:
+        """See Step."""
+        return self._arrivals[-1].is_done()
+
+    def end(self) -> StepResult:
+        """See Step."""
+        tokens_N, *rest = self._arrivals[-1].wait()
+        rows = self._plan.sample_rows
+        tokens = np.asarray(tokens_N)[: len(rows)].reshape(-1, 1).copy()
+        reasons = reasons_of(rows, tokens[:, 0], self._asked, self._errors)
+        result = StepResult(
+            step_id=self._plan.step_id,
+            token_ids=np.maximum(tokens, 0),
+            num_accepted=np.ones(len(tokens), np.int32),
+            row_errors=reasons,
+            unservable_rows=unservable(reasons),
+            duration_s=sum(arrival.duration_s() for arrival in self._arrivals),
+        )
+        return self._read(result, rest)
+
+    def _read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
+        """Let the parts add to the result; what sampling found comes first."""
+        at = len(arrived) - sum(part.num_tensors for part in self._forward)
+        for part in self._sampling:
+            result = part.read(result, arrived[:at], is_recorded=self._is_recorded)
+        return read_forward(self._forward, result, arrived[at:])
+
+
+def read_forward(
+    parts: Sequence[ForwardPart], result: StepResult, arrived: "list[torch.Tensor]"
+) -> StepResult:
+    """Let the parts of a forward pass add what crossed, in their order, to a result."""
+    at = 0
+    for part in parts:
+        result = part.read(result, arrived[at : at + part.num_tensors])
+        at += part.num_tensors
+    return result
+
+
+def give(
+    rows: DeviceRows,
+    update: Update,
+    halves: tuple[Callable[[], Tensors], Callable[[], Tensors]],
+    sampling: Sampling,
+    promise: MaskPromise | None,
+    depths: npt.NDArray[np.int64] | None = None,
+) -> tuple[list[Arrival], dict[int, str]]:
+    """Give a step to the device, in two halves if the host has something to do between them. Return
+    the arrivals of the halves, and what is wrong with rows. depths: see prepared_masks."""
+    asked, (first, second) = sampling.asked, halves
+    hosted = None if asked.extras is None or not asked.extras.hosted else asked.extras
+    if hosted is None and len(asked.masked) == 0:
+        return [rows.run_with(update, lambda: [*first(), *second()])], {}
+    forward, errors, then = rows.run_with(update, first), dict[int, str](), NO_UPDATE
+    if hosted is not None:
+        hosted.take(forward.wait(), sampling.lengths, sampling.prompt_lens)
+        errors |= hosted.errors
+    if len(asked.masked):
+        then, wrong = prepared_masks(rows.ops, asked, promise, depths)
+        errors |= wrong
+    return [forward, rows.run_with(then, second)], errors
+
+
+def prepared_masks(
+    ops: StepOps,
+    asked: Asked,
+    promise: MaskPromise | None,
+    depths: npt.NDArray[np.int64] | None = None,
+) -> tuple[Update, dict[int, str]]:
+    """Wait for a step's masks and get them ready, of its rows alone; also return what is wrong with
+    rows. depths: after which of its drafts each place is that asked; None: all are after known
+    tokens."""
+    assert promise is not None, "a plan with masked rows comes with a promise"
+    masks, which = promise.wait(), asked.masked
+    behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
+    words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
+    return ops.prepare_masks(which.astype(np.int32), np.ascontiguousarray(words)), masks.errors
+
+
+def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
+    """Return the shape of a plan's step, with as many places for rows (0: one for each)."""
+    num_rows = len(plan.rows)
+    query_lens, context_lens = np.zeros((2, num_places or num_rows), np.int32)
+    query_lens[:num_rows] = plan.num_tokens
+    context_lens[:num_rows] = plan.computed_bound + plan.num_tokens
+    return StepShape(query_lens, context_lens, len(plan.sample_rows))
+
+
+def reasons_of(
+    rows_N: Int32, tokens_N: Int32, asked: Asked, told: dict[int, str]
+) -> dict[int, str]:
+    """Say of rows without a token (-1) why there is none. asked: by these rows, at its first
+    places; told: what is known to be wrong with rows."""
+    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
+    if not failed:
+        return {}
+    processed = [] if asked.extras is None else asked.extras.processed
+    reasons = {int(asked.rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
+    reasons |= {int(asked.rows[n]): _NOTHING_ALLOWED for n in asked.masked}
+    return {row: told.get(row) or reasons.get(row, NOT_FINITE) for row in failed}
+
+
+def unservable(reasons: dict[int, str]) -> tuple[int, ...]:
+    """List the rows that have no token through no fault of the step."""
+    return tuple(row for row, why in reasons.items() if why != NOT_FINITE)
