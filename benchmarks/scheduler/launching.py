@@ -20,12 +20,11 @@ import torch
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
-from quire.runner.assemble import make_sampler
+from quire.runner.assemble import empty_rows, make_sampler
 from quire.runner.gpu.kernel_ops import KernelOps
 from quire.runner.model_runner import ModelRunner
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Vocabulary
-from quire.runner.torch_ops import empty_rows
 from quire.tools.report import benchmark_parser, print_head
 
 MAX_LEN, BLOCK_SIZE, VOCAB = 8192, 16, 151_936

@@ -13,12 +13,11 @@ from quire.ops import native
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.logprobs import token_logprobs
 from quire.ops.step_inputs import SampleInputs
-from quire.runner.assemble import make_device, make_ops, make_sampler
+from quire.runner.assemble import empty_rows, make_device, make_ops, make_sampler
 from quire.runner.candidates import logprob_tensors, to_candidates
 from quire.runner.rows import DeviceRows
 from quire.runner.step_ops import StepShape
 from quire.runner.steps import reasons_of, unservable
-from quire.runner.torch_ops import empty_rows
 from quire.runner.vocabulary import vocabulary_of
 from tests.ops.test_mask import words_of
 from tests.support.kernels import sampling_oracle as oracle

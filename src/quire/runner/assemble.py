@@ -9,8 +9,11 @@ from quire.ops import gpu
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.device_guesses import Runs
+from quire.ops.host_memory import lazy_zeros
+from quire.ops.row_arrays import RowArrays
 from quire.ops.row_state import RowTensors
 from quire.runner.candidates import CandidatesOfRows, PromptScores
+from quire.runner.columns import NARROW_COLUMNS, PROMPT_COLUMN, WIDE_COLUMNS
 from quire.runner.device import Device, HostDevice
 from quire.runner.edits import Edits
 from quire.runner.extras import Extras
@@ -22,10 +25,41 @@ from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import StepOps
-from quire.runner.torch_ops import TorchOps, empty_rows
+from quire.runner.torch_ops import TorchOps
 from quire.runner.vocabulary import vocabulary_of
 
 Sizes = tuple[int, int, int, int]  # rows, length, cache groups, tokens of a block
+
+
+def empty_rows(
+    device: torch.device, max_num_rows: int, max_model_len: int, num_groups: int, block_size: int
+) -> RowTensors:
+    """Make the state of max_num_rows rows of up to max_model_len tokens, which request nothing."""
+    num_blocks = -(-max_model_len // block_size) + 1
+    narrow_CR = torch.zeros(len(NARROW_COLUMNS), max_num_rows, dtype=torch.int32, device=device)
+    narrow_CR[NARROW_COLUMNS.index("edits")] = -1
+    return RowTensors(
+        lazy_zeros((max_num_rows, max_model_len), torch.int32, device),
+        lazy_zeros((max_num_rows,), torch.int64, device),
+        lazy_zeros((num_groups, max_num_rows, num_blocks), torch.int32, device),
+        narrow_CR,
+        torch.zeros(len(WIDE_COLUMNS), max_num_rows, dtype=torch.int64, device=device),
+        block_size=block_size,
+        prompt_column=PROMPT_COLUMN,
+    )
+
+
+def as_tensors(rows: RowArrays) -> RowTensors:
+    """Return tensors over the memory of these rows."""
+    return RowTensors(
+        torch.from_numpy(rows.tokens_RM),
+        torch.from_numpy(rows.computed_R),
+        torch.from_numpy(rows.tables_GRL),
+        torch.from_numpy(rows.narrow_CR),
+        torch.from_numpy(rows.wide_CR),
+        rows.block_size,
+        PROMPT_COLUMN,
+    )
 
 
 def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Device:

@@ -33,7 +33,7 @@ from quire.ops.collective import ALONE
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
 from quire.ops.row_arrays import RowArrays
-from quire.runner.assemble import assemble, record_graphs
+from quire.runner.assemble import as_tensors, assemble, record_graphs
 from quire.runner.built import BuiltRunner
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
@@ -56,7 +56,6 @@ from quire.runner.stage import (
     StageModel,
     check_stages,
 )
-from quire.runner.torch_ops import as_tensors
 from quire.runner.warm.keep import keep_start
 
 MEASURED_BLOCKS = 32

@@ -98,15 +98,11 @@ class CandidatesOfRows(SamplingFeature):
         named = np.isin(asked.rows, list(self._named))
         return replace(asked, named=named) if named.any() else asked
 
-    def part_of(self, asked: Asked, needs: Needs) -> "CandidatesPart | None":
+    def part_of(self, needs: Needs, asked: Asked | None) -> "CandidatesPart | None":
         """See SamplingFeature."""
         if needs.num_candidates == NO_LOGPROBS:
             return None
-        return CandidatesPart(asked.rows, self.wanted(asked))
-
-    def recorded_part(self, needs: Needs) -> "RecordedCandidates | None":
-        """See SamplingFeature."""
-        return None if needs.num_candidates == NO_LOGPROBS else RecordedCandidates(needs)
+        return CandidatesPart(needs, asked, [] if asked is None else self.wanted(asked))
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:
         """Group the rows that request log-probabilities: rows with few candidates share one pass,
@@ -129,25 +125,34 @@ class CandidatesOfRows(SamplingFeature):
 
 
 class CandidatesPart(SamplingPart):
-    """Log-probabilities of the rows that request them, group by group."""
+    """Log-probabilities of a step's rows, group by group, or of all rows of a step that is recorded
+    (without `asked`)."""
 
-    def __init__(self, rows: npt.NDArray[np.int32], wanted: list[WantedLogprobs]) -> None:
-        self._rows, self._wanted = rows, wanted
+    def __init__(self, needs: Needs, asked: Asked | None, wanted: list[WantedLogprobs]) -> None:
+        self._needs, self._asked, self._wanted = needs, asked, wanted
         self._raw: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
 
     def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Copy the rows' raw logits, which no mask changes."""
-        places = (to_device(part.places, logits_NV.device) for part in self._wanted)
-        self._raw = [logits_NV.index_select(0, index) for index in places]
+        """Keep the rows' raw logits, as a copy where masks are written into the given ones."""
+        if self._asked is None:
+            is_changed = self._needs.has_masks and not self._needs.makes_copy
+            self._raw = [logits_NV.clone() if is_changed else logits_NV]
+        else:
+            places = (to_device(part.places, logits_NV.device) for part in self._wanted)
+            self._raw = [logits_NV.index_select(0, index) for index in places]
         return logits_NV
 
     def chosen(
         self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
     ) -> torch.Tensor:
         """Compute log-probabilities of these tokens and their candidates."""
-        self._tensors = []
-        for part, raw_NV in zip(self._wanted, self._raw, strict=True):
+        raw, self._raw, self._tensors = self._raw, [], []
+        if self._asked is None:
+            found = token_logprobs(raw[0], ids_N, self._needs.num_candidates)
+            self._tensors = logprob_tensors(found)
+            return ids_N
+        for part, raw_NV in zip(self._wanted, raw, strict=True):
             index = to_device(part.places, ids_N.device)
             count, ids = int(part.counts.max()), ids_N.index_select(0, index)
             if part.token_ids is not None:
@@ -157,7 +162,6 @@ class CandidatesPart(SamplingPart):
             else:
                 found = token_logprobs(raw_NV, ids, count)
             self._tensors += logprob_tensors(found)
-        self._raw = []
         return ids_N
 
     def found(self) -> list[torch.Tensor]:
@@ -169,7 +173,8 @@ class CandidatesPart(SamplingPart):
     ) -> StepResult:
         """Add candidates of the rows that have a token."""
         found = self.by_place(arrived, is_of_all=is_recorded)
-        by_row = {int(self._rows[n]): each for n, each in found.items()}
+        assert self._asked is not None
+        by_row = {int(self._asked.rows[n]): each for n, each in found.items()}
         by_row = {row: each for row, each in by_row.items() if row not in result.row_errors}
         return replace(result, candidates=by_row)
 
@@ -189,79 +194,31 @@ class CandidatesPart(SamplingPart):
         return found
 
 
-class RecordedCandidates(SamplingPart):
-    """Log-probabilities of all rows of a step that is recorded."""
-
-    def __init__(self, needs: Needs) -> None:
-        self._needs = needs
-        self._raw: torch.Tensor | None = None
-        self._tensors: list[torch.Tensor] = []
-
-    def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Keep the raw logits, as a copy where masks are written into the given ones."""
-        is_changed = self._needs.has_masks and not self._needs.makes_copy
-        self._raw = logits_NV.clone() if is_changed else logits_NV
-        return logits_NV
-
-    def chosen(
-        self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
-    ) -> torch.Tensor:
-        """Compute log-probabilities of these tokens and their candidates."""
-        assert self._raw is not None
-        found = token_logprobs(self._raw, ids_N, self._needs.num_candidates)
-        self._raw, self._tensors = None, logprob_tensors(found)
-        return ids_N
-
-    def found(self) -> list[torch.Tensor]:
-        """See SamplingPart."""
-        return self._tensors
-
-
 # ---- of prompts ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class NamedTokens:
-    """The tokens that are named as candidates: counts [P] of each position, and ids [P, C], padded
-    with 0."""
-
-    counts: Int64
-    ids: Int64
-
-    def part(self, first: int, last: int) -> "NamedTokens":
-        return NamedTokens(self.counts[first:last], self.ids[first:last])
-
-
-@dataclass(frozen=True)
 class Scored:
     """Positions first..last-1 of a row, at `place` among the step's known tokens, whose next tokens
-    are known and get log-probabilities; num: candidates for each. named: which these are; None: the
-    most probable ones."""
+    are known and get log-probabilities. counts: candidates of each. ids: the named ones, [P, C],
+    padded; None: the most probable ones."""
 
     row: int
     first: int
     last: int
     place: int
-    num: int
-    named: NamedTokens | None = None
-
-    @property
-    def counts(self) -> Int64:
-        """Return how many candidates each position has."""
-        return np.full(self.count, self.num) if self.named is None else self.named.counts
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first
+    counts: Int64
+    ids: Int64 | None
 
 
 @dataclass
 class _Prompt:
-    """A row's prompt that gets log-probabilities. length: its tokens so far; num: candidates."""
+    """A row's prompt that gets log-probabilities: its tokens so far, candidates of each, and named
+    candidates with their counts."""
 
     length: int
     num: int
-    named: NamedTokens | None
+    named: tuple[Int64, Int64] | None
 
 
 class PromptScores(SamplingFeature):
@@ -292,7 +249,7 @@ class PromptScores(SamplingFeature):
         self._prompts[start.row] = _Prompt(
             start.num_prompt_tokens,
             self._vocab_size if num == ALL_LOGPROBS else num,
-            NamedTokens(*padded(rows)) if rows else None,
+            padded(rows) if rows else None,
         )
         if self not in self._attachments:
             self._attachments.append(self)
@@ -322,8 +279,10 @@ class PromptScores(SamplingFeature):
             last, place = min(first + num_tokens, prompt.length - 1), int(ends[i]) - num_tokens
             for at in range(first, last, SCORED_AT_ONCE):
                 end = min(last, at + SCORED_AT_ONCE)
-                named = None if prompt.named is None else prompt.named.part(at, end)
-                found.append(Scored(row, at, end, place + at - first, prompt.num, named))
+                counts, ids = np.full(end - at, prompt.num), None
+                if prompt.named is not None:
+                    counts, ids = (each[at:end] for each in prompt.named)
+                found.append(Scored(row, at, end, place + at - first, counts, ids))
         return found
 
 
@@ -344,11 +303,11 @@ class ScoresPart(ForwardPart):
         return [tensor for part in self._scores for tensor in self._score(hidden_TD, part)]
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
-        logits_PV = self._logits(hidden_TD[part.place : part.place + part.count])
+        logits_PV = self._logits(hidden_TD[part.place : part.place + len(part.counts)])
         targets_P = self._state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
-        if part.named is None:
-            return logprob_tensors(token_logprobs(logits_PV, targets_P, part.num))
-        named = to_device(part.named.ids, logits_PV.device)
+        if part.ids is None:
+            return logprob_tensors(token_logprobs(logits_PV, targets_P, int(part.counts[0])))
+        named = to_device(part.ids, logits_PV.device)
         return logprob_tensors(named_logprobs(logits_PV, targets_P, named))
 
     def read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:

@@ -79,10 +79,11 @@ class Extras(SamplingFeature):
             return asked
         return replace(asked, extras=StepExtras(self._state, self._processors, found))
 
-    def part_of(self, asked: Asked, needs: Needs) -> "StepExtras | None":
+    def part_of(self, needs: Needs, asked: Asked | None) -> "StepExtras | None":
         """See SamplingFeature."""
-        assert asked.extras is None or isinstance(asked.extras, StepExtras)
-        return asked.extras
+        extras = None if asked is None else asked.extras
+        assert extras is None or isinstance(extras, StepExtras)
+        return extras
 
 
 def dry_of(params: SamplingParams) -> Dry | None:

@@ -123,7 +123,7 @@ class GuessedStep:
         self._forward = self._runner.follow(plan)
         asked = sampler.asked(self._places.rows, plan.masked_rows)
         self._needs = sampler.needs(asked)
-        self._parts = sampler.parts(asked, self._needs)
+        self._parts = sampler.parts(self._needs, asked)
         updates = rows.changes(plan, sampler.flags.has_edits)
         prompt_lens = rows.prompt_lens[self._places.rows]
         self._sampling = Sampling(asked, self._places.lengths, prompt_lens)

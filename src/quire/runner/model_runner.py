@@ -6,10 +6,8 @@ tensors.
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
@@ -19,12 +17,11 @@ from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Device
-from quire.runner.gpu.graphs import Graphs, Recorded, Size
+from quire.runner.gpu.graphs import Graphs, Recorded, measured_bytes
 from quire.runner.gpu.used_sizes import UsedSizes
-from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
-from quire.runner.step_ops import Gathered, Needs, StepShape
+from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import Step, StepRunner
 
 
@@ -103,55 +100,5 @@ class ModelRunner(StepRunner):
         return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        """Measure the largest recorded steps' tensors, which the others share, by running them; and
-        add what each graph has of its own."""
-        if config.enforce_eager or not self.can_record:
-            return 0
-        device, num_rows = self.device.device, self.rows.max_num_rows
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        for size in (Size(num_rows), Size(num_rows, most_mixed_tokens(num_rows))):
-            self._carry_out_nothing(size)
-        tensors = int(torch.cuda.max_memory_allocated(device) - before)
-        return all_graphs_bytes(num_rows, tensors)
-
-    @torch.inference_mode()
-    def _carry_out_nothing(self, size: Size) -> None:
-        """Carry out a step with places of this size, and without rows."""
-        shape = self.largest_shape(size)
-
-        def work() -> list[torch.Tensor]:
-            self.carry_out(self.gather(shape), shape, Needs(has_filters=True), self.backend)
-            return []
-
-        self.expect_nothing()
-        self.device.run(work).wait()
-
-    def expect_nothing(self) -> None:
-        """Get ready for a step without rows: for what is recorded."""
-        self.rows.expect_nothing()
-
-    def largest_shape(self, size: Size) -> StepShape:
-        """Return the shape of the largest step that fits a size. In a mixed one the first row has
-        all tokens."""
-        query_lens = np.ones(size.rows, np.int32)
-        if size.is_mixed:
-            query_lens[:] = size.tokens, *[0] * (size.rows - 1)
-        context_lens = np.full(size.rows, self.rows.max_model_len, np.int32)
-        return StepShape(query_lens, context_lens, size.rows)
-
-    def carry_out(
-        self,
-        gathered: Gathered,
-        shape: StepShape,
-        needs: Needs,
-        backend: AttentionBackend,
-        between: Callable[[], None] = lambda: None,
-    ) -> list[torch.Tensor]:
-        """Do the work of a step, from gathered inputs to counters, for a graph; returns what the
-        sampling parts found. between: called where masks come in."""
-        parts = [each.at_rest for each in self.attachments]
-        computed = self.compute(gathered, shape, needs, backend, parts)
-        if needs.has_masks:
-            between()
-        return self.finish(computed, needs, self.sampler.recorded_parts(needs))
+        """Measure what recorded steps take; 0 where none are recorded."""
+        return 0 if config.enforce_eager or not self.can_record else measured_bytes(self)

@@ -22,8 +22,8 @@ from quire.base.plan import Plan, StepResult
 from quire.base.pooling import CLS, LAST, PoolingSpec
 from quire.models.pooling_layers import PoolingLayer
 from quire.ops.host_memory import to_device
-from quire.runner.step_ops import Gathered, Needs, StepShape
-from quire.runner.steps import ForwardPart, PlainStep, StepRunner, Work
+from quire.runner.step_ops import Gathered, StepShape
+from quire.runner.steps import PlainStep, StepRunner
 
 
 class Pooler:
@@ -85,32 +85,13 @@ class PoolingStep(PlainStep):
     ) -> None:
         super().__init__(runner, plan, masks)
         self._pooler = pooler
-
-    def _work(self, needs: Needs) -> Work:
-        return PoolingWork(self._runner, self._pooler, self._plan, self._forward)
-
-    def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
-        rows, pooled = self._plan.sample_rows, arrived[0].numpy() if arrived else ()
-        by_row = {int(row): each.copy() for row, each in zip(rows, pooled, strict=False)}
-        return replace(result, pooled=by_row)
-
-
-class PoolingWork:
-    """The work of such a step."""
-
-    num_places = 0
-
-    def __init__(
-        self, runner: StepRunner, pooler: Pooler, plan: Plan, parts: Sequence[ForwardPart]
-    ) -> None:
-        self._runner, self._pooler, self._plan, self._parts = runner, pooler, plan, parts
         self._pooled: list[tuple[Gathered, torch.Tensor]] = []
 
     def first(self, shape: StepShape) -> list[torch.Tensor]:
         """See Work."""
         runner = self._runner
         gathered = runner.gather(shape)
-        hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend, self._parts)
+        hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend, self._forward)
         self._pooled = [(gathered, self._pooler.take(self._plan, hidden_TD))]
         return []
 
@@ -121,3 +102,8 @@ class PoolingWork:
         ids_N = torch.zeros_like(is_valid_N, dtype=torch.int64)
         self._runner.rows.advance(gathered, ids_N, is_valid_N)
         return [pooled_NK]
+
+    def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
+        rows, pooled = self._plan.sample_rows, arrived[0].numpy() if arrived else ()
+        by_row = {int(row): each.copy() for row, each in zip(rows, pooled, strict=False)}
+        return replace(result, pooled=by_row)

@@ -83,12 +83,8 @@ class SamplingFeature:
         """Add what rows request; called where the flags of some say that they do."""
         return asked
 
-    def part_of(self, asked: Asked, needs: Needs) -> SamplingPart | None:
-        """Return the part in a step; None: there is none."""
-        return None
-
-    def recorded_part(self, needs: Needs) -> SamplingPart | None:
-        """Return the part in a step that is recorded, for all its rows."""
+    def part_of(self, needs: Needs, asked: Asked | None) -> SamplingPart | None:
+        """Return the part in a step, for all rows if it is recorded (None); None: there is none."""
         return None
 
 
@@ -186,16 +182,11 @@ class Sampler:
             asked.named is not None,
         )
 
-    def parts(self, asked: Asked, needs: Needs) -> list[SamplingPart]:
-        """Return the features' parts in a step."""
+    def parts(self, needs: Needs, asked: Asked | None = None) -> list[SamplingPart]:
+        """Return the features' parts in a step; without `asked` in one that is recorded."""
         if needs.num_candidates == NO_LOGPROBS and not needs.has_extras:
             return []
-        parts = (feature.part_of(asked, needs) for feature in self.features)
-        return [part for part in parts if part is not None]
-
-    def recorded_parts(self, needs: Needs) -> list[SamplingPart]:
-        """Return the features' parts in a step that is recorded."""
-        parts = (feature.recorded_part(needs) for feature in self.features)
+        parts = (feature.part_of(needs, asked) for feature in self.features)
         return [part for part in parts if part is not None]
 
     def sample(

@@ -146,20 +146,12 @@ class Work(Protocol):
         ...
 
 
-class MovesBlocks(Protocol):
-    """What moves whole blocks of a cache group; see `AttentionBackend`."""
-
-    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None: ...
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None: ...
-    def load(self, group: int, source: Int32, destination: Int32) -> None: ...
-
-
 class Moves:
     """A plan's moves, in their order. A step that is repeated does not swap out once more: the
     blocks may have been written since, by a load or by the step itself."""
 
-    def __init__(self, backend: MovesBlocks) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend  # an `AttentionBackend`, or what moves blocks as it does
         self._step_id = -1
         self._num_swaps = 0  # that were carried out; a part of a plan has all of them, or none
 
@@ -205,7 +197,7 @@ class StepRunner:
         self.make_step: MakeStep = PlainStep
         self.make_draft_step: MakeStep | None = None
         self.moves = Moves(backend)
-        self._unread: dict[int, Arrival] = {}  # on their way, by result slot
+        self.unread: dict[int, Arrival] = {}  # tokens on their way, by result slot
 
     @property
     def is_async(self) -> bool:
@@ -238,16 +230,6 @@ class StepRunner:
             self.sampler.copy_row(fork.parent, fork.child)
         parts = (each.prepare(plan) for each in self.attachments)
         return [part for part in parts if part is not None]
-
-    def await_slot(self, slot: int) -> None:
-        """Wait for the tokens of the step that used a result slot before."""
-        if (before := self._unread.pop(slot, None)) is not None:
-            before.wait()
-
-    def note_slot(self, slot: int, arrival: Arrival) -> None:
-        """Note that tokens are on their way from a result slot."""
-        if not arrival.is_done():
-            self._unread[slot] = arrival
 
     def find_recorded(self, plan: Plan, needs: Needs) -> Work | None:
         """Return the recorded work that has room for a plan's step; None: launch it as it is."""
@@ -314,41 +296,11 @@ class StepRunner:
 MakeStep = Callable[[StepRunner, Plan, MaskPromise | None], Step]
 
 
-class LaunchedWork:
-    """The work of a step that is launched as it is."""
+class PlainStep:
+    """A step that chooses one token for each sampling row. It is launched as it is, unless recorded
+    work has room for it."""
 
     num_places = 0
-
-    def __init__(
-        self,
-        runner: StepRunner,
-        asked: Asked,
-        needs: Needs,
-        forward: Sequence[ForwardPart],
-        sampling: Sequence[SamplingPart],
-    ) -> None:
-        self._runner, self._asked, self._needs = runner, asked, needs
-        self._forward, self._sampling = forward, sampling
-        self._computed: list[Computed] = []
-
-    def first(self, shape: StepShape) -> Tensors:
-        """See Work."""
-        runner = self._runner
-        gathered = runner.gather(shape)
-        computed = runner.compute(gathered, shape, self._needs, runner.backend, self._forward)
-        self._computed = [computed]
-        extras = self._asked.extras
-        if extras is None or not extras.hosted or computed.logits_NV is None:
-            return []
-        return extras.seen(computed.logits_NV, int(shape.context_lens.max()))
-
-    def second(self) -> Tensors:
-        """See Work."""
-        return self._runner.finish(self._computed.pop(), self._needs, self._sampling)
-
-
-class PlainStep:
-    """A step that chooses one token for each sampling row."""
 
     def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
         self._runner, self._plan, self._masks = runner, plan, masks
@@ -359,17 +311,18 @@ class PlainStep:
         rows, sampler = runner.rows, runner.sampler
         self._forward = runner.follow(plan)
         self._asked = asked = sampler.asked(plan.sample_rows, plan.masked_rows)
-        needs = sampler.needs(asked)
-        self._sampling = sampler.parts(asked, needs)
+        self._needs = needs = sampler.needs(asked)
+        self._sampling = sampler.parts(needs, asked)
         # Perhaps recorded now, before the lists are this plan's.
         recorded = None
         if len(plan.rows) and all(part.can_be_recorded for part in self._forward):
             recorded = runner.find_recorded(plan, needs)
         self._is_recorded = recorded is not None
-        work = recorded or self._work(needs)
+        work: Work = recorded or self
         update, lists = rows.apply(plan, sampler.flags.has_edits, asked)
-        slot = lists.result_slot
-        runner.await_slot(slot)
+        slot, unread = lists.result_slot, runner.unread
+        if (before := unread.pop(slot, None)) is not None:
+            before.wait()
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, work.num_places)
 
@@ -384,10 +337,24 @@ class PlainStep:
 
         halves = first, second
         self._arrivals, self._errors = give(rows, update, halves, lists.sampling, self._masks)
-        runner.note_slot(slot, self._arrivals[-1])
+        if not self.is_done():
+            unread[slot] = self._arrivals[-1]
 
-    def _work(self, needs: Needs) -> Work:
-        return LaunchedWork(self._runner, self._asked, needs, self._forward, self._sampling)
+    def first(self, shape: StepShape) -> Tensors:
+        """See Work."""
+        runner = self._runner
+        computed = runner.compute(
+            runner.gather(shape), shape, self._needs, runner.backend, self._forward
+        )
+        self._computed = [computed]
+        extras = self._asked.extras
+        if extras is None or not extras.hosted or computed.logits_NV is None:
+            return []
+        return extras.seen(computed.logits_NV, int(shape.context_lens.max()))
+
+    def second(self) -> Tensors:
+        """See Work."""
+        return self._runner.finish(self._computed.pop(), self._needs, self._sampling)
 
     def is_done(self) -> bool:
         """See Step."""

@@ -13,16 +13,15 @@ import torch
 
 from quire.ops import row_state
 from quire.ops.device_guesses import Runs, guess_runs
-from quire.ops.host_memory import lazy_zeros, to_device
+from quire.ops.host_memory import to_device
 from quire.ops.logit_edits import EditTable, apply_edits
 from quire.ops.mask import RowMasks, apply_masks
 from quire.ops.penalties import Penalties, apply_penalties
-from quire.ops.row_arrays import RowArrays
 from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams, choose, scores_of_part
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.ops.top_k import arg_max
-from quire.runner.columns import FLOATS, NARROW_COLUMNS, PROMPT_COLUMN, WIDE_COLUMNS
+from quire.runner.columns import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.device import Device
 from quire.runner.step_ops import (
     NUM_RESULTS,
@@ -37,37 +36,6 @@ from quire.runner.step_ops import (
 
 Int32 = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.intp]
-
-
-def empty_rows(
-    device: torch.device, max_num_rows: int, max_model_len: int, num_groups: int, block_size: int
-) -> RowTensors:
-    """Make the state of max_num_rows rows of up to max_model_len tokens, which request nothing."""
-    num_blocks = -(-max_model_len // block_size) + 1
-    narrow_CR = torch.zeros(len(NARROW_COLUMNS), max_num_rows, dtype=torch.int32, device=device)
-    narrow_CR[NARROW_COLUMNS.index("edits")] = -1
-    return RowTensors(
-        lazy_zeros((max_num_rows, max_model_len), torch.int32, device),
-        lazy_zeros((max_num_rows,), torch.int64, device),
-        lazy_zeros((num_groups, max_num_rows, num_blocks), torch.int32, device),
-        narrow_CR,
-        torch.zeros(len(WIDE_COLUMNS), max_num_rows, dtype=torch.int64, device=device),
-        block_size=block_size,
-        prompt_column=PROMPT_COLUMN,
-    )
-
-
-def as_tensors(rows: RowArrays) -> RowTensors:
-    """Return tensors over the memory of these rows."""
-    return RowTensors(
-        torch.from_numpy(rows.tokens_RM),
-        torch.from_numpy(rows.computed_R),
-        torch.from_numpy(rows.tables_GRL),
-        torch.from_numpy(rows.narrow_CR),
-        torch.from_numpy(rows.wide_CR),
-        rows.block_size,
-        PROMPT_COLUMN,
-    )
 
 
 def empty_results(state: RowTensors) -> torch.Tensor:

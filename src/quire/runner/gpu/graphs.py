@@ -18,17 +18,26 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep
+from quire.ops.attention.base import AttentionBackend
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
 from quire.runner.gpu.used_sizes import Kind, UsedSizes
-from quire.runner.graph_sizes import MIXED_ROWS, MIXED_TOKENS, MOST_MIXED, ladder
+from quire.runner.graph_sizes import (
+    MIXED_ROWS,
+    MIXED_TOKENS,
+    MOST_MIXED,
+    all_graphs_bytes,
+    ladder,
+    most_mixed_tokens,
+)
 from quire.runner.step_ops import Gathered, Needs, StepShape
+from quire.runner.steps import StepRunner
 
 logger = logging.getLogger("quire")
 
@@ -48,29 +57,54 @@ class Size:
         return self.tokens > 0
 
 
-class Decoder(Protocol):
-    """What is recorded (`ModelRunner`)."""
+def largest_shape(size: Size, max_model_len: int) -> StepShape:
+    """Return the shape of the largest step that fits a size. In a mixed one the first row has all
+    tokens."""
+    query_lens = np.ones(size.rows, np.int32)
+    if size.is_mixed:
+        query_lens[:] = size.tokens, *[0] * (size.rows - 1)
+    context_lens = np.full(size.rows, max_model_len, np.int32)
+    return StepShape(query_lens, context_lens, size.rows)
 
-    backend: AttentionBackend
 
-    def largest_shape(self, size: Size) -> StepShape: ...
+def carry_out(
+    runner: StepRunner,
+    gathered: Gathered,
+    shape: StepShape,
+    needs: Needs,
+    backend: AttentionBackend,
+    between: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Do the work of a step, from gathered inputs to counters; returns what the sampling parts
+    found. between: called where masks come in."""
+    parts = [each.at_rest for each in runner.attachments]
+    computed = runner.compute(gathered, shape, needs, backend, parts)
+    if needs.has_masks:
+        between()
+    return runner.finish(computed, needs, runner.sampler.parts(needs))
 
-    def gather(self, shape: StepShape) -> Gathered: ...
 
-    def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep: ...
+@torch.inference_mode()
+def measured_bytes(runner: StepRunner) -> int:
+    """Measure the largest recorded steps' tensors, which the others share, by running them; and
+    add what each graph has of its own."""
+    device, rows = runner.device.device, runner.rows
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for size in (
+        Size(rows.max_num_rows),
+        Size(rows.max_num_rows, most_mixed_tokens(rows.max_num_rows)),
+    ):
+        shape = largest_shape(size, rows.max_model_len)
 
-    def carry_out(
-        self,
-        gathered: Gathered,
-        shape: StepShape,
-        needs: Needs,
-        backend: AttentionBackend,
-        between: Callable[[], None],
-    ) -> list[torch.Tensor]: ...
+        def work(shape: StepShape = shape) -> list[torch.Tensor]:
+            carry_out(runner, runner.gather(shape), shape, Needs(has_filters=True), runner.backend)
+            return []
 
-    def expect_nothing(self) -> None:
-        """Get ready for a step without rows."""
-        ...
+        rows.expect_nothing()
+        runner.device.run(work).wait()
+    tensors = int(torch.cuda.max_memory_allocated(device) - before)
+    return all_graphs_bytes(rows.max_num_rows, tensors)
 
 
 @dataclass
@@ -78,7 +112,7 @@ class Recorded:
     """The `Work` of a step of a size; what the device has made of it is there once it was recorded.
     inputs: the step's, for attention that is launched anew."""
 
-    decoder: Decoder
+    runner: StepRunner
     size: Size
     in_pieces: bool
     inputs: StepInputs | None = None
@@ -94,7 +128,7 @@ class Recorded:
         masks. The host looks at nothing before the other half."""
         if self.in_pieces:
             assert self.inputs is not None, "it is recorded first"
-            self.decoder.backend.prepare(self.decoder.attention_step(self.inputs, shape))
+            self.runner.backend.prepare(self.runner.attention_step(self.inputs, shape))
         self.pieces.begin()
         return []
 
@@ -114,7 +148,7 @@ class Graphs:
     def __init__(
         self,
         device: Device,
-        decoder: Decoder,
+        runner: StepRunner,
         max_rows: int,
         *,
         in_pieces: bool = False,
@@ -122,7 +156,7 @@ class Graphs:
     ) -> None:
         self.sizes = [Size(rows) for rows in ladder(max_rows)]
         self._mixed_rows = [rows for rows in MIXED_ROWS if rows < max_rows] + [max_rows]
-        self._device, self._decoder, self._in_pieces = device, decoder, in_pieces
+        self._device, self._runner, self._in_pieces = device, runner, in_pieces
         self._used = used
         self._recorded: dict[Key, Recorded] = {}
         self._times: dict[Key, int] = {}
@@ -209,22 +243,23 @@ class Graphs:
     def _record(self, size: Size, needs: Needs) -> Recorded:
         """Carry it out once, for a step without rows, so that all is compiled; then record it. The
         recorded one's inputs are in the memory of graphs, which all sizes share."""
-        decoder = self._decoder
-        in_pieces = self._in_pieces or (size.is_mixed and not decoder.backend.takes_any_lengths)
-        shape, recorded = decoder.largest_shape(size), Recorded(decoder, size, in_pieces)
-        decoder.expect_nothing()
+        runner = self._runner
+        in_pieces = self._in_pieces or (size.is_mixed and not runner.backend.takes_any_lengths)
+        shape = largest_shape(size, runner.rows.max_model_len)
+        recorded = Recorded(runner, size, in_pieces)
+        runner.rows.expect_nothing()
 
         def work() -> list[torch.Tensor]:
             made: list[StepInputs] = []
 
             def step(backend: AttentionBackend, between: Callable[[], None]) -> list[torch.Tensor]:
-                gathered = decoder.gather(shape)
+                gathered = runner.gather(shape)
                 made.append(gathered.inputs)
-                return decoder.carry_out(gathered, shape, needs, backend, between)
+                return carry_out(runner, gathered, shape, needs, backend, between)
 
-            step(decoder.backend, lambda: None)
+            step(runner.backend, lambda: None)
             made.clear()
-            recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
+            recorded.pieces = record(self._device, runner.backend, step, in_pieces=in_pieces)
             if in_pieces:
                 recorded.inputs = _borrowed(self._device, made[0])
             return []

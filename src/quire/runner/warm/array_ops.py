@@ -23,7 +23,6 @@ from quire.runner.step_ops import (
     Gathered,
     Needs,
     RowUpdates,
-    Sampling,
     StepLists,
     StepShape,
     Update,
@@ -153,21 +152,10 @@ class ArrayOps:
             self.results_QR[lists.result_slot, : len(ids_N)] = np.where(is_valid_N, ids_N, -1)
         state.advance(lists.rows, contexts_S, rows_N, lengths_N, ids_N)
 
-    def serve(self, sampling: Sampling) -> None:
-        """Plain plans have no drafts."""
-        raise NotImplementedError("a runner without torch verifies no draft tokens")
+    def _never(self, *_: Any) -> Any:
+        raise NotImplementedError("no plain plan has masks, draft tokens or ranks")
 
-    def prepare_masks(self, places: Int32, words: Int32) -> Update:
-        """Plain rows have no masks."""
-        raise NotImplementedError("a runner without torch has no token masks")
-
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: object) -> None:
-        """Plain plans have no drafts."""
-        raise NotImplementedError("a runner without torch makes no draft tokens")
-
-    def best_of_part(self, logits_NW: Any, samples: Any, first: int) -> Any:
-        """Ranks start with torch."""
-        raise NotImplementedError("a runner without torch has all of the vocabulary")
+    serve = prepare_masks = guess = best_of_part = _never
 
     @property
     def _now(self) -> StepLists:
