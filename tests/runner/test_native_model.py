@@ -27,7 +27,8 @@ from quire.ops.scale import scale
 from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
-from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
+from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
+from quire.runner.native_program import trace
 from tests.support.cases import pairwise
 from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import (

@@ -115,7 +115,7 @@ class Bench:
             ids_N, is_valid_N = sampler.sample(logits, samples, needs, parts)
             self.rows.advance(gathered, ids_N, is_valid_N)
             found = [tensor for part in parts for tensor in part.found()]
-            return [self.rows.result(slot, len(rows)), *found]
+            return [self.rows.ops.results_QR[slot, : len(rows)], *found]
 
         errors = {} if masks is None else masks.errors
         tokens_N, *arrived = self.device.run(work).wait()

@@ -20,9 +20,8 @@ from quire.ops.host_memory import to_device
 from quire.ops.logprobs import TokenLogprobs, named_logprobs, token_logprobs
 from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import SampleInputs
-from quire.runner.sampler import SamplingFeature, SamplingPart
+from quire.runner.attachment import Attachment, ForwardPart, SamplingFeature, SamplingPart
 from quire.runner.step_ops import ALL_LOGPROBS, NO_LOGPROBS, Asked, Needs
-from quire.runner.steps import Attachment, ForwardPart
 
 Int64 = npt.NDArray[np.int64]
 

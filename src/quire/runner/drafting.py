@@ -35,7 +35,7 @@ from quire.ops.host_memory import to_device
 from quire.ops.row_state import write_deltas
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs, gather_step
-from quire.runner.media.step_media import StepMedia
+from quire.runner.media.media import StepMedia
 from quire.runner.memory_plan import spare_blocks
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_head import native_head

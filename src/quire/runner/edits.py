@@ -14,8 +14,8 @@ import torch
 from quire.base.plan import RowStart
 from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
+from quire.runner.attachment import SamplingFeature
 from quire.runner.device import Device
-from quire.runner.sampler import SamplingFeature
 from quire.runner.step_ops import Asked, asks_for_edits, has_least_length
 
 FIRST_CAPACITY = 1 << 16  # entries

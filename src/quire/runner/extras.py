@@ -22,8 +22,8 @@ from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams
 from quire.ops.step_inputs import SampleInputs
 from quire.ops.xtc import Xtc, choose_with_xtc
+from quire.runner.attachment import SamplingFeature, SamplingPart
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
-from quire.runner.sampler import SamplingFeature, SamplingPart
 from quire.runner.step_ops import Asked, Needs
 from quire.runner.torch_ops import wide
 

@@ -31,15 +31,9 @@ from quire.ops.row_state import advance, write_tokens
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.runner.candidates import CandidatesPart
-from quire.runner.step_ops import Sampling
-from quire.runner.steps import (
-    StepRunner,
-    give,
-    read_forward,
-    reasons_of,
-    shape_of,
-    unservable,
-)
+from quire.runner.device import Tensors
+from quire.runner.step_ops import Sampling, StepShape
+from quire.runner.steps import PlainStep, StepRunner, give, shape_of
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -90,12 +84,12 @@ class DraftSteps:
         return GuessingStep(runner, plan, masks, self.runs)
 
 
-class GuessedStep:
+class GuessedStep(PlainStep):
     """A plan with guesses of the host on its way through a runner; nothing is behind it before it
     has ended."""
 
     def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
-        self._runner, self._plan, self._masks = runner, plan, masks
+        super().__init__(runner, plan, masks)
         self._places = places_of(plan)
         self._kept: KeptInputs | None = None  # until the rows' states are settled
         self._logits: torch.Tensor | None = None  # of the first half, for the other
@@ -106,12 +100,8 @@ class GuessedStep:
         self._give()
         arrived = self._arrivals[-1].wait()
         tokens_NK1, counts_N = accept(self._plan, self._places, arrived[0].numpy())
-        seconds = self._settle(tokens_NK1, counts_N)
-        self._found = self._result(arrived[1:], tokens_NK1, counts_N, seconds)
-
-    def is_done(self) -> bool:
-        """See Step."""
-        return True
+        self._settle(tokens_NK1, counts_N)
+        self._found = self._result(tokens_NK1, counts_N, arrived[1:])
 
     def end(self) -> StepResult:
         """See Step."""
@@ -119,58 +109,50 @@ class GuessedStep:
 
     def _give(self) -> None:
         """Give it to the device."""
-        plan, rows, sampler = self._plan, self._runner.rows, self._runner.sampler
-        self._forward = self._runner.follow(plan)
-        asked = sampler.asked(self._places.rows, plan.masked_rows)
-        self._needs = sampler.needs(asked)
-        self._parts = sampler.parts(self._needs, asked)
-        updates = rows.changes(plan, sampler.flags.has_edits)
-        prompt_lens = rows.prompt_lens[self._places.rows]
-        self._sampling = Sampling(asked, self._places.lengths, prompt_lens)
-        change, halves = rows.ops.prepare(updates, None), (self._first, self._second)
-        depths = self._places.depths
+        plan, rows, places = self._plan, self._runner.rows, self._places
+        self._follow(places.rows)
+        updates = rows.changes(plan, self._runner.sampler.flags.has_edits)
+        self._served = Sampling(self._asked, places.lengths, rows.prompt_lens[places.rows])
+        change, shape = rows.ops.prepare(updates, None), shape_of(plan)
+        halves = (lambda: self.first(shape)), self.second
         self._arrivals, self._errors = give(
-            rows, change, halves, self._sampling, self._masks, depths
+            rows, change, halves, self._served, self._masks, places.depths
         )
 
-    def _first(self) -> list[torch.Tensor]:
+    def first(self, shape: StepShape) -> Tensors:
         """Compute logits and what the parts want; returns what the host looks at before the other
         half."""
         runner, plan, places = self._runner, self._plan, self._places
         runner.moves.carry_out(plan)
         for part in self._forward:
             part.before()
-        hidden_TD = self._hidden()
+        hidden_TD = self._hidden(shape)
         if any(part.num_tensors for part in self._forward):
             is_known = np.ones(plan.num_scheduled_tokens, bool)
             is_known[places.last[places.depths > 0]] = False
             known_TD = select_rows(hidden_TD, self._index(np.flatnonzero(is_known)))
             self._scored = [each for part in self._forward for each in part.after(known_TD)]
         self._logits = runner.logits(hidden_TD, self._index(places.last), self._needs)
-        extras = self._sampling.asked.extras
-        if extras is None or not extras.hosted:
-            return []
-        return extras.seen(self._logits, int(places.lengths.max()))
+        return self._seen(self._logits, int(places.lengths.max()))
 
-    def _hidden(self) -> torch.Tensor:
+    def _hidden(self, shape: StepShape) -> torch.Tensor:
         """Write the guesses behind the rows' tokens, and compute the hidden states of all that the
         plan schedules, [T, D]."""
-        plan, rows = self._plan, self._runner.rows
-        lens = (plan.computed_bound + plan.num_tokens).tolist()
-        end_of = dict(zip(plan.rows.tolist(), lens, strict=True))
+        plan = self._plan
+        end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
         for draft in plan.drafts:
             begin = end_of[draft.row] - len(draft.token_ids)
-            write_tokens(rows.state, draft.row, begin, draft.token_ids)
+            write_tokens(self._runner.rows.state, draft.row, begin, draft.token_ids)
         self._kept = KeptInputs(self._runner.backend, plan.num_drafts > 0)
-        return self._forward_pass(self._kept)
+        return self._forward_pass(shape, self._kept)
 
-    def _forward_pass(self, backend: AttentionBackend) -> torch.Tensor:
-        plan, state, shape = self._plan, self._runner.rows.state, shape_of(self._plan)
+    def _forward_pass(self, shape: StepShape, backend: AttentionBackend) -> torch.Tensor:
+        plan, state = self._plan, self._runner.rows.state
         num_blocks = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
         return self._runner.hidden(inputs, shape, backend, self._forward)
 
-    def _second(self) -> list[torch.Tensor]:
+    def second(self) -> Tensors:
         """Choose at all places: returns the tokens, log-probabilities, scores."""
         return self._choose(self._index(self._places.lengths))
 
@@ -181,24 +163,24 @@ class GuessedStep:
             self._index(places.rows),
             self._index(places.last),
             lengths_P,
-            self._index(self._sampling.prompt_lens),
+            self._index(self._served.prompt_lens),
         )
-        rows.ops.serve(self._sampling)
+        rows.ops.serve(self._served)
         sampler = self._runner.sampler
-        ids_P, is_valid_P = sampler.sample(logits_PV, samples, self._needs, self._parts)
-        found = [tensor for part in self._parts for tensor in part.found()]
+        ids_P, is_valid_P = sampler.sample(logits_PV, samples, self._needs, self._sampling)
+        found = [tensor for part in self._sampling for tensor in part.found()]
         return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
 
-    def _settle(self, tokens_NK1: Int32, counts_N: Int32) -> float:
+    def _settle(self, tokens_NK1: Int32, counts_N: Int32) -> None:
         """Store the last token of each row, behind the guesses that were right, leave states there,
-        and move the counters; returns the seconds that the states took."""
+        and move the counters."""
         plan, places, rows = self._plan, self._places, self._runner.rows
         last_N = tokens_NK1[np.arange(len(counts_N)), counts_N - 1]
         lengths_N = places.lengths[: len(counts_N)] + counts_N - 1
         contexts_S = (plan.computed_bound + plan.num_tokens - plan.num_drafts).astype(np.int64)
         is_own = np.isin(plan.sample_rows, plan.rows)
         contexts_S[plan.sample_places[is_own]] += counts_N[is_own] - 1
-        seconds = self._settle_states(contexts_S)
+        self._settle_states(contexts_S)
         arrays = plan.rows, contexts_S, plan.sample_rows, lengths_N, np.maximum(last_N, 0)
 
         def work() -> list[torch.Tensor]:
@@ -206,42 +188,27 @@ class GuessedStep:
             return []
 
         self._runner.device.run(work)
-        return seconds
 
-    def _settle_states(self, contexts_S: Int64) -> float:
-        """Leave the states of rows that guess behind so many tokens; returns the seconds that it
-        took."""
+    def _settle_states(self, contexts_S: Int64) -> None:
+        """Leave the states of rows that guess behind so many tokens."""
         plan, kept, self._kept = self._plan, self._kept, None
         if kept is None or not kept.has_any:
-            return 0.0
+            return
         num_tokens = (contexts_S - plan.computed_bound)[plan.num_drafts > 0].astype(np.int32)
 
         def work() -> list[torch.Tensor]:
             kept.settle(num_tokens)
             return []
 
-        arrival = self._runner.device.run(work)
-        arrival.wait()
-        return arrival.duration_s()
+        self._arrivals.append(self._runner.device.run(work))
+        self._arrivals[-1].wait()
 
-    def _result(
-        self, arrived: list[torch.Tensor], tokens_NK1: Int32, counts_N: Int32, seconds: float = 0.0
-    ) -> StepResult:
-        at = len(arrived) - sum(part.num_tensors for part in self._forward)
-        rows, asked = self._plan.sample_rows, self._sampling.asked
-        reasons = reasons_of(rows, tokens_NK1[:, 0], asked, self._errors)
-        result = StepResult(
-            self._plan.step_id,
-            token_ids=np.maximum(tokens_NK1, 0),
-            num_accepted=counts_N,
-            row_errors=reasons,
-            unservable_rows=unservable(reasons),
-            duration_s=seconds + sum(arrival.duration_s() for arrival in self._arrivals),
-        )
-        for part in self._parts:
+    def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
+        """Add candidates."""
+        for part in self._sampling:
             if isinstance(part, CandidatesPart):
-                result = self._with_candidates(result, part.by_place(arrived[:at]))
-        return read_forward(self._forward, result, arrived[at:])
+                result = self._with_candidates(result, part.by_place(arrived))
+        return result
 
     def _with_candidates(self, result: StepResult, found: dict[int, Candidates]) -> StepResult:
         """Add the candidates of the places whose tokens count."""
@@ -275,24 +242,20 @@ class GuessingStep(GuessedStep):
         """Give it to the device; nothing is waited for but what plain steps wait for."""
         self._give()
 
-    def is_done(self) -> bool:
-        """See Step."""
-        return self._arrivals[-1].is_done()
-
     def end(self) -> StepResult:
         """See Step."""
         tokens_NK1, counts_N, *found = self._arrivals[-1].wait()
-        return self._result(found, tokens_NK1.numpy(), counts_N.numpy())
+        return self._result(tokens_NK1.numpy(), counts_N.numpy(), found)
 
-    def _hidden(self) -> torch.Tensor:
+    def _hidden(self, shape: StepShape) -> torch.Tensor:
         """Let the device guess behind the rows' tokens, and compute the hidden states."""
-        plan, longest = self._plan, int((self._plan.computed_bound + self._plan.num_tokens).max())
+        plan, longest = self._plan, int(shape.context_lens.max())
         rows = np.array([draft.row for draft in plan.drafts], np.int32)
         nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
         self._runner.rows.ops.guess(rows, nums, longest, self._runs)
-        return self._forward_pass(self._runner.backend)
+        return self._forward_pass(shape, self._runner.backend)
 
-    def _second(self) -> list[torch.Tensor]:
+    def second(self) -> Tensors:
         """Choose at all places and move the counters; returns the tokens that count, how many
         these are, log-probabilities, scores."""
         plan, places, state = self._plan, self._places, self._runner.rows.state

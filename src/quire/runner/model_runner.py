@@ -16,13 +16,14 @@ from quire.base.plan import Plan
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs
+from quire.runner.attachment import Step
 from quire.runner.device import Device
 from quire.runner.gpu.graphs import Graphs, Recorded, measured_bytes
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 from quire.runner.step_ops import Needs, StepShape
-from quire.runner.steps import Step, StepRunner
+from quire.runner.steps import StepRunner
 
 
 class DecoderModel(Protocol):

@@ -14,7 +14,8 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.program import Untraceable
-from quire.runner.native_model import TRACED_TOKENS, NativePass, traced
+from quire.runner.native_model import NativePass
+from quire.runner.native_program import TRACED_TOKENS, traced
 
 logger = logging.getLogger(__name__)
 

@@ -126,10 +126,6 @@ class DeviceRows:
         update.hold(arrival)
         return arrival
 
-    def result(self, slot: int, num_samples: int) -> "torch.Tensor":
-        """Return the tokens of a step, int32 [N]."""
-        return self.ops.results_QR[slot, :num_samples]
-
     def advance(
         self, gathered: Gathered, ids_N: "torch.Tensor", is_valid_N: "torch.Tensor"
     ) -> None:

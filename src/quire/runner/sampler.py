@@ -6,20 +6,18 @@ penalties, the mask of a grammar, DRY; the greedy choice, or temperature, min-p,
 and a random choice. A row's token never depends on which other rows are in the step. A step of
 greedy rows is one arg max.
 
-Features attach in two ways: a `SamplingFeature` follows the rows, and its `SamplingPart` takes part
-in the steps whose rows request it.
-
 Shape legend: N sampling rows of the step (or places for them), V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.plan import RowStart, StepResult
+from quire.base.plan import RowStart
+from quire.runner.attachment import EditLists, SamplingFeature, SamplingPart
 from quire.runner.step_ops import (
     ALL_LOGPROBS,
     NO_LOGPROBS,
@@ -33,66 +31,9 @@ from quire.runner.step_ops import (
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
 
-    from quire.ops.logit_edits import EditTable
     from quire.ops.step_inputs import SampleInputs
 
 Rows = npt.NDArray[np.int32]
-
-
-class SamplingPart:
-    """What a feature does in the sampling of one step; by default nothing. Parts nest: the first
-    gets the raw logits and the final tokens."""
-
-    def before(self, logits_NV: "torch.Tensor") -> "torch.Tensor":
-        """Return the logits, which may be changed."""
-        return logits_NV
-
-    def edited(self, logits_NV: "torch.Tensor") -> None:
-        """Change edited logits in place, before the choice."""
-
-    def chosen(
-        self, logits_NV: "torch.Tensor", ids_N: "torch.Tensor", samples: "SampleInputs"
-    ) -> "torch.Tensor":
-        """Return the tokens, which may be chosen again from the edited logits."""
-        return ids_N
-
-    def found(self) -> "list[torch.Tensor]":
-        """Return what crosses to the host."""
-        return []
-
-    def read(
-        self, result: StepResult, arrived: "list[torch.Tensor]", *, is_recorded: bool
-    ) -> StepResult:
-        """Add what crossed to the step's result. is_recorded: it is of all rows."""
-        return result
-
-
-class SamplingFeature:
-    """What some rows request beyond the columns of their state; by default nothing."""
-
-    def start(self, start: RowStart) -> None:
-        """Note what a row requests that a sequence takes."""
-
-    def copy(self, parent: int, child: int) -> None:
-        """Let a forked child request what its parent does."""
-
-    def release(self, row: int) -> None:
-        """Forget a row."""
-
-    def add_to(self, asked: Asked) -> Asked:
-        """Add what rows request; called where the flags of some say that they do."""
-        return asked
-
-    def part_of(self, needs: Needs, asked: Asked | None) -> SamplingPart | None:
-        """Return the part in a step, for all rows if it is recorded (None); None: there is none."""
-        return None
-
-
-class EditLists(Protocol):
-    """Lists and biases of rows (`edits.py`). generation: how often the table got other memory."""
-
-    generation: int
-    table: "EditTable"
 
 
 class Vocabulary:

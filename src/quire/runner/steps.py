@@ -13,8 +13,7 @@ to the host in one place, the device's. A step with token masks is launched in t
 which the host waits for the masks; meanwhile the device computes the first half. Counters change
 last in a step, so a step that failed can be launched again.
 
-Features attach to the forward pass by an `Attachment`, which follows the plans and returns its part
-in each step, and to sampling by a `SamplingFeature` (`sampler.py`). A plain step has no parts.
+Features attach as `attachment.py` says. A plain step has no parts.
 
 Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
 rows, D model dim, V vocabulary.
@@ -22,16 +21,17 @@ rows, D model dim, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.runner.attachment import Attachment, ForwardPart, SamplingPart, Step, Work
 from quire.runner.device import Arrival, Device, Tensors
 from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Sampler, SamplingPart
+from quire.runner.sampler import Sampler
 from quire.runner.step_ops import (
     NO_UPDATE,
     Asked,
@@ -46,7 +46,7 @@ from quire.runner.step_ops import (
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
 
-    from quire.ops.attention.base import AttentionBackend, AttentionStep
+    from quire.ops.attention.base import AttentionBackend
     from quire.ops.step_inputs import StepInputs
 
 Int32 = npt.NDArray[np.int32]
@@ -61,89 +61,6 @@ _NOTHING_ALLOWED = (
     " structured_outputs leaves no token. Check also allowed_token_ids, bad_words, min_tokens,"
     " logit_bias and logits_processors."
 )
-
-
-class Step(Protocol):
-    """A plan on its way. Whatever `begin` raises, the rows' counters have not moved, and the plan
-    can be carried out again. What `end` raises, the device has met with; it cannot go on."""
-
-    def begin(self) -> None:
-        """Put the plan's work after all earlier work."""
-        ...
-
-    def is_done(self) -> bool:
-        """Return whether `end` returns at once."""
-        ...
-
-    def end(self) -> StepResult:
-        """Wait for the work; return what it gave."""
-        ...
-
-
-class ForwardPart:
-    """What a feature does in the forward pass of one step; by default nothing. A device may carry
-    the step out much later, so a part never changes.
-
-    num_tensors: how many `after` returns. can_be_recorded: whether a recorded step does the same.
-    """
-
-    num_tensors: int = 0
-
-    @property
-    def can_be_recorded(self) -> bool:
-        return self.num_tensors == 0
-
-    def before(self) -> None:
-        """Do the feature's own work before the forward pass."""
-
-    def inputs(
-        self, ids_T: "torch.Tensor", positions_T: "torch.Tensor"
-    ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Return the model's ids and positions."""
-        return ids_T, positions_T
-
-    def attention(self, step: "AttentionStep") -> "AttentionStep":
-        """Return the step as attention is to see it."""
-        return step
-
-    def after(self, hidden_TD: "torch.Tensor") -> "list[torch.Tensor]":
-        """Return what crosses to the host, made of the hidden states of all known tokens."""
-        return []
-
-    def read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
-        """Add what crossed to the step's result."""
-        return result
-
-
-class Attachment(Protocol):
-    """A feature that follows a runner's plans."""
-
-    @property
-    def at_rest(self) -> ForwardPart:
-        """Return its part in recorded steps."""
-        ...
-
-    def prepare(self, plan: Plan) -> ForwardPart | None:
-        """Note which rows a plan starts, forks and releases; return the part in its step. A second
-        time it changes nothing."""
-        ...
-
-
-class Work(Protocol):
-    """The work of a step in two halves."""
-
-    @property
-    def num_places(self) -> int:
-        """Return how many places for rows it has; 0: one for each row."""
-        ...
-
-    def first(self, shape: StepShape) -> Tensors:
-        """Compute up to the logits; return what the host reads before the other half."""
-        ...
-
-    def second(self) -> Tensors:
-        """Choose tokens and, last of all, move the counters; return what crosses to the host."""
-        ...
 
 
 class Moves:
@@ -307,23 +224,19 @@ class PlainStep:
 
     def begin(self) -> None:
         """See Step."""
-        runner, plan = self._runner, self._plan
-        rows, sampler = runner.rows, runner.sampler
-        self._forward = runner.follow(plan)
-        self._asked = asked = sampler.asked(plan.sample_rows, plan.masked_rows)
-        self._needs = needs = sampler.needs(asked)
-        self._sampling = sampler.parts(needs, asked)
+        runner, plan, rows = self._runner, self._plan, self._runner.rows
+        needs = self._follow(plan.sample_rows)
         # Perhaps recorded now, before the lists are this plan's.
         recorded = None
         if len(plan.rows) and all(part.can_be_recorded for part in self._forward):
             recorded = runner.find_recorded(plan, needs)
         self._is_recorded = recorded is not None
         work: Work = recorded or self
-        update, lists = rows.apply(plan, sampler.flags.has_edits, asked)
+        update, lists = rows.apply(plan, runner.sampler.flags.has_edits, self._asked)
         slot, unread = lists.result_slot, runner.unread
         if (before := unread.pop(slot, None)) is not None:
             before.wait()
-        tokens_N = rows.result(slot, len(plan.sample_rows))
+        tokens_N = rows.ops.results_QR[slot, : len(plan.sample_rows)]
         shape = shape_of(plan, work.num_places)
 
         def first() -> Tensors:
@@ -347,10 +260,7 @@ class PlainStep:
             runner.gather(shape), shape, self._needs, runner.backend, self._forward
         )
         self._computed = [computed]
-        extras = self._asked.extras
-        if extras is None or not extras.hosted or computed.logits_NV is None:
-            return []
-        return extras.seen(computed.logits_NV, int(shape.context_lens.max()))
+        return self._seen(computed.logits_NV, int(shape.context_lens.max()))
 
     def second(self) -> Tensors:
         """See Work."""
@@ -363,36 +273,52 @@ class PlainStep:
     def end(self) -> StepResult:
         """See Step."""
         tokens_N, *rest = self._arrivals[-1].wait()
+        tokens = np.asarray(tokens_N)[: len(self._plan.sample_rows)].reshape(-1, 1).copy()
+        return self._result(tokens, np.ones(len(tokens), np.int32), rest)
+
+    def _follow(self, rows: Int32) -> Needs:
+        """Note what the plan starts and ends, and what rows that sample request."""
+        sampler = self._runner.sampler
+        self._forward = self._runner.follow(self._plan)
+        self._asked = sampler.asked(rows, self._plan.masked_rows)
+        self._needs = sampler.needs(self._asked)
+        self._sampling = sampler.parts(self._needs, self._asked)
+        return self._needs
+
+    def _seen(self, logits_NV: "torch.Tensor | None", longest: int) -> Tensors:
+        """Return what the host reads between the halves. longest: tokens of a row."""
+        extras = self._asked.extras
+        if extras is None or not extras.hosted or logits_NV is None:
+            return []
+        return extras.seen(logits_NV, longest)
+
+    def _result(
+        self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
+    ) -> StepResult:
+        """Make the result of tokens, -1 where there is none, of which so many count. arrived: what
+        the parts found, sampling first."""
         rows = self._plan.sample_rows
-        tokens = np.asarray(tokens_N)[: len(rows)].reshape(-1, 1).copy()
-        reasons = reasons_of(rows, tokens[:, 0], self._asked, self._errors)
+        reasons = reasons_of(rows, tokens_NK[:, 0], self._asked, self._errors)
         result = StepResult(
             step_id=self._plan.step_id,
-            token_ids=np.maximum(tokens, 0),
-            num_accepted=np.ones(len(tokens), np.int32),
+            token_ids=np.maximum(tokens_NK, 0),
+            num_accepted=counts_N,
             row_errors=reasons,
             unservable_rows=unservable(reasons),
             duration_s=sum(arrival.duration_s() for arrival in self._arrivals),
         )
-        return self._read(result, rest)
+        at = len(arrived) - sum(part.num_tensors for part in self._forward)
+        result = self._read(result, arrived[:at])
+        for part in self._forward:
+            result = part.read(result, arrived[at : at + part.num_tensors])
+            at += part.num_tensors
+        return result
 
     def _read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
-        """Let the parts add to the result; what sampling found comes first."""
-        at = len(arrived) - sum(part.num_tensors for part in self._forward)
+        """Add what was found in the place of, or next to, the tokens."""
         for part in self._sampling:
-            result = part.read(result, arrived[:at], is_recorded=self._is_recorded)
-        return read_forward(self._forward, result, arrived[at:])
-
-
-def read_forward(
-    parts: Sequence[ForwardPart], result: StepResult, arrived: "list[torch.Tensor]"
-) -> StepResult:
-    """Let the parts of a forward pass add what crossed, in their order, to a result."""
-    at = 0
-    for part in parts:
-        result = part.read(result, arrived[at : at + part.num_tensors])
-        at += part.num_tensors
-    return result
+            result = part.read(result, arrived, is_recorded=self._is_recorded)
+        return result
 
 
 def give(

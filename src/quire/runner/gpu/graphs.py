@@ -91,10 +91,8 @@ def measured_bytes(runner: StepRunner) -> int:
     device, rows = runner.device.device, runner.rows
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for size in (
-        Size(rows.max_num_rows),
-        Size(rows.max_num_rows, most_mixed_tokens(rows.max_num_rows)),
-    ):
+    num_rows = rows.max_num_rows
+    for size in (Size(num_rows), Size(num_rows, most_mixed_tokens(num_rows))):
         shape = largest_shape(size, rows.max_model_len)
 
         def work(shape: StepShape = shape) -> list[torch.Tensor]:
@@ -104,7 +102,7 @@ def measured_bytes(runner: StepRunner) -> int:
         rows.expect_nothing()
         runner.device.run(work).wait()
     tensors = int(torch.cuda.max_memory_allocated(device) - before)
-    return all_graphs_bytes(rows.max_num_rows, tensors)
+    return all_graphs_bytes(num_rows, tensors)
 
 
 @dataclass

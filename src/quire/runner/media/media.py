@@ -1,15 +1,104 @@
-"""What a runner does about media: follows the rows' items, encodes, and makes model inputs."""
+"""What a runner does about media: follows the rows' items, encodes, and makes model inputs.
 
+Shape legend: T tokens of the step, M tokens that read slots.
+"""
+
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.media.item import EncoderInput
 from quire.base.model_spec import read_config
 from quire.base.plan import Plan
 from quire.models.model import Model
+from quire.ops.attention.base import AttentionStep, Int32
+from quire.ops.host_memory import to_device
+from quire.runner.attachment import ForwardPart
 from quire.runner.media.encoder import Encoder
 from quire.runner.media.positions import NUM_AXES, PositionRule, RowOffsets
 from quire.runner.media.spans import RowSpans
-from quire.runner.media.step_media import StepMedia, reads_of
+
+Int64 = npt.NDArray[np.int64]
+
+
+def _no_ints() -> Int64:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class StepMedia(ForwardPart):
+    """What the media of its rows mean to one step: turns the inputs of a step into those of the model.
+
+    encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3. items: those
+    to encode. places, slots: which of the step's tokens read which slots, [M]. offsets:
+    positions minus indices, [3, T]; None if they are 0. ends: see AttentionStep.
+    """
+
+    encoder: Encoder | None = None
+    num_axes: int = 1
+    items: tuple[EncoderInput, ...] = ()
+    places: Int64 = field(default_factory=_no_ints)
+    slots: Int64 = field(default_factory=_no_ints)
+    offsets: Int64 | None = None
+    ends: Int32 | None = None
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Return whether the model's inputs follow from the step's inputs alone."""
+        return len(self.places) == 0 and self.offsets is None and self.ends is None
+
+    def attention(self, step: AttentionStep) -> AttentionStep:
+        """Return the step with the ends of what its tokens see."""
+        return step if self.ends is None else replace(step, ends_T=self.ends)
+
+    def before(self) -> None:
+        """Encode the step's items, before its forward pass."""
+        if self.encoder is not None:
+            self.encoder.encode(self.items)
+
+    def inputs(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids, int64 [T], and positions, int64 [T] or [3, T].
+
+        An id below 0 stands for slot -1 - id. Raises EngineError for a slot that holds nothing.
+        """
+        return self._ids(ids_T), self.positions(positions_T)
+
+    def _ids(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if len(self.places) == 0:
+            return ids_T
+        assert self.encoder is not None, "reads come with an encoder"
+        self.encoder.check(self.slots)
+        places_M, ids_M = (to_device(each, ids_T.device) for each in (self.places, -1 - self.slots))
+        return ids_T.index_copy(0, places_M, ids_M)
+
+    def positions(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Return the positions of tokens with these indices, [T] or [3, T]."""
+        if self.num_axes == 1:
+            return positions_T
+        if self.offsets is None:
+            return positions_T.repeat(self.num_axes, 1)
+        return positions_T + to_device(self.offsets, positions_T.device)
+
+
+def reads_of(plan: Plan) -> tuple[Int64, Int64]:
+    """Return which of a step's tokens read which slots, [M] each.
+
+    Reads of rows that are not among the plan's are left out: a part of a plan has all its reads.
+    """
+    begins = (np.cumsum(plan.num_tokens) - plan.num_tokens - plan.computed_bound).tolist()
+    begin_of = dict(zip(plan.rows.tolist(), begins, strict=True))
+    reads = [read for read in plan.encoder_reads if read.row in begin_of]
+    if not reads:
+        return _no_ints(), _no_ints()
+    places = [begin_of[read.row] + read.position + np.arange(len(read.slots)) for read in reads]
+    slots = [read.slots.astype(np.int64) for read in reads]
+    return np.concatenate(places).astype(np.int64), np.concatenate(slots)
 
 
 class Media:

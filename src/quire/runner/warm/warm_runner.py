@@ -17,10 +17,11 @@ from quire.ops.program_parts import ProgramParts
 from quire.ops.row_arrays import RowArrays
 from quire.ops.spare_memory import SPARE
 from quire.ops.threads import num_threads
+from quire.runner.attachment import ForwardPart
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import Needs, StepShape
-from quire.runner.steps import ForwardPart, StepRunner
+from quire.runner.steps import StepRunner
 from quire.runner.warm.array_ops import ArrayDevice, ArrayOps
 from quire.runner.warm.blocks import WarmBlocks
 from quire.runner.warm.start_file import Start
