@@ -101,7 +101,7 @@ class Bench:
         slot = self.apply(plan)
         asked = sampler.asked(which, None if masks is None else masks.rows)
         needs = sampler.needs(asked)
-        parts = sampler.parts(asked, needs)
+        parts = sampler.parts(needs, asked)
         if masks is not None:
             places, words = asked.masked, masks.of(which[asked.masked])[:, 0]
             self.rows.ops.prepare_masks(places.astype(np.int32), words).take()

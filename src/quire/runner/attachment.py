@@ -8,11 +8,15 @@ it. A plain step has no parts.
 Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from quire.base.plan import Plan, RowStart, StepResult
 from quire.runner.device import Tensors
-from quire.runner.step_ops import Asked, Needs, StepShape
+from quire.runner.step_ops import Asked, Int32, Needs, Sampling, StepShape
 
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
@@ -107,7 +111,22 @@ class Attachment(Protocol):
 
 class SamplingPart:
     """What a feature does in the sampling of one step; by default nothing. Parts nest: the first
-    gets the raw logits and the final tokens."""
+    gets the raw logits and the final tokens.
+
+    hosted: places of rows that the host looks at between the halves of a step. processed: places of
+    rows whose logits the request's own functions change. errors: by row.
+    """
+
+    hosted: Sequence[int] = ()
+    processed: Sequence[int] = ()
+    errors: Mapping[int, str] = {}
+
+    def seen(self, logits_NV: "torch.Tensor", longest: int) -> "list[torch.Tensor]":
+        """Return what the host looks at. longest: tokens of a row."""
+        return []
+
+    def take(self, seen: "list[torch.Tensor]", sampling: Sampling) -> None:
+        """Find out on the host what changes."""
 
     def before(self, logits_NV: "torch.Tensor") -> "torch.Tensor":
         """Return the logits, which may be changed."""
@@ -145,10 +164,6 @@ class SamplingFeature:
     def release(self, row: int) -> None:
         """Forget a row."""
 
-    def add_to(self, asked: Asked) -> Asked:
-        """Add what rows request; called where the flags of some say that they do."""
-        return asked
-
     def part_of(self, needs: Needs, asked: Asked | None) -> SamplingPart | None:
         """Return the part in a step, for all rows if it is recorded (None); None: there is none."""
         return None
@@ -159,3 +174,7 @@ class EditLists(Protocol):
 
     generation: int
     table: "EditTable"
+
+    def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
+        """Return where the lists of the rows at these places stand, by place."""
+        ...

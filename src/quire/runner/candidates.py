@@ -92,11 +92,6 @@ class CandidatesOfRows(SamplingFeature):
         if parent in self._named:
             self._named[child] = self._named[parent]
 
-    def add_to(self, asked: Asked) -> Asked:
-        """See SamplingFeature."""
-        named = np.isin(asked.rows, list(self._named))
-        return replace(asked, named=named) if named.any() else asked
-
     def part_of(self, needs: Needs, asked: Asked | None) -> "CandidatesPart | None":
         """See SamplingFeature."""
         if needs.num_candidates == NO_LOGPROBS:
@@ -109,7 +104,7 @@ class CandidatesOfRows(SamplingFeature):
         tokens."""
         nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
         masked = asked.masked_beams
-        named = np.zeros(len(nums), bool) if asked.named is None else asked.named
+        named = np.isin(asked.rows, list(self._named))
         is_few = (nums >= 0) & ~named
         for is_in_part in is_few & ~masked, nums == ALL_LOGPROBS, is_few & masked:
             places = np.flatnonzero(is_in_part)

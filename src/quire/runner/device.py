@@ -8,7 +8,7 @@ A start without torch has arrays of numpy in the place of tensors (`warm/`).
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
@@ -66,7 +66,7 @@ class Device(Protocol):
         ...
 
 
-class Here:
+class _Here:
     """Values that are here already."""
 
     def __init__(self, values: "list[torch.Tensor]", began: float) -> None:
@@ -89,13 +89,13 @@ def _own(tensor: "torch.Tensor") -> "torch.Tensor":
 
 
 class HostDevice:
-    """A CPU: all is done at once."""
+    """A CPU: all is done at once. own: copies what is a part of memory that is used again."""
 
     is_async = False
     can_capture = False
 
-    def __init__(self, device: "torch.device") -> None:
-        self.device = device
+    def __init__(self, device: Any, own: Callable[[Any], Any] = _own) -> None:
+        self.device, self._own = device, own
 
     def pinned(self, num_words: int) -> "torch.Tensor":
         import torch
@@ -104,7 +104,7 @@ class HostDevice:
 
     def run(self, work: Work) -> Arrival:
         began = time.perf_counter()
-        return Here([_own(tensor) for tensor in work()], began)
+        return _Here([self._own(tensor) for tensor in work()], began)
 
     def begin_capture(self) -> Graph:
         raise NotImplementedError("a CPU does not record graphs")

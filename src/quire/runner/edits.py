@@ -5,7 +5,7 @@ room is used up they are packed anew, and the table grows if it must. Then it ha
 graphs that were recorded with the old one read memory that nobody writes any more.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
 from quire.runner.attachment import SamplingFeature
 from quire.runner.device import Device
-from quire.runner.step_ops import Asked, asks_for_edits, has_least_length
+from quire.runner.step_ops import Int32, asks_for_edits, has_least_length
 
 FIRST_CAPACITY = 1 << 16  # entries
 
@@ -62,10 +62,9 @@ class Edits(SamplingFeature):
         """Forget a row's lists."""
         self._lists.pop(row, None)
 
-    def add_to(self, asked: Asked) -> Asked:
-        """See SamplingFeature."""
-        places = np.flatnonzero(asked.flags.has_edits).tolist()
-        return replace(asked, spans={n: self._spans[int(asked.rows[n])] for n in places})
+    def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
+        """See EditLists."""
+        return {n: self._spans[int(rows[n])] for n in places.tolist()}
 
     def _add(self, row: int, lists: _Lists) -> None:
         self._lists[row] = lists

@@ -7,8 +7,7 @@ XTC works on the device. A step without such a row pays nothing.
 Shape legend: N sampling rows, H of them that the host looks at, P with processors, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from quire.ops.step_inputs import SampleInputs
 from quire.ops.xtc import Xtc, choose_with_xtc
 from quire.runner.attachment import SamplingFeature, SamplingPart
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
-from quire.runner.step_ops import Asked, Needs
+from quire.runner.step_ops import Asked, Needs, Sampling
 from quire.runner.torch_ops import wide
 
 Int32 = npt.NDArray[np.int32]
@@ -71,19 +70,11 @@ class Extras(SamplingFeature):
         """See SamplingFeature."""
         self._rows.pop(row, None)
 
-    def add_to(self, asked: Asked) -> Asked:
-        """See SamplingFeature."""
-        rows = asked.rows.tolist()
-        found = {n: self._rows[row] for n, row in enumerate(rows) if row in self._rows}
-        if not found:
-            return asked
-        return replace(asked, extras=StepExtras(self._state, self._processors, found))
-
     def part_of(self, needs: Needs, asked: Asked | None) -> "StepExtras | None":
         """See SamplingFeature."""
-        extras = None if asked is None else asked.extras
-        assert extras is None or isinstance(extras, StepExtras)
-        return extras
+        rows = [] if asked is None else asked.rows.tolist()
+        found = {n: self._rows[row] for n, row in enumerate(rows) if row in self._rows}
+        return StepExtras(self._state, self._processors, found) if found else None
 
 
 def dry_of(params: SamplingParams) -> Dry | None:
@@ -98,52 +89,39 @@ def dry_of(params: SamplingParams) -> Dry | None:
     )
 
 
-@dataclass
 class StepExtras(SamplingPart):
     """What rows of a step request, by their place among the sampling ones, and what the host made
-    of it. errors: of rows whose processors failed."""
+    of it."""
 
-    state: RowTensors
-    processors: LogitsProcessors
-    extras: dict[int, Extra]
-    errors: dict[int, str] = field(default_factory=dict)
-    new_logits: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    penalties: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(
-        default_factory=dict
-    )
-
-    @property
-    def hosted(self) -> list[int]:
-        """Places of rows that the host looks at."""
-        return [n for n, extra in self.extras.items() if extra.needs_host]
-
-    @property
-    def processed(self) -> list[int]:
-        """Places of rows with processors."""
-        return [n for n, extra in self.extras.items() if extra.processors is not None]
+    def __init__(
+        self, state: RowTensors, processors: LogitsProcessors, extras: dict[int, Extra]
+    ) -> None:
+        self.state, self.processors, self.extras = state, processors, extras
+        self.errors: dict[int, str] = {}
+        self.new_logits: dict[int, npt.NDArray[np.float32]] = {}
+        self.penalties: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self.hosted = [n for n, extra in extras.items() if extra.needs_host]
+        self.processed = [n for n, extra in extras.items() if extra.processors is not None]
 
     def seen(self, logits_NV: torch.Tensor, longest: int) -> list[torch.Tensor]:
         """Return what the host must see: tokens of rows, up to the longest, and logits."""
+        if not self.hosted:
+            return []
         rows = np.array([self.extras[n].row for n in self.hosted], np.int64)
         tokens_HM = self.state.tokens_RM[to_device(rows, self.state.device), :longest]
         index = to_device(np.array(self.processed, np.int64), logits_NV.device)
         return [tokens_HM, logits_NV.index_select(0, index).float()]
 
-    def take(
-        self,
-        seen: Sequence[torch.Tensor],
-        lengths_N: npt.NDArray[np.integer],
-        prompt_lens_N: npt.NDArray[np.integer],
-    ) -> None:
-        """Find out what changes, from what was seen. lengths: tokens of each row."""
+    def take(self, seen: list[torch.Tensor], sampling: Sampling) -> None:
+        """See SamplingPart."""
         tokens_HM, logits_PV = seen[0].numpy(), seen[1]
         places = self.processed
         for tokens_M, n in zip(tokens_HM, self.hosted, strict=True):
-            extra, text = self.extras[n], tokens_M[: lengths_N[n]]
+            extra, text = self.extras[n], tokens_M[: sampling.lengths[n]]
             if extra.dry is not None:
                 self.penalties[n] = dry_penalties(text, extra.dry)
             if extra.processors is not None:
-                prompt = int(prompt_lens_N[n])
+                prompt = int(sampling.prompt_lens[n])
                 self._process(n, extra, text, prompt, logits_PV[places.index(n)])
 
     def _process(

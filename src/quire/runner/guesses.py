@@ -15,6 +15,7 @@ places: the sampling rows' own, then those of all guesses.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.runner.candidates import CandidatesPart
 from quire.runner.device import Tensors
 from quire.runner.step_ops import Sampling, StepShape
-from quire.runner.steps import PlainStep, StepRunner, give, shape_of
+from quire.runner.steps import PlainStep, StepRunner, shape_of
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -97,7 +98,7 @@ class GuessedStep(PlainStep):
 
     def begin(self) -> None:
         """Carry it out; the rows' counters move last of all."""
-        self._give()
+        self._launch()
         arrived = self._arrivals[-1].wait()
         tokens_NK1, counts_N = accept(self._plan, self._places, arrived[0].numpy())
         self._settle(tokens_NK1, counts_N)
@@ -107,17 +108,15 @@ class GuessedStep(PlainStep):
         """See Step."""
         return self._found
 
-    def _give(self) -> None:
+    def _launch(self) -> None:
         """Give it to the device."""
         plan, rows, places = self._plan, self._runner.rows, self._places
         self._follow(places.rows)
         updates = rows.changes(plan, self._runner.sampler.flags.has_edits)
         self._served = Sampling(self._asked, places.lengths, rows.prompt_lens[places.rows])
         change, shape = rows.ops.prepare(updates, None), shape_of(plan)
-        halves = (lambda: self.first(shape)), self.second
-        self._arrivals, self._errors = give(
-            rows, change, halves, self._served, self._masks, places.depths
-        )
+        first = partial(self.first, shape)
+        self._give(change, first, self.second, self._served, places.depths)
 
     def first(self, shape: StepShape) -> Tensors:
         """Compute logits and what the parts want; returns what the host looks at before the other
@@ -240,7 +239,7 @@ class GuessingStep(GuessedStep):
 
     def begin(self) -> None:
         """Give it to the device; nothing is waited for but what plain steps wait for."""
-        self._give()
+        self._launch()
 
     def end(self) -> StepResult:
         """See Step."""

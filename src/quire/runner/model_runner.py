@@ -17,11 +17,8 @@ from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs
 from quire.runner.attachment import Step
-from quire.runner.device import Device
 from quire.runner.gpu.graphs import Graphs, Recorded, measured_bytes
 from quire.runner.gpu.used_sizes import UsedSizes
-from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Sampler
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
 
@@ -40,16 +37,7 @@ class DecoderModel(Protocol):
 class ModelRunner(StepRunner):
     """Rows, model, attention backend and sampler of one device, with tensors."""
 
-    def __init__(
-        self,
-        model: DecoderModel,
-        backend: AttentionBackend,
-        rows: DeviceRows,
-        sampler: Sampler,
-        device: Device,
-    ) -> None:
-        super().__init__(model, backend, rows, sampler, device)
-        self._graphs: Graphs | None = None
+    _graphs: Graphs | None = None
 
     @torch.inference_mode()
     def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Step:

@@ -10,7 +10,6 @@ Shape legend: N sampling rows of the step (or places for them), V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,13 +95,14 @@ class Sampler:
     def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
         """Return what these rows requested. masked_rows: those with a mask; others may be among
         them."""
-        asked = Asked(rows, self.flags.at(rows))
+        flags, masked = self.flags.at(rows), np.empty(0, np.intp)
         if masked_rows is not None and len(masked_rows):
-            asked = replace(asked, masked=np.flatnonzero(np.isin(rows, masked_rows)))
-        if asked.flags.has_edits.any() or asked.flags.has_extras.any():
-            for feature in self.features:
-                asked = feature.add_to(asked)
-        return asked
+            masked = np.flatnonzero(np.isin(rows, masked_rows))
+        if not flags.has_edits.any():
+            return Asked(rows, flags, masked=masked)
+        assert self._edits is not None, "rows have edits, and no table has them"
+        places = np.flatnonzero(flags.has_edits)
+        return Asked(rows, flags, self._edits.spans(rows, places), masked)
 
     def needs(self, asked: Asked) -> Needs:
         """Return what a step does whose sampling rows requested this."""
@@ -119,8 +119,7 @@ class Sampler:
             min(wanted, self.vocab_size),
             len(asked.masked) > 0,
             bool(asked.masked_beams.any()),
-            asked.extras is not None,
-            asked.named is not None,
+            bool(asked.flags.has_extras.any()),
         )
 
     def parts(self, needs: Needs, asked: Asked | None = None) -> list[SamplingPart]:

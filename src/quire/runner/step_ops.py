@@ -12,7 +12,7 @@ Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabul
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -154,39 +154,15 @@ class StepShape:
         return int(self.query_lens.sum())
 
 
-class HostExtras(Protocol):
-    """What the host does to some rows between the halves of a step (`extras.py`). hosted: their
-    places. processed: of these, the places with logits processors. errors: by row."""
-
-    errors: dict[int, str]
-
-    @property
-    def hosted(self) -> list[int]: ...
-
-    @property
-    def processed(self) -> list[int]: ...
-
-    def seen(self, logits_NV: "torch.Tensor", longest: int) -> "list[torch.Tensor]":
-        """Return what the host reads."""
-        ...
-
-    def take(self, seen: Any, lengths_N: Any, prompt_lens_N: Any) -> None:
-        """Find out what changes, from what was seen. lengths: tokens of each row."""
-        ...
-
-
 @dataclass(frozen=True)
 class Asked:
     """What a step's sampling rows requested. spans: of their edits, by their place. masked: the
-    places of those with a token mask. extras: what no kernel does. named: whose candidates are
-    tokens that the request names."""
+    places of those with a token mask."""
 
     rows: Int32
     flags: SamplingFlags
     spans: dict[int, Int32] = field(default_factory=dict)
     masked: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    extras: "HostExtras | None" = None
-    named: Flags | None = None
 
     @property
     def masked_beams(self) -> Flags:
@@ -227,8 +203,7 @@ class StepLists:
 class Needs:
     """What a step's sampling does, beside choosing: part of a graph's key. edits: the generation of
     the table, None without. num_candidates: NO_LOGPROBS, or how many for each row. has_beams: masks
-    are for the candidates of beam searches, too. has_named: rows name the tokens whose
-    log-probabilities they want."""
+    are for the candidates of beam searches, too. has_extras: see SamplingFlags."""
 
     has_filters: bool = False
     has_penalties: bool = False
@@ -237,11 +212,10 @@ class Needs:
     has_masks: bool = False
     has_beams: bool = False
     has_extras: bool = False
-    has_named: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
-        is_rare = self.has_beams or self.has_extras or self.has_named
+        is_rare = self.has_beams or self.has_extras
         return self.num_candidates <= RECORDED_CANDIDATES[-1] and not is_rare
 
     @property

@@ -38,7 +38,6 @@ from quire.runner.step_ops import (
     Gathered,
     Needs,
     Sampling,
-    StepOps,
     StepShape,
     Update,
 )
@@ -221,6 +220,7 @@ class PlainStep:
 
     def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
         self._runner, self._plan, self._masks = runner, plan, masks
+        self._errors: dict[int, str] = {}  # what is wrong with rows
 
     def begin(self) -> None:
         """See Step."""
@@ -248,8 +248,7 @@ class PlainStep:
         def second() -> Tensors:
             return [tokens_N, *(work.second() if len(plan.rows) else [])]
 
-        halves = first, second
-        self._arrivals, self._errors = give(rows, update, halves, lists.sampling, self._masks)
+        self._give(update, first, second, lists.sampling)
         if not self.is_done():
             unread[slot] = self._arrivals[-1]
 
@@ -286,11 +285,42 @@ class PlainStep:
         return self._needs
 
     def _seen(self, logits_NV: "torch.Tensor | None", longest: int) -> Tensors:
-        """Return what the host reads between the halves. longest: tokens of a row."""
-        extras = self._asked.extras
-        if extras is None or not extras.hosted or logits_NV is None:
-            return []
-        return extras.seen(logits_NV, longest)
+        """Return what the host looks at between the halves. longest: tokens of a row."""
+        parts = [] if logits_NV is None else self._sampling
+        return [each for part in parts for each in part.seen(logits_NV, longest)]
+
+    def _give(
+        self,
+        update: Update,
+        first: Callable[[], Tensors],
+        second: Callable[[], Tensors],
+        sampling: Sampling,
+        depths: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Give the step to the device, in two halves if the host has something to do between them.
+        depths: after which of its drafts each place is; None: all are after known tokens."""
+        rows, then = self._runner.rows, NO_UPDATE
+        hosts = [part for part in self._sampling if part.hosted]
+        if not hosts and not self._needs.has_masks:
+            self._arrivals = [rows.run_with(update, lambda: [*first(), *second()])]
+            return
+        self._arrivals = [rows.run_with(update, first)]
+        for part in hosts:
+            part.take(self._arrivals[0].wait(), sampling)
+            self._errors |= part.errors
+        if self._needs.has_masks:
+            then = self._prepared_masks(depths)
+        self._arrivals.append(rows.run_with(then, second))
+
+    def _prepared_masks(self, depths: npt.NDArray[np.int64] | None) -> Update:
+        """Wait for the step's masks and get them ready, of its rows alone."""
+        assert self._masks is not None, "a plan with masked rows comes with a promise"
+        masks, asked, which = self._masks.wait(), self._asked, self._asked.masked
+        behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
+        words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
+        self._errors |= masks.errors
+        ops, places = self._runner.rows.ops, which.astype(np.int32)
+        return ops.prepare_masks(places, np.ascontiguousarray(words))
 
     def _result(
         self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
@@ -298,7 +328,8 @@ class PlainStep:
         """Make the result of tokens, -1 where there is none, of which so many count. arrived: what
         the parts found, sampling first."""
         rows = self._plan.sample_rows
-        reasons = reasons_of(rows, tokens_NK[:, 0], self._asked, self._errors)
+        processed = [n for part in self._sampling for n in part.processed]
+        reasons = reasons_of(rows, tokens_NK[:, 0], self._asked, self._errors, processed)
         result = StepResult(
             step_id=self._plan.step_id,
             token_ids=np.maximum(tokens_NK, 0),
@@ -321,46 +352,6 @@ class PlainStep:
         return result
 
 
-def give(
-    rows: DeviceRows,
-    update: Update,
-    halves: tuple[Callable[[], Tensors], Callable[[], Tensors]],
-    sampling: Sampling,
-    promise: MaskPromise | None,
-    depths: npt.NDArray[np.int64] | None = None,
-) -> tuple[list[Arrival], dict[int, str]]:
-    """Give a step to the device, in two halves if the host has something to do between them. Return
-    the arrivals of the halves, and what is wrong with rows. depths: see prepared_masks."""
-    asked, (first, second) = sampling.asked, halves
-    hosted = None if asked.extras is None or not asked.extras.hosted else asked.extras
-    if hosted is None and len(asked.masked) == 0:
-        return [rows.run_with(update, lambda: [*first(), *second()])], {}
-    forward, errors, then = rows.run_with(update, first), dict[int, str](), NO_UPDATE
-    if hosted is not None:
-        hosted.take(forward.wait(), sampling.lengths, sampling.prompt_lens)
-        errors |= hosted.errors
-    if len(asked.masked):
-        then, wrong = prepared_masks(rows.ops, asked, promise, depths)
-        errors |= wrong
-    return [forward, rows.run_with(then, second)], errors
-
-
-def prepared_masks(
-    ops: StepOps,
-    asked: Asked,
-    promise: MaskPromise | None,
-    depths: npt.NDArray[np.int64] | None = None,
-) -> tuple[Update, dict[int, str]]:
-    """Wait for a step's masks and get them ready, of its rows alone; also return what is wrong with
-    rows. depths: after which of its drafts each place is that asked; None: all are after known
-    tokens."""
-    assert promise is not None, "a plan with masked rows comes with a promise"
-    masks, which = promise.wait(), asked.masked
-    behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
-    words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
-    return ops.prepare_masks(which.astype(np.int32), np.ascontiguousarray(words)), masks.errors
-
-
 def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
     """Return the shape of a plan's step, with as many places for rows (0: one for each)."""
     num_rows = len(plan.rows)
@@ -371,14 +362,17 @@ def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
 
 
 def reasons_of(
-    rows_N: Int32, tokens_N: Int32, asked: Asked, told: dict[int, str]
+    rows_N: Int32,
+    tokens_N: Int32,
+    asked: Asked,
+    told: dict[int, str],
+    processed: Sequence[int] = (),
 ) -> dict[int, str]:
     """Say of rows without a token (-1) why there is none. asked: by these rows, at its first
-    places; told: what is known to be wrong with rows."""
+    places; told: what is known to be wrong with rows; processed: see SamplingPart."""
     failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
     if not failed:
         return {}
-    processed = [] if asked.extras is None else asked.extras.processed
     reasons = {int(asked.rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
     reasons |= {int(asked.rows[n]): _NOTHING_ALLOWED for n in asked.masked}
     return {row: told.get(row) or reasons.get(row, NOT_FINITE) for row in failed}

@@ -31,7 +31,7 @@ def _no_ints() -> Int64:
 
 @dataclass(frozen=True)
 class StepMedia(ForwardPart):
-    """What the media of its rows mean to one step: turns the inputs of a step into those of the model.
+    """What media mean to one step: turns its inputs into those of the model.
 
     encoder: None where nothing is encoded. num_axes: positions of a token, 1 or 3. items: those
     to encode. places, slots: which of the step's tokens read which slots, [M]. offsets:

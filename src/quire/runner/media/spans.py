@@ -1,5 +1,5 @@
-"""What a runner keeps of the media items of rows, on the host. Of whole items: which tokens of a step
-attend to each other in both directions.
+"""The media items of rows, on the host. Of whole items: which tokens of a step attend to each other
+in both directions.
 
 Shape legend: T tokens of a step. Frozen arrays: a device may carry the step out much later.
 """

@@ -6,7 +6,6 @@ The third kind of `StepOps`, for plain plans (`conditions.is_plain`). It writes 
 Shape legend: S scheduled rows, N sampling rows, P some of them, V vocabulary, F forks.
 """
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from quire.ops.native import needed_core
 from quire.ops.row_arrays import RowArrays, gather_arrays
 from quire.ops.threads import num_threads
 from quire.runner.columns import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
-from quire.runner.device import Arrival, Here, HostDevice, Work
 from quire.runner.step_ops import (
     NUM_RESULTS,
     Gathered,
@@ -47,19 +45,6 @@ def empty_arrays(num_rows: int, length: int, num_groups: int, block_size: int) -
         np.zeros((len(WIDE_COLUMNS), num_rows), np.int64),
         block_size,
     )
-
-
-class ArrayDevice(HostDevice):
-    """A CPU whose values are arrays."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")  # type: ignore[arg-type]  # the name in the place of torch's object
-
-    def run(self, work: Work) -> Arrival:
-        """Do the work at once; the values that it returns are copied."""
-        began = time.perf_counter()
-        values: Any = [np.array(each) for each in work()]
-        return Here(values, began)
 
 
 @dataclass(frozen=True)

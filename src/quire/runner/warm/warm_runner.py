@@ -18,11 +18,12 @@ from quire.ops.row_arrays import RowArrays
 from quire.ops.spare_memory import SPARE
 from quire.ops.threads import num_threads
 from quire.runner.attachment import ForwardPart
+from quire.runner.device import HostDevice
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
-from quire.runner.warm.array_ops import ArrayDevice, ArrayOps
+from quire.runner.warm.array_ops import ArrayOps
 from quire.runner.warm.blocks import WarmBlocks
 from quire.runner.warm.start_file import Start
 
@@ -33,7 +34,7 @@ class WarmRunner(StepRunner):
     """Carries out plain plans (`conditions.is_plain`) with the bits of `ModelRunner`."""
 
     def __init__(self, start: Start, arrays: RowArrays, blocks: WarmBlocks) -> None:
-        ops, device = ArrayOps(arrays), ArrayDevice()
+        ops, device = ArrayOps(arrays), HostDevice("cpu", np.array)
         self._vocab_size = start.head.widths[0]
         sampler = Sampler(ops, len(arrays.computed_R), Vocabulary(self._vocab_size))
         super().__init__(None, blocks, DeviceRows(device, arrays, ops), sampler, device)
