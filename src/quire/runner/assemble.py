@@ -8,7 +8,6 @@ from quire.base.config import EngineConfig
 from quire.ops import gpu
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import ALONE, RankGroup
-from quire.ops.device_guesses import Runs
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.row_arrays import RowArrays
 from quire.ops.row_state import RowTensors
@@ -87,17 +86,16 @@ def assemble(
     torch_device: torch.device,
     group: RankGroup = ALONE,
     state: RowTensors | None = None,
-    runs: Runs | None = None,
 ) -> ModelRunner:
     """Make a runner that carries out every step as it is. group: ranks that share each layer.
-    state: of the rows, if they are there already. runs: how the device makes guesses."""
+    state: of the rows, if they are there already."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes) if state is None else state
     ops = make_ops(device, state, vocab_size)
     vocabulary = vocabulary_of(vocab_size, group)
     sampler = make_sampler(config.logits_processors, device, state, ops, vocabulary)
     runner = ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
-    runner.make_draft_step = DraftSteps(runs)
+    runner.make_draft_step = DraftSteps()
 
     def logits(hidden_PD: torch.Tensor) -> torch.Tensor:
         return vocabulary.whole(model.logits(hidden_PD))

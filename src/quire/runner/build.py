@@ -37,6 +37,7 @@ from quire.runner.assemble import as_tensors, assemble, record_graphs
 from quire.runner.built import BuiltRunner
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
+from quire.runner.guesses import DraftSteps
 from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
@@ -166,9 +167,7 @@ def build_runner(
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, taken)
     runner = _assemble(config, spec, device, model, place, pools, media, scales)
-    pooler = _pooler(config, source, spec, device)
-    if pooler is not None:
-        runner.make_step = pooler
+    runner.make_step = _pooler(config, source, spec, device) or runner.make_step
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
@@ -296,10 +295,11 @@ def _assemble(
     else:
         native = native_or_same(model, backend)
     state = None if taken is None else as_tensors(taken.rows)
-    speculation, runs = parse_speculation(config.speculative_config), None
+    runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
+    speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
         runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
-    runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state, runs)
+        runner.make_draft_step = DraftSteps(runs)
     if media is not None:
         runner.attachments.append(media)
     return runner

@@ -6,9 +6,10 @@ by what it would have known there. What it has chosen counts up to the first tha
 those are the tokens that it would have chosen without guesses, whatever it asks for. What wrong
 guesses have left in the cache is written again.
 
-Guesses of the host follow known tokens, and the host judges them and moves the counters: such a
-step has ended when `begin` returns (`GuessedStep`). Where the device makes them it judges them,
-too, by what its rows hold, and the next step may be launched behind this one (`GuessingStep`).
+What rows hold on the device says where they go on, so the device judges the guesses and moves the
+counters. A step with guesses of the host has ended when `begin` returns (`GuessedStep`). Where the
+device makes them (`GuessingStep`), the host has only bounds of its rows, and the next step may be
+launched behind this one.
 
 Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K most guesses of a row, P
 places: the sampling rows' own, then those of all guesses.
@@ -26,7 +27,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.kept_inputs import KeptInputs
-from quire.ops.device_guesses import NO_GUESS, NO_TOKEN, Runs, Tries, accept_guesses
+from quire.ops.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
 from quire.ops.host_memory import to_device
 from quire.ops.row_state import advance, write_tokens
 from quire.ops.select_rows import select_rows
@@ -99,14 +100,14 @@ class GuessedStep(PlainStep):
     def begin(self) -> None:
         """Carry it out; the rows' counters move last of all."""
         self._launch()
-        arrived = self._arrivals[-1].wait()
-        tokens_NK1, counts_N = accept(self._plan, self._places, arrived[0].numpy())
-        self._settle(tokens_NK1, counts_N)
-        self._found = self._result(tokens_NK1, counts_N, arrived[1:])
+        _, counts_N, *_ = self._chosen.wait()
+        if self._kept is not None and self._kept.has_any:
+            self._settle_states(self._kept, counts_N.numpy())
 
     def end(self) -> StepResult:
         """See Step."""
-        return self._found
+        tokens_NK1, counts_N, *found = self._chosen.wait()
+        return self._result(tokens_NK1.numpy(), counts_N.numpy(), found)
 
     def _launch(self) -> None:
         """Give it to the device."""
@@ -117,6 +118,7 @@ class GuessedStep(PlainStep):
         change, shape = rows.ops.prepare(updates, None), shape_of(plan)
         first = partial(self.first, shape)
         self._give(change, first, self.second, self._served, places.depths)
+        self._chosen = self._arrivals[-1]
 
     def first(self, shape: StepShape) -> Tensors:
         """Compute logits and what the parts want; returns what the host looks at before the other
@@ -152,8 +154,27 @@ class GuessedStep(PlainStep):
         return self._runner.hidden(inputs, shape, backend, self._forward)
 
     def second(self) -> Tensors:
-        """Choose at all places: returns the tokens, log-probabilities, scores."""
-        return self._choose(self._index(self._places.lengths))
+        """Choose at all places and move the counters, unless states are settled before. Returns the
+        tokens that count, how many these are, log-probabilities, scores."""
+        plan, places, state = self._plan, self._places, self._runner.rows.state
+        rows_S, known_S = self._index(plan.rows), self._index(plan.num_tokens - plan.num_drafts)
+        at_N = self._index(plan.sample_places)
+        contexts_S = state.computed_R[rows_S] + known_S
+        lengths_N = contexts_S[at_N]
+        which_P, depths_P = self._index(places.sampling), self._index(places.depths)
+        chosen_P, *found = self._choose(lengths_N[which_P] + depths_P)
+        sampling_N = self._index(plan.sample_rows)
+        tries = Tries(places.sampling, places.depths)
+        tokens_NK1, counts_N = accept_guesses(state, sampling_N, lengths_N, chosen_P, tries)
+        more_N = counts_N.long() - 1
+        last_N = tokens_NK1.gather(1, more_N[:, None])[:, 0].clamp(min=0)
+        # Who samples from another row's logits guesses nothing, and neither does that row.
+        contexts_S = contexts_S.index_add(0, at_N, more_N)
+        moved = rows_S, contexts_S, sampling_N, lengths_N + more_N, last_N
+        self._advance = partial(advance, state, *moved)
+        if self._kept is None or not self._kept.has_any:
+            self._advance()
+        return [tokens_NK1, counts_N, *found]
 
     def _choose(self, lengths_P: torch.Tensor) -> list[torch.Tensor]:
         rows, places, logits_PV = self._runner.rows, self._places, self._logits
@@ -170,33 +191,17 @@ class GuessedStep(PlainStep):
         found = [tensor for part in self._sampling for tensor in part.found()]
         return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
 
-    def _settle(self, tokens_NK1: Int32, counts_N: Int32) -> None:
-        """Store the last token of each row, behind the guesses that were right, leave states there,
-        and move the counters."""
-        plan, places, rows = self._plan, self._places, self._runner.rows
-        last_N = tokens_NK1[np.arange(len(counts_N)), counts_N - 1]
-        lengths_N = places.lengths[: len(counts_N)] + counts_N - 1
-        contexts_S = (plan.computed_bound + plan.num_tokens - plan.num_drafts).astype(np.int64)
+    def _settle_states(self, kept: KeptInputs, counts_N: Int32) -> None:
+        """Leave the states of rows that guess behind the guesses that were right, and move the
+        counters."""
+        plan = self._plan
+        num_tokens = plan.num_tokens - plan.num_drafts
         is_own = np.isin(plan.sample_rows, plan.rows)
-        contexts_S[plan.sample_places[is_own]] += counts_N[is_own] - 1
-        self._settle_states(contexts_S)
-        arrays = plan.rows, contexts_S, plan.sample_rows, lengths_N, np.maximum(last_N, 0)
+        num_tokens[plan.sample_places[is_own]] += counts_N[is_own] - 1
 
         def work() -> list[torch.Tensor]:
-            advance(rows.state, *(self._index(each) for each in arrays))
-            return []
-
-        self._runner.device.run(work)
-
-    def _settle_states(self, contexts_S: Int64) -> None:
-        """Leave the states of rows that guess behind so many tokens."""
-        plan, kept, self._kept = self._plan, self._kept, None
-        if kept is None or not kept.has_any:
-            return
-        num_tokens = (contexts_S - plan.computed_bound)[plan.num_drafts > 0].astype(np.int32)
-
-        def work() -> list[torch.Tensor]:
-            kept.settle(num_tokens)
+            kept.settle(num_tokens[plan.num_drafts > 0])
+            self._advance()
             return []
 
         self._arrivals.append(self._runner.device.run(work))
@@ -241,11 +246,6 @@ class GuessingStep(GuessedStep):
         """Give it to the device; nothing is waited for but what plain steps wait for."""
         self._launch()
 
-    def end(self) -> StepResult:
-        """See Step."""
-        tokens_NK1, counts_N, *found = self._arrivals[-1].wait()
-        return self._result(tokens_NK1.numpy(), counts_N.numpy(), found)
-
     def _hidden(self, shape: StepShape) -> torch.Tensor:
         """Let the device guess behind the rows' tokens, and compute the hidden states."""
         plan, longest = self._plan, int(shape.context_lens.max())
@@ -253,38 +253,3 @@ class GuessingStep(GuessedStep):
         nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
         self._runner.rows.ops.guess(rows, nums, longest, self._runs)
         return self._forward_pass(shape, self._runner.backend)
-
-    def second(self) -> Tensors:
-        """Choose at all places and move the counters; returns the tokens that count, how many
-        these are, log-probabilities, scores."""
-        plan, places, state = self._plan, self._places, self._runner.rows.state
-        rows_S, known_S = self._index(plan.rows), self._index(plan.num_tokens - plan.num_drafts)
-        at_N = self._index(plan.sample_places)
-        contexts_S = state.computed_R[rows_S] + known_S
-        lengths_N = contexts_S[at_N]
-        which_P, depths_P = self._index(places.sampling), self._index(places.depths)
-        chosen_P, *found = self._choose(lengths_N[which_P] + depths_P)
-        sampling_N = self._index(plan.sample_rows)
-        tries = Tries(places.sampling, places.depths)
-        tokens_NK1, counts_N = accept_guesses(state, sampling_N, lengths_N, chosen_P, tries)
-        more_N = counts_N.long() - 1
-        last_N = tokens_NK1.gather(1, more_N[:, None])[:, 0].clamp(min=0)
-        # Who samples from another row's logits guesses nothing, and neither does that row.
-        contexts_S = contexts_S.index_add(0, at_N, more_N)
-        advance(state, rows_S, contexts_S, sampling_N, lengths_N + more_N, last_N)
-        return [tokens_NK1, counts_N, *found]
-
-
-def accept(plan: Plan, places: Places, chosen_P: npt.NDArray[np.integer]) -> tuple[Int32, Int32]:
-    """Find what counts: tokens [N, 1 + K], of which [N] are valid from the left: one, and one more
-    for each guess that was right. A row that has none to choose behind a right guess ends with
-    that guess; its next step will meet with it."""
-    num_samples, most = len(plan.sample_rows), int(places.depths.max())
-    tokens_NK1 = np.full((num_samples, 1 + most), NO_TOKEN, np.int32)
-    tokens_NK1[places.sampling, places.depths] = chosen_P
-    guesses_NK = np.full((num_samples, most), NO_GUESS, np.int32)
-    guessed = np.concatenate([draft.token_ids for draft in plan.drafts])
-    guesses_NK[places.sampling[num_samples:], places.depths[num_samples:] - 1] = guessed
-    is_right_NK = (tokens_NK1[:, :-1] == guesses_NK) & (tokens_NK1[:, 1:] != NO_TOKEN)
-    counts_N = 1 + np.logical_and.accumulate(is_right_NK, axis=1).sum(axis=1, dtype=np.int32)
-    return tokens_NK1, counts_N

@@ -128,7 +128,7 @@ class StepRunner:
         """Begin a plan's step, after all before it. masks: which tokens its masked rows may
         choose."""
         if plan.drafts or plan.is_guessing:
-            assert self.make_draft_step is not None, "plans have drafts, and nobody verifies them"
+            assert self.make_draft_step is not None, "the runner has no steps with drafts"
             step = self.make_draft_step(self, plan, masks)
         else:
             step = self.make_step(self, plan, masks)

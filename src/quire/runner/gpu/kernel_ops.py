@@ -23,8 +23,7 @@ from quire.ops.mask import RowMasks
 from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import SampleInputs, StepInputs
 from quire.runner.device import Arrival, Device
-from quire.runner.gpu.mask_slots import MaskSlots
-from quire.runner.gpu.slots import SlotContents, SlotRing
+from quire.runner.gpu.slots import MaskSlots, SlotContents, SlotRing
 from quire.runner.step_ops import (
     Gathered,
     Needs,
