@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops.gpu import kernels_for
 from quire.ops.host_memory import to_device
 from quire.ops.row_state import RowTensors
 
@@ -43,6 +44,18 @@ class Tries(NamedTuple):
 
 
 def guess_runs(state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
+    """See guess_runs_reference; on a GPU in one launch."""
+    kernels = kernels_for(state.tokens_RM, "guess_runs", any_dtype=True)
+    if kernels is None:
+        guess_runs_reference(state, rows, nums, longest, runs)
+        return
+    on_device = to_device(rows, state.device), to_device(nums, state.device)
+    kernels.guess_runs(state, *on_device, int(nums.max()), runs)
+
+
+def guess_runs_reference(
+    state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs
+) -> None:
     """Write guesses behind the last token of each of the rows, which is the one behind its computed
     tokens: what followed the newest of the longest runs that are like its last tokens
     (`find_runs.py`), again and again if that is its own end; zeros if there is none.

@@ -38,9 +38,10 @@ from quire.runner.built import BuiltRunner
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
 from quire.runner.guesses import DraftSteps
-from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
+    WHOLE_MACHINE,
+    MachineShare,
     MemoryPlan,
     available_cpu_bytes,
     block_bytes_of,

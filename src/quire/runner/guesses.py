@@ -7,9 +7,8 @@ those are the tokens that it would have chosen without guesses, whatever it asks
 guesses have left in the cache is written again.
 
 What rows hold on the device says where they go on, so the device judges the guesses and moves the
-counters. A step with guesses of the host has ended when `begin` returns (`GuessedStep`). Where the
-device makes them (`GuessingStep`), the host has only bounds of its rows, and the next step may be
-launched behind this one.
+counters. A step with guesses of the host has ended when `begin` returns. Where the device makes
+them, the host has only bounds of its rows, and the next step may be launched behind this one.
 
 Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K most guesses of a row, P
 places: the sampling rows' own, then those of all guesses.
@@ -25,9 +24,8 @@ import torch
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
-from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.kept_inputs import KeptInputs
-from quire.ops.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
+from quire.ops.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses, guess_runs
 from quire.ops.host_memory import to_device
 from quire.ops.row_state import advance, write_tokens
 from quire.ops.select_rows import select_rows
@@ -80,29 +78,28 @@ class DraftSteps:
         self.runs = runs
 
     def __call__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> "GuessedStep":
-        if not plan.is_guessing:
-            return GuessedStep(runner, plan, masks)
-        assert self.runs is not None, "the device's drafter is not set"
-        return GuessingStep(runner, plan, masks, self.runs)
+        return GuessedStep(runner, plan, masks, self.runs)
 
 
 class GuessedStep(PlainStep):
-    """A plan with guesses of the host on its way through a runner; nothing is behind it before it
-    has ended."""
+    """A plan with guesses on its way through a runner."""
 
-    def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
+    def __init__(
+        self, runner: StepRunner, plan: Plan, masks: MaskPromise | None, runs: Runs | None
+    ) -> None:
         super().__init__(runner, plan, masks)
-        self._places = places_of(plan)
+        self._places, self._runs = places_of(plan), runs
         self._kept: KeptInputs | None = None  # until the rows' states are settled
         self._logits: torch.Tensor | None = None  # of the first half, for the other
         self._scored: list[torch.Tensor] = []
 
     def begin(self) -> None:
-        """Carry it out; the rows' counters move last of all."""
+        """Give it to the device, and wait for it if the guesses are the host's."""
         self._launch()
-        _, counts_N, *_ = self._chosen.wait()
-        if self._kept is not None and self._kept.has_any:
-            self._settle_states(self._kept, counts_N.numpy())
+        if not self._plan.is_guessing:
+            _, counts_N, *_ = self._chosen.wait()
+            if self._kept is not None and self._kept.has_any:
+                self._settle_states(self._kept, counts_N.numpy())
 
     def end(self) -> StepResult:
         """See Step."""
@@ -137,19 +134,22 @@ class GuessedStep(PlainStep):
         return self._seen(self._logits, int(places.lengths.max()))
 
     def _hidden(self, shape: StepShape) -> torch.Tensor:
-        """Write the guesses behind the rows' tokens, and compute the hidden states of all that the
-        plan schedules, [T, D]."""
-        plan = self._plan
-        end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
-        for draft in plan.drafts:
-            begin = end_of[draft.row] - len(draft.token_ids)
-            write_tokens(self._runner.rows.state, draft.row, begin, draft.token_ids)
-        self._kept = KeptInputs(self._runner.backend, plan.num_drafts > 0)
-        return self._forward_pass(shape, self._kept)
-
-    def _forward_pass(self, shape: StepShape, backend: AttentionBackend) -> torch.Tensor:
-        plan, state = self._plan, self._runner.rows.state
-        num_blocks = -(-int(shape.context_lens.max()) // state.block_size)
+        """Write the guesses behind the rows' tokens, or let the device guess there; compute the
+        hidden states of all that the plan schedules, [T, D]."""
+        plan, state, backend = self._plan, self._runner.rows.state, self._runner.backend
+        longest = int(shape.context_lens.max())
+        if plan.is_guessing:
+            assert self._runs is not None, "the device's drafter is not set"
+            rows = np.array([draft.row for draft in plan.drafts], np.int32)
+            nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
+            guess_runs(state, rows, nums, longest, self._runs)
+        else:
+            end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
+            for draft in plan.drafts:
+                begin = end_of[draft.row] - len(draft.token_ids)
+                write_tokens(state, draft.row, begin, draft.token_ids)
+            self._kept = backend = KeptInputs(backend, plan.num_drafts > 0)
+        num_blocks = -(-longest // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
         return self._runner.hidden(inputs, shape, backend, self._forward)
 
@@ -230,26 +230,3 @@ class GuessedStep(PlainStep):
 
     def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._runner.rows.state.device)
-
-
-class GuessingStep(GuessedStep):
-    """A plan whose guesses the device makes. What the host has of its rows are bounds; where they
-    go on is read, and moved, on the device."""
-
-    def __init__(
-        self, runner: StepRunner, plan: Plan, masks: MaskPromise | None, runs: Runs
-    ) -> None:
-        super().__init__(runner, plan, masks)
-        self._runs = runs
-
-    def begin(self) -> None:
-        """Give it to the device; nothing is waited for but what plain steps wait for."""
-        self._launch()
-
-    def _hidden(self, shape: StepShape) -> torch.Tensor:
-        """Let the device guess behind the rows' tokens, and compute the hidden states."""
-        plan, longest = self._plan, int(shape.context_lens.max())
-        rows = np.array([draft.row for draft in plan.drafts], np.int32)
-        nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
-        self._runner.rows.ops.guess(rows, nums, longest, self._runs)
-        return self._forward_pass(shape, self._runner.backend)

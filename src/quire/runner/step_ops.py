@@ -24,7 +24,6 @@ from quire.runner.device import Arrival
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
 
-    from quire.ops.device_guesses import Runs
     from quire.ops.logit_edits import EditTable
     from quire.ops.step_inputs import SampleInputs, StepInputs
 
@@ -281,11 +280,6 @@ class StepOps(Protocol):
     def serve(self, sampling: Sampling) -> None:
         """Let `edit` and `choose` serve these, a row as often as it is among them, instead of those
         of the step whose lists were taken last."""
-        ...
-
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: "Runs") -> None:
-        """Write so many guesses behind the last token of each of these rows
-        (`quire.ops.device_guesses.guess_runs`)."""
         ...
 
     def edit(

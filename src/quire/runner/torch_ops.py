@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 from quire.ops import row_state
-from quire.ops.device_guesses import Runs, guess_runs
 from quire.ops.host_memory import to_device
 from quire.ops.logit_edits import EditTable, apply_edits
 from quire.ops.mask import RowMasks, apply_masks
@@ -127,10 +126,6 @@ class TorchOps:
     def serve(self, sampling: Sampling) -> None:
         """Take who they are."""
         self._sampling = sampling
-
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
-        """Look at all places of all rows at once."""
-        guess_runs(self._state, rows, nums, longest, runs)
 
     def edit(
         self,

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.device_guesses import Runs
 from quire.ops.gpu import DTYPES
 from quire.ops.host_memory import to_device
-from quire.ops.kernels import guess_runs, mask, row_deltas, step_inputs
+from quire.ops.kernels import mask, row_deltas, step_inputs
 from quire.ops.kernels.penalties import apply_penalties
 from quire.ops.kernels.sampling import SamplingColumns, best_of_part, sample
 from quire.ops.kernels.sampling_edits import edit_logits
@@ -119,12 +118,6 @@ class KernelOps:
 
     def serve(self, sampling: Sampling) -> None:
         """Do nothing: the kernels read all that they need of a row from the device."""
-
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
-        """Guess in one launch."""
-        device = self._state.device
-        on_device = to_device(rows, device), to_device(nums, device)
-        guess_runs.guess_runs(self._state, *on_device, int(nums.max()), runs)
 
     def edit(
         self,

@@ -140,7 +140,7 @@ class ArrayOps:
     def _never(self, *_: Any) -> Any:
         raise NotImplementedError("no plain plan has masks, draft tokens or ranks")
 
-    serve = prepare_masks = guess = best_of_part = _never
+    serve = prepare_masks = best_of_part = _never
 
     @property
     def _now(self) -> StepLists:
