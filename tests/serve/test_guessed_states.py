@@ -183,9 +183,7 @@ def test_whatever_rows_ask_for() -> None:
         assert [o.prompt_logprobs for o in again] == [o.prompt_logprobs for o in outputs]
 
 
-@pytest.mark.parametrize(
-    ("owner", "place"), [(GuessedStep, "_forward_pass"), (KeptInputs, "settle")]
-)
+@pytest.mark.parametrize(("owner", "place"), [(GuessedStep, "_hidden"), (KeptInputs, "settle")])
 def test_a_step_that_fails_in_the_midst_of_guesses(
     owner: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,16 +12,15 @@ from quire.ops.host_memory import lazy_zeros
 from quire.ops.row_arrays import RowArrays
 from quire.ops.row_state import RowTensors
 from quire.runner.candidates import CandidatesOfRows, PromptScores
-from quire.runner.columns import NARROW_COLUMNS, PROMPT_COLUMN, WIDE_COLUMNS
 from quire.runner.device import Device, HostDevice
 from quire.runner.edits import Edits
 from quire.runner.extras import Extras
 from quire.runner.gpu.cuda_device import CudaDevice
-from quire.runner.gpu.used_sizes import UsedSizes, default_directory
-from quire.runner.guesses import DraftSteps
+from quire.runner.gpu.graphs import UsedSizes, default_directory
+from quire.runner.guesses import GuessedStep
 from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.model_runner import DecoderModel, ModelRunner
-from quire.runner.rows import DeviceRows
+from quire.runner.rows import NARROW_COLUMNS, PROMPT_COLUMN, WIDE_COLUMNS, DeviceRows
 from quire.runner.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import StepOps
 from quire.runner.torch_ops import TorchOps
@@ -95,7 +94,7 @@ def assemble(
     vocabulary = vocabulary_of(vocab_size, group)
     sampler = make_sampler(config.logits_processors, device, state, ops, vocabulary)
     runner = ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
-    runner.make_draft_step = DraftSteps()
+    runner.make_draft_step = GuessedStep
 
     def logits(hidden_PD: torch.Tensor) -> torch.Tensor:
         return vocabulary.whole(model.logits(hidden_PD))

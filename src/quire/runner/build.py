@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from quire.runner.assemble import as_tensors, assemble, record_graphs
 from quire.runner.built import BuiltRunner
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
-from quire.runner.guesses import DraftSteps
+from quire.runner.guesses import GuessedStep
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
     WHOLE_MACHINE,
@@ -50,7 +51,7 @@ from quire.runner.memory_plan import (
 )
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
-from quire.runner.pooler import Pooler
+from quire.runner.pooler import Pooler, PoolingStep
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory
 from quire.runner.stage import (
     NO_LINKS,
@@ -168,7 +169,8 @@ def build_runner(
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, taken)
     runner = _assemble(config, spec, device, model, place, pools, media, scales)
-    runner.make_step = _pooler(config, source, spec, device) or runner.make_step
+    if (pooler := _pooler(config, source, spec, device)) is not None:
+        runner.make_step = partial(PoolingStep, pooler=pooler)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
@@ -300,7 +302,7 @@ def _assemble(
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
         runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
-        runner.make_draft_step = DraftSteps(runs)
+        runner.make_draft_step = partial(GuessedStep, runs=runs)
     if media is not None:
         runner.attachments.append(media)
     return runner

@@ -38,10 +38,6 @@ class Extra:
     dry: Dry | None
     processors: RowProcessors | None
 
-    @property
-    def needs_host(self) -> bool:
-        return self.dry is not None or self.processors is not None
-
 
 class Extras(SamplingFeature):
     """The sampling feature: the rows that request something of this kind."""
@@ -100,7 +96,7 @@ class StepExtras(SamplingPart):
         self.errors: dict[int, str] = {}
         self.new_logits: dict[int, npt.NDArray[np.float32]] = {}
         self.penalties: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
-        self.hosted = [n for n, extra in extras.items() if extra.needs_host]
+        self.hosted = [n for n, each in extras.items() if each.dry or each.processors]
         self.processed = [n for n, extra in extras.items() if extra.processors is not None]
 
     def seen(self, logits_NV: torch.Tensor, longest: int) -> list[torch.Tensor]:

@@ -70,22 +70,16 @@ def places_of(plan: Plan) -> Places:
     )
 
 
-class DraftSteps:
-    """Makes the steps of plans with guesses. runs: how the device makes guesses that plans leave to
-    it; None: no plan does."""
-
-    def __init__(self, runs: Runs | None = None) -> None:
-        self.runs = runs
-
-    def __call__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> "GuessedStep":
-        return GuessedStep(runner, plan, masks, self.runs)
-
-
 class GuessedStep(PlainStep):
-    """A plan with guesses on its way through a runner."""
+    """A plan with guesses on its way through a runner. runs: how the device makes guesses that the
+    plan leaves to it."""
 
     def __init__(
-        self, runner: StepRunner, plan: Plan, masks: MaskPromise | None, runs: Runs | None
+        self,
+        runner: StepRunner,
+        plan: Plan,
+        masks: MaskPromise | None,
+        runs: Runs | None = None,
     ) -> None:
         super().__init__(runner, plan, masks)
         self._places, self._runs = places_of(plan), runs

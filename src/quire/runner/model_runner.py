@@ -17,8 +17,7 @@ from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs
 from quire.runner.attachment import Step
-from quire.runner.gpu.graphs import Graphs, Recorded, measured_bytes
-from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.gpu.graphs import Graphs, Recorded, UsedSizes, measured_bytes
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
 

@@ -27,7 +27,7 @@ from quire.runner.steps import PlainStep, StepRunner
 
 
 class Pooler:
-    """Pools rows, and carries out the layers after that. It makes the steps of its runner."""
+    """Pools rows, and carries out the layers after that."""
 
     def __init__(
         self,
@@ -40,9 +40,6 @@ class Pooler:
         self._kind, self._layers, self._device = spec.kind, layers, device
         num_kept = num_rows if spec.needs_all else 0
         self._sums_RD = torch.zeros(num_kept, width, dtype=torch.float64, device=device)
-
-    def __call__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> "PoolingStep":
-        return PoolingStep(runner, plan, masks, self)
 
     def take(self, plan: Plan, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Take a step's hidden states in; return what the prompts of the rows that end with it come
@@ -90,7 +87,7 @@ class PoolingStep(PlainStep):
     def first(self, shape: StepShape) -> list[torch.Tensor]:
         """See Work."""
         runner = self._runner
-        gathered = runner.gather(shape)
+        gathered = runner.rows.ops.gather(shape)
         hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend, self._forward)
         self._pooled = [(gathered, self._pooler.take(self._plan, hidden_TD))]
         return []

@@ -39,6 +39,7 @@ from quire.base.speculation import parse_speculation
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.precision import accumulation_dtype
 from quire.runner.native_model import expert_pairs_of, native_or_same
+from quire.runner.steps import StepRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 HEAD = struct.Struct("<iii")
@@ -207,14 +208,8 @@ def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
         )
 
 
-class Runs(Protocol):
-    """What carries out plans."""
-
-    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult: ...
-
-
 def run_stage(
-    runner: Runs, model: StageModel, plan: Plan, masks: MaskPromise | None = None
+    runner: StepRunner, model: StageModel, plan: Plan, masks: MaskPromise | None = None
 ) -> StepResult:
     """Carry out a plan by the runner of a stage and wait for it. Raises StageFailed where a stage
     before could not."""

@@ -151,10 +151,6 @@ class StepRunner:
         """Return the recorded work that has room for a plan's step; None: launch it as it is."""
         return None
 
-    def gather(self, shape: StepShape) -> Gathered:
-        """Gather the inputs of the step that comes next."""
-        return self.rows.ops.gather(shape)
-
     def hidden(
         self,
         inputs: "StepInputs",
@@ -256,7 +252,7 @@ class PlainStep:
         """See Work."""
         runner = self._runner
         computed = runner.compute(
-            runner.gather(shape), shape, self._needs, runner.backend, self._forward
+            runner.rows.ops.gather(shape), shape, self._needs, runner.backend, self._forward
         )
         self._computed = [computed]
         return self._seen(computed.logits_NV, int(shape.context_lens.max()))

@@ -20,8 +20,8 @@ from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams, choose, scores_of_part
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.ops.top_k import arg_max
-from quire.runner.columns import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.device import Device
+from quire.runner.rows import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.step_ops import (
     NUM_RESULTS,
     Gathered,

@@ -9,9 +9,8 @@ import torch
 
 from quire.ops.step_inputs import StepInputs
 from quire.runner.gpu import graphs
-from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size
+from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size, UsedSizes
 from quire.runner.gpu.pieces import record
-from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import ladder
 from quire.runner.step_ops import Needs, StepShape
 from tests.support.runner.late_device import LateDevice
@@ -27,7 +26,7 @@ class Decoder:
 
     def __init__(self, most: int = 1000, takes_any_lengths: bool = True) -> None:
         self.backend: Any = self
-        self.rows = self.sampler = self
+        self.rows = self.ops = self.sampler = self
         self.takes_any_lengths = takes_any_lengths
         self.sizes: list[Size] = []
         self.most = most

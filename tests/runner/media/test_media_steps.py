@@ -4,7 +4,7 @@ Every answer's log-probabilities are compared with one pass over prompt and answ
 tower's outputs stand in the place of the embeddings.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from quire.engine.loop.recovery import bisect_step
 from quire.models.loading import load_model
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
-from quire.runner.guesses import DraftSteps
+from quire.runner.guesses import GuessedStep
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found, WholeModel
@@ -103,7 +103,7 @@ def test_steps_with_drafts(on_device: bool) -> None:
         plain.add(name)
     answers = {name: [t for t, _ in pairs] for (name, _), pairs in plain.drive().items()}
     engine = Engine()
-    engine.runner.make_draft_step = DraftSteps(Runs(1, 3, SEARCHED))
+    engine.runner.make_draft_step = partial(GuessedStep, runs=Runs(1, 3, SEARCHED))
     for name in ITEMS:
         engine.add(name)
 

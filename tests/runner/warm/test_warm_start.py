@@ -27,8 +27,7 @@ from quire.models.source import resolve_model
 from quire.ops.native import core
 from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
-from quire.runner.warm.model import LOAD_S, WarmModel
-from quire.runner.warm.start import start_warm
+from quire.runner.warm.model import LOAD_S, WarmModel, start_warm
 from quire.runner.warm.warm_runner import WarmRunner
 from tests.support.engine.attachments import attached
 from tests.support.engine.updates import error_of, read

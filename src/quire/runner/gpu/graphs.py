@@ -15,9 +15,13 @@ tell.
 """
 
 import dataclasses
+import hashlib
+import json
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +31,6 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
-from quire.runner.gpu.used_sizes import Kind, UsedSizes
 from quire.runner.graph_sizes import (
     MIXED_ROWS,
     MIXED_TOKENS,
@@ -43,6 +46,10 @@ logger = logging.getLogger("quire")
 
 FIRST_TIMES = 1  # steps of a kind that are launched as they are
 FIRST_TIMES_MIXED = 3  # of which there are more kinds, and some never come again
+
+
+# Places for rows and for tokens, whether there are filters, penalties, edits; candidates; masks.
+Kind = tuple[int, int, bool, bool, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ def measured_bytes(runner: StepRunner) -> int:
         shape = largest_shape(size, rows.max_model_len)
 
         def work(shape: StepShape = shape) -> list[torch.Tensor]:
-            carry_out(runner, runner.gather(shape), shape, Needs(has_filters=True), runner.backend)
+            gathered = rows.ops.gather(shape)
+            carry_out(runner, gathered, shape, Needs(has_filters=True), runner.backend)
             return []
 
         rows.expect_nothing()
@@ -135,6 +143,47 @@ class Recorded:
         it."""
         self.pieces.end()
         return [tensor.clone() for tensor in self.pieces.outputs]
+
+
+class UsedSizes:
+    """Which graphs an engine used, remembered for its next start in a small file of the user's
+    cache directory. Its errors are logged and never stop anything. Triton keeps compiled kernels
+    itself.
+
+    directory: where the file lies. facts: what must be the same for it to be of use."""
+
+    def __init__(self, directory: Path, facts: Iterable[str]) -> None:
+        digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+        self.path = directory / f"{digest}.json"
+
+    def read(self) -> list[Kind]:
+        """Read what was written last; nothing if that cannot be read."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            return [
+                (int(rows), int(tokens), bool(a), bool(b), bool(c), int(num), bool(masks))
+                for rows, tokens, a, b, c, num, masks in found["graphs"]
+            ]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("the list of used graphs cannot be read: %s: %s", self.path, error)
+            return []
+
+    def write(self, kinds: Iterable[Kind]) -> None:
+        """Replace the file, at once for those who read it."""
+        passing = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            passing.write_text(json.dumps({"graphs": sorted(kinds)}), encoding="utf-8")
+            passing.replace(self.path)
+        except OSError as error:
+            logger.warning("the list of used graphs cannot be saved: %s", error)
+
+
+def default_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "quire" / "graphs"
 
 
 Key = tuple[Size, Needs]
@@ -251,7 +300,7 @@ class Graphs:
             made: list[StepInputs] = []
 
             def step(backend: AttentionBackend, between: Callable[[], None]) -> list[torch.Tensor]:
-                gathered = runner.gather(shape)
+                gathered = runner.rows.ops.gather(shape)
                 made.append(gathered.inputs)
                 return carry_out(runner, gathered, shape, needs, backend, between)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from quire.ops.native import needed_core
 from quire.ops.row_arrays import RowArrays, gather_arrays
 from quire.ops.threads import num_threads
-from quire.runner.columns import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
+from quire.runner.rows import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.step_ops import (
     NUM_RESULTS,
     Gathered,
