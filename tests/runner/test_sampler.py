@@ -1,4 +1,5 @@
-"""The sampler: what each parameter does to a row, alone and beside rows that ask for others."""
+"""The sampler: what each parameter does to a row, alone and beside rows that ask for others. Covers
+`runner/edits.py`."""
 
 from dataclasses import dataclass
 

@@ -162,8 +162,7 @@ def build_runner(
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
-    block_bytes = block_bytes_of(config, spec)
-    memory = share.agree(memory, block_bytes)
+    memory = share.agree(memory, block_bytes := block_bytes_of(config, spec))
     config = with_length(config, memory.max_model_len)
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))

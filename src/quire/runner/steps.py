@@ -282,8 +282,9 @@ class PlainStep:
 
     def _seen(self, logits_NV: "torch.Tensor | None", longest: int) -> Tensors:
         """Return what the host looks at between the halves. longest: tokens of a row."""
-        parts = [] if logits_NV is None else self._sampling
-        return [each for part in parts for each in part.seen(logits_NV, longest)]
+        if logits_NV is None:
+            return []
+        return [each for part in self._sampling for each in part.seen(logits_NV, longest)]
 
     def _give(
         self,

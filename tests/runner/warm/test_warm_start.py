@@ -1,6 +1,6 @@
 """Starts without torch: the same tokens and blocks, to the bit, as starts with it; and torch as
-soon as somebody asks for what needs it. Covers `runner/warm/keep.py`, `runner/warm/start_file.py`
-and the rest of its folder."""
+soon as somebody asks for what needs it. Covers `runner/warm/keep.py`, `runner/warm/start_file.py`,
+`runner/warm/array_ops.py` and the rest of the folder."""
 
 import dataclasses
 import random
