@@ -36,7 +36,8 @@ from quire.ops.native import needed_core
 from quire.ops.packed import PackedWeight
 from quire.ops.program import Instruction, Kind
 from quire.ops.threads import num_threads
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.runner.native_model import NativeModel
 from quire.tools.report import benchmark_parser, print_head
 

@@ -54,7 +54,8 @@ from quire.engine.executors.executor import InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
 from quire.tools.report import benchmark_parser, print_head
 

@@ -20,14 +20,11 @@ import torch
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
-from quire.runner.edits import Edits
-from quire.runner.extras import Extras
+from quire.runner.assemble import empty_rows, make_sampler
 from quire.runner.gpu.kernel_ops import KernelOps
-from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.model_runner import ModelRunner
-from quire.runner.rows import DeviceRows, empty_rows
-from quire.runner.sampler import Sampler
-from quire.runner.vocabulary import WholeVocabulary
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Vocabulary
 from quire.tools.report import benchmark_parser, print_head
 
 MAX_LEN, BLOCK_SIZE, VOCAB = 8192, 16, 151_936
@@ -83,8 +80,7 @@ def make_runner(num_rows: int) -> ModelRunner:
     state = empty_rows(device.device, num_rows, MAX_LEN, 1, BLOCK_SIZE)
     ops = KernelOps(device, state, VOCAB)
     absent: Any = _Absent()
-    extras = Extras(state, LogitsProcessors())
-    sampler = Sampler(ops, Edits(device, num_rows), extras, num_rows, WholeVocabulary(VOCAB))
+    sampler = make_sampler((), device, state, ops, Vocabulary(VOCAB))
     runner = ModelRunner(absent, absent, DeviceRows(device, state, ops), sampler, device)
     runner.record(in_pieces=False)
     return runner
@@ -108,7 +104,7 @@ def measure(num_rows: int) -> dict[str, float]:
         assert plan is not None
         pending = runner.launch(plan)
         launched = time.perf_counter()
-        scheduler.update(pending.result(), 0.0)
+        scheduler.update(pending.end(), 0.0)
         ended = time.perf_counter()
         if plan.num_scheduled_tokens == num_rows:
             times.append((planned - began, launched - planned, ended - launched))

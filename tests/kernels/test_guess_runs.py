@@ -40,7 +40,7 @@ def guess(state: RowTensors, rows, nums, longest: int, runs: Runs, by_kernel: bo
         on_device = (torch.from_numpy(each).to(state.device) for each in (rows, nums))
         kernels.guess_runs(state, *on_device, int(nums.max()), runs)
     else:
-        device_guesses.guess_runs(state, rows, nums, longest, runs)
+        device_guesses.guess_runs_reference(state, rows, nums, longest, runs)
 
 
 @pytest.mark.parametrize("by_kernel", [False, True])
@@ -71,7 +71,7 @@ def test_a_row_holds_its_guesses_to_the_last_place(device: torch.device) -> None
     tokens_RM[:, 6:] = 9
     state = state_of(tokens_RM, np.array([6, 6]), device)
     nums, rows = np.array([2, 1], np.int32), np.arange(2, dtype=np.int32)
-    device_guesses.guess_runs(state, rows, nums, 6, Runs(2, 2, 100))
+    device_guesses.guess_runs_reference(state, rows, nums, 6, Runs(2, 2, 100))
     assert state.tokens_RM[:, 6:].tolist() == [[5, 6], [5, 9]]
 
 

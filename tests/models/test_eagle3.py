@@ -15,7 +15,7 @@ from quire.models.layers import Embedding, ParamFactory
 from quire.models.loading import LoadOptions, load_model
 from quire.models.model import Model
 from quire.ops.attention.select import make_backend
-from quire.runner.native_head import NativeHead
+from quire.runner.drafting import NativeHead
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.eagle_heads import (
     AUTHORS,

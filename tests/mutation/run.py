@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = (
     "src/quire/scheduler/*.py", "src/quire/scheduler/*/*.py", "src/quire/kv/*.py",
     "src/quire/ops/sampling*.py", "src/quire/runner/sampler.py",
+    "src/quire/runner/candidates.py",
 )  # fmt: skip
 TESTS = (
     "tests/golden", "tests/scheduler", "tests/kv", "tests/ops/test_sampling.py",

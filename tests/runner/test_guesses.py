@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.base.messages import Draft
 from quire.base.plan import Plan, RowDraft
-from quire.ops.device_guesses import NO_TOKEN
+from quire.ops.device_guesses import NO_TOKEN, Tries, accept_guesses
 from quire.ops.native import core
-from quire.runner.guesses import accept, places_of
+from quire.runner.assemble import empty_rows
+from quire.runner.guesses import places_of
 from quire.scheduler.core.sequence import Sequence
 from tests.support.engine.attachments import StandIn, draft_with
 
@@ -116,11 +118,15 @@ def test_a_right_draft_with_no_token_after_it_is_the_last_that_counts() -> None:
     )  # fmt: skip
     places = places_of(plan)
     assert places.depths.tolist() == [0, 0, 1, 2, 3, 1]
+    state = empty_rows(torch.device("cpu"), 4, 8, 1, 4)
+    state.tokens_RM[3, 1:4], state.tokens_RM[1, 1] = torch.tensor([5, 6, 7]), 8
+    rows, lengths = torch.tensor([3, 1]), torch.tensor([1, 1])
+    tries = Tries(places.sampling, places.depths)
     for chosen, counts in [
         ([5, 8, 6, 7, 4, 2], [4, 2]),  # all drafts are right, and a token after each
         ([5, 8, 6, 9, 4, 2], [3, 2]),  # the third draft is wrong
         ([5, 8, 6, NO_TOKEN, 4, NO_TOKEN], [2, 1]),
         ([5, 8, NO_TOKEN, NO_TOKEN, NO_TOKEN, 2], [1, 2]),
     ]:
-        _, accepted = accept(plan, places, np.array(chosen))
+        _, accepted = accept_guesses(state, rows, lengths, torch.tensor(chosen), tries)
         assert accepted.tolist() == counts, chosen

@@ -18,7 +18,8 @@ from quire.engine.loop.recovery import combine, restrict
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.ops import native
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.scheduler.scheduler import Scheduler
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.row_masks import allowed, with_masks
@@ -62,7 +63,7 @@ def drive(built: BuiltRunner, depth: int, masked: Set[str], names: Set[str] = fr
             owners = [scheduler.rows.table.sequences[row] for row in plan.sample_rows.tolist()]
             in_flight.append((owners, plan, built.runner.launch(plan, promise)))
         owners, plan, launched = in_flight.popleft()
-        result = launched.result()
+        result = launched.end()
         assert not result.row_errors
         for owner, row, token in zip(
             owners, plan.sample_rows.tolist(), result.token_ids[:, 0].tolist(), strict=True

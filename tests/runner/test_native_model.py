@@ -23,7 +23,8 @@ from quire.ops.native import core
 from quire.ops.norms import gated_norm, layer_norm
 from quire.ops.program import Kind
 from quire.ops.threads import set_num_threads
-from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
+from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
+from quire.runner.native_program import trace
 from tests.support.cases import pairwise
 from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import (

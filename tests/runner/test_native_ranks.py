@@ -21,7 +21,8 @@ from quire.ops.linear import linear, pack_weight
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
 from quire.ops.program import Kind
-from quire.runner.native_model import NativeModel, native_or_same, trace
+from quire.runner.native_model import NativeModel, native_or_same
+from quire.runner.native_program import trace
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 from tests.support.models.ranks import logits_of

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.runner.row_updates import RowUpdates
+from quire.runner.step_ops import RowUpdates
 
 
 def test_of_several_deltas_for_one_place_the_last_counts() -> None:

@@ -1,4 +1,5 @@
-"""The sampler: what each parameter does to a row, alone and beside rows that ask for others."""
+"""The sampler: what each parameter does to a row, alone and beside rows that ask for others. Covers
+`runner/edits.py`."""
 
 from dataclasses import dataclass
 
@@ -7,20 +8,17 @@ import pytest
 import torch
 
 from quire.base.masks import TokenMasks
-from quire.base.plan import Candidates, Plan, RowFork, RowStart
+from quire.base.plan import Candidates, Plan, RowFork, RowStart, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.ops import native
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.logprobs import token_logprobs
 from quire.ops.step_inputs import SampleInputs
-from quire.runner.assemble import make_device, make_ops
-from quire.runner.edits import Edits
-from quire.runner.extras import Extras
-from quire.runner.launched import Launched, to_candidates
-from quire.runner.logits_processors import LogitsProcessors
-from quire.runner.rows import DeviceRows, empty_rows
-from quire.runner.sampler import Sampler, logprob_tensors
+from quire.runner.assemble import empty_rows, make_device, make_ops, make_sampler
+from quire.runner.candidates import logprob_tensors, to_candidates
+from quire.runner.rows import DeviceRows
 from quire.runner.step_ops import StepShape
+from quire.runner.steps import reasons_of, unservable
 from quire.runner.vocabulary import vocabulary_of
 from tests.ops.test_mask import words_of
 from tests.support.kernels import sampling_oracle as oracle
@@ -42,8 +40,8 @@ class Bench:
         state.tokens_RM[:] = torch.randint(0, vocab_size, (MAX_ROWS, MAX_LEN), generator=generator)
         ops = make_ops(self.device, state, vocab_size)
         self.rows = DeviceRows(self.device, state, ops)
-        edits, extras = Edits(self.device, MAX_ROWS), Extras(state, LogitsProcessors())
-        self.sampler = Sampler(ops, edits, extras, MAX_ROWS, vocabulary_of(vocab_size, group))
+        vocabulary = vocabulary_of(vocab_size, group)
+        self.sampler = make_sampler((), self.device, state, ops, vocabulary)
         self.lengths = np.zeros(MAX_ROWS, np.int64)
 
     def start(
@@ -83,9 +81,9 @@ class Bench:
 
     def apply(self, plan: Plan) -> int:
         asked = self.sampler.asked(plan.sample_rows)
-        update, slot = self.rows.apply(plan, self.sampler.flags.has_edits, asked)
+        update, lists = self.rows.apply(plan, self.sampler.flags.has_edits, asked)
         self.rows.run_with(update, list)
-        return slot
+        return lists.result_slot
 
     def sample(
         self,
@@ -103,7 +101,8 @@ class Bench:
         plan = Plan(0, which, ones, (self.lengths[which] - 1).astype(np.int32), sample_rows=which)
         slot = self.apply(plan)
         asked = sampler.asked(which, None if masks is None else masks.rows)
-        needs, wanted = sampler.needs(asked), sampler.wanted(asked)
+        needs = sampler.needs(asked)
+        parts = sampler.parts(needs, asked)
         if masks is not None:
             places, words = asked.masked, masks.of(which[asked.masked])[:, 0]
             self.rows.ops.prepare_masks(places.astype(np.int32), words).take()
@@ -114,13 +113,24 @@ class Bench:
             gathered = self.rows.ops.gather(shape)
             old = gathered.samples
             samples = SampleInputs(old.rows, old.last, old.lengths + moved, old.prompt_lens)
-            ids_N, is_valid_N, found = sampler.sample(logits, samples, needs, wanted)
+            ids_N, is_valid_N = sampler.sample(logits, samples, needs, parts)
             self.rows.advance(gathered, ids_N, is_valid_N)
-            return [self.rows.result(slot, len(rows)), *found]
+            found = [tensor for part in parts for tensor in part.found()]
+            return [self.rows.ops.results_QR[slot, : len(rows)], *found]
 
         errors = {} if masks is None else masks.errors
-        arrival = self.device.run(work)
-        result = Launched(plan, arrival, asked, wanted, [], False, errors=errors).result()
+        tokens_N, *arrived = self.device.run(work).wait()
+        chosen = tokens_N.numpy()
+        reasons = reasons_of(which, chosen, asked, errors)
+        result = StepResult(
+            0,
+            np.maximum(chosen, 0)[:, None],
+            ones,
+            row_errors=reasons,
+            unservable_rows=unservable(reasons),
+        )
+        for part in parts:
+            result = part.read(result, arrived, is_recorded=False)
         tokens = torch.from_numpy(result.token_ids[:, 0].astype(np.int64))
         return Sampled(tokens, result.candidates, result.row_errors, result.unservable_rows)
 

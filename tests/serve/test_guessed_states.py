@@ -9,7 +9,9 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.drafting.draft_pace import StepTimes
+from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.native import core
+from quire.runner.guesses import GuessedStep
 from quire.runner.memory_plan import kept_inputs_bytes
 from tests.runner.test_guesses import Oracle
 from tests.serve.test_exactness import assert_idle
@@ -181,17 +183,16 @@ def test_whatever_rows_ask_for() -> None:
         assert [o.prompt_logprobs for o in again] == [o.prompt_logprobs for o in outputs]
 
 
-@pytest.mark.parametrize("place", ["forward", "settle_states"])
+@pytest.mark.parametrize(("owner", "place"), [(GuessedStep, "_hidden"), (KeptInputs, "settle")])
 def test_a_step_that_fails_in_the_midst_of_guesses(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows go back to states that were left before, also if the step had left some."""
     asked = random_tokens(8, 21, 14, seed=11)
     with open_llm(dtype="float32") as llm:
         outputs = ask(llm, asked, PLAIN)
         guess(llm, outputs, 5, 0.9)
-        runner = llm.engine.client.core.executor._built.runner  # type: ignore[attr-defined]
-        inner, calls = getattr(runner, place), list[int]()
+        inner, calls = getattr(owner, place), list[int]()
 
         def failing(*arguments: Any) -> Any:
             calls.append(len(calls))
@@ -200,7 +201,7 @@ def test_a_step_that_fails_in_the_midst_of_guesses(
                 raise RuntimeError("once")
             return found
 
-        monkeypatch.setattr(runner, place, failing)
+        monkeypatch.setattr(owner, place, failing)
         assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
         assert len(calls) > 3
         assert_idle(llm)

@@ -23,7 +23,8 @@ from quire.ops import formats, gpu, packed
 from quire.ops.collectives.thread_group import thread_groups
 from quire.ops.native import core
 from quire.runner import build, derive
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
 from quire.tools.devices import GPUS, Device, find_gpu

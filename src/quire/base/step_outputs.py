@@ -4,7 +4,7 @@ In steady decode each sequence has a token and nothing else to tell. These are t
 a sequence is its row. Who has more to tell, such as an end or log-probabilities, has an entry of
 its own instead. A token's way:
 
-    StepResult       the device's answer                             runner/launched.py
+    StepResult       the device's answer                             runner/steps.py
       StepOutputs    made by the fourth door                         scheduler/core/step_results.py
         StepOutputs  each client's part, over its socket             engine/wire/step_routing.py
           text       detokenised, ended by stop strings              engine/client/output.py

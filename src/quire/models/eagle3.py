@@ -106,7 +106,7 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(Model):
-    """A head, as runner/drafter.py asks for it; before it computes it is attached to its target.
+    """A head, as runner/drafting.py asks for it; before it computes it is attached to its target.
     target_layers: what it reads, as Reads has them. num_read: F. size: D. num_out: E."""
 
     ignored_tensors = ("t2d", "rotary_emb.inv_freq")

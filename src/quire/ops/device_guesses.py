@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops import gpu
 from quire.ops.host_memory import to_device
 from quire.ops.row_state import RowTensors
 
@@ -43,6 +44,18 @@ class Tries(NamedTuple):
 
 
 def guess_runs(state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
+    """See guess_runs_reference; on a GPU in one launch."""
+    kernels = gpu.kernels_for(state.tokens_RM, "guess_runs", any_dtype=True)
+    if kernels is None:
+        guess_runs_reference(state, rows, nums, longest, runs)
+        return
+    on_device = to_device(rows, state.device), to_device(nums, state.device)
+    kernels.guess_runs(state, *on_device, int(nums.max()), runs)
+
+
+def guess_runs_reference(
+    state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs
+) -> None:
     """Write guesses behind the last token of each of the rows, which is the one behind its computed
     tokens: what followed the newest of the longest runs that are like its last tokens
     (`find_runs.py`), again and again if that is its own end; zeros if there is none.
@@ -85,6 +98,10 @@ def accept_guesses(
     place, NO_TOKEN where there was none to choose.
     """
     device, most = state.device, int(tries.depths.max())
+    if not gpu.is_on_gpu(state.tokens_RM):
+        rows, lengths, chosen = rows_N.numpy(), lengths_N.numpy(), chosen_P.numpy()
+        tokens, counts = _accept_here(state.arrays.tokens_RM, rows, lengths, chosen, tries)
+        return torch.from_numpy(tokens), torch.from_numpy(counts)
     index_P, depths_P = (to_device(each, device) for each in tries)
     num_samples = tries.num_samples
     tokens_NK1 = torch.full((num_samples, 1 + most), NO_TOKEN, dtype=torch.int32, device=device)
@@ -94,4 +111,19 @@ def accept_guesses(
     guesses_NK[which_T, behind_T] = state.tokens_RM[rows_N[which_T], lengths_N[which_T] + behind_T]
     is_right_NK = (tokens_NK1[:, :-1] == guesses_NK) & (tokens_NK1[:, 1:] != NO_TOKEN)
     counts_N = 1 + is_right_NK.int().cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    return tokens_NK1, counts_N
+
+
+def _accept_here(
+    tokens_RM: Int32, rows_N: Int64, lengths_N: Int64, chosen_P: Int64, tries: Tries
+) -> tuple[Int32, Int32]:
+    """Do the same with arrays: few small operations of numpy take less time than torch's."""
+    num_samples, most = tries.num_samples, int(tries.depths.max())
+    tokens_NK1 = np.full((num_samples, 1 + most), NO_TOKEN, np.int32)
+    tokens_NK1[tries.sampling, tries.depths] = chosen_P
+    guesses_NK = np.full((num_samples, most), NO_GUESS, np.int32)
+    which_T, behind_T = tries.sampling[num_samples:], tries.depths[num_samples:] - 1
+    guesses_NK[which_T, behind_T] = tokens_RM[rows_N[which_T], lengths_N[which_T] + behind_T]
+    is_right_NK = (tokens_NK1[:, :-1] == guesses_NK) & (tokens_NK1[:, 1:] != NO_TOKEN)
+    counts_N = 1 + np.logical_and.accumulate(is_right_NK, axis=1).sum(axis=1, dtype=np.int32)
     return tokens_NK1, counts_N

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,8 @@ import numpy.typing as npt
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError, OutOfMemory
-from quire.base.masks import MaskPromise
 from quire.base.model_spec import ModelSpec
-from quire.base.plan import Plan, StepResult
 from quire.base.pooling_spec import with_pooling
 from quire.base.speculation import NGRAM, parse_speculation
 from quire.models.cache_files import weight_cache
@@ -36,13 +34,15 @@ from quire.ops.collective import ALONE
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
 from quire.ops.row_arrays import RowArrays
-from quire.ops.threads import num_threads
-from quire.runner.assemble import assemble, record_graphs
+from quire.runner.assemble import as_tensors, assemble, record_graphs
+from quire.runner.built import BuiltRunner
 from quire.runner.derive import derive_config, with_length
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
-from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
+from quire.runner.guesses import GuessedStep
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
+    WHOLE_MACHINE,
+    MachineShare,
     MemoryPlan,
     available_cpu_bytes,
     block_bytes_of,
@@ -50,17 +50,14 @@ from quire.runner.memory_plan import (
     plan_cpu_memory,
 )
 from quire.runner.model_runner import DecoderModel, ModelRunner
-from quire.runner.native_model import expert_pairs_of, native_or_same
-from quire.runner.pooler import Pooler
+from quire.runner.native_model import native_or_same
+from quire.runner.pooler import Pooler, PoolingStep
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory
-from quire.runner.rows import as_tensors
 from quire.runner.stage import (
     NO_LINKS,
     StageLinks,
     StageModel,
     check_stages,
-    run_stage,
-    skip_stage,
 )
 from quire.runner.warm.keep import keep_start
 
@@ -87,67 +84,6 @@ class Pools:
     num_blocks: tuple[int, ...]
     host_limits: tuple[int, ...] | None = None
     taken: Taken | None = None
-
-
-@dataclass(frozen=True)
-class BuiltRunner:
-    """A runner and what it was made from. config: with all derived values filled in."""
-
-    runner: ModelRunner
-    config: EngineConfig
-    spec: ModelSpec
-    memory: MemoryPlan
-    dtype: torch.dtype
-    device: torch.device
-    backend_name: str
-    copy_bytes_per_s: float = 0.0
-    host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
-    draft: DraftPasses | None = None  # of a model that guesses
-    draft_source: ModelSource | None = None
-    kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
-    stage: StageModel | None = None  # of a model in stages
-
-    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
-        """Carry out a plan and wait for it."""
-        if self.stage is None:
-            return self.runner.run(plan, masks)
-        return run_stage(self.runner, self.stage, plan, masks)
-
-    def skip(self, plan: Plan) -> None:
-        """Take note of a plan that is not carried out, because one before it failed."""
-        if self.stage is not None:
-            skip_stage(self.stage, plan)
-
-    @property
-    def device_type(self) -> str:
-        return self.device.type
-
-    @property
-    def is_async(self) -> bool:
-        """Tell whether the device works beside the host."""
-        return self.runner.is_async
-
-    @property
-    def drafts_ahead(self) -> bool | None:
-        """Tell whether the model that guesses reads the served one; None: nobody guesses."""
-        return None if self.draft is None else self.draft.is_ahead
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of a step on a CPU."""
-        return num_threads()
-
-    @property
-    def expert_pairs(self) -> int:
-        """See expert_pairs_of."""
-        if self.stage is not None:
-            return self.stage.expert_pairs
-        return expert_pairs_of(self.runner.model)
-
-    def guess(self, order: DraftOrder) -> DraftAnswer:
-        """Carry out what the model that guesses is to do; there must be one."""
-        assert self.draft is not None, "no drafter is set"
-        return self.draft.run(order)
 
 
 def choose_device(name: str) -> torch.device:
@@ -226,14 +162,14 @@ def build_runner(
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
-    block_bytes = block_bytes_of(config, spec)
-    memory = share.agree(memory, block_bytes)
+    memory = share.agree(memory, block_bytes := block_bytes_of(config, spec))
     config = with_length(config, memory.max_model_len)
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
     pools = Pools(memory.num_blocks, host, taken)
     runner = _assemble(config, spec, device, model, place, pools, media, scales)
-    runner.pooler = _pooler(config, source, spec, device)
+    if (pooler := _pooler(config, source, spec, device)) is not None:
+        runner.make_step = partial(PoolingStep, pooler=pooler)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
@@ -285,7 +221,7 @@ def _load(
     return model
 
 
-def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media:
+def _media(config: EngineConfig, source: ModelSource, spec: ModelSpec, model: Any) -> Media | None:
     """Take the memory of encoder outputs, and make what a runner does about media."""
     if spec.encoder is not None:
         model.take_encoder_memory(config.scheduler.encoder_cache_tokens)
@@ -330,7 +266,7 @@ def _assemble(
     model: DecoderModel,
     place: RankPlace,
     pools: Pools,
-    media: Media,
+    media: Media | None,
     scales: Scales | None = None,
 ) -> ModelRunner:
     num_blocks, taken = pools.num_blocks, pools.taken
@@ -362,8 +298,10 @@ def _assemble(
         native = native_or_same(model, backend)
     state = None if taken is None else as_tensors(taken.rows)
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group, state)
-    runner.media = media
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
-        runner.runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
+        runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
+        runner.make_draft_step = partial(GuessedStep, runs=runs)
+    if media is not None:
+        runner.attachments.append(media)
     return runner

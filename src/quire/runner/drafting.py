@@ -14,10 +14,13 @@ scheduler does not know. Nothing there is needed later: a token that turns out t
 computed once more when its row has a block for it.
 
 Shape legend: T tokens of the pass, S rows of an order, N rows that guess, k most guesses of a row,
-F numbers that the drafter reads of each token, R rows of the engine.
+F numbers of the target's hidden states that the drafter reads of each token, R rows of the engine,
+E what comes out of a pass, D the drafter's model dim, V the target's vocabulary.
 """
 
+import logging
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,20 +32,65 @@ from quire.base.model_spec import ModelSpec
 from quire.models.eagle3 import Eagle3
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention.traced import TracedAttention
 from quire.ops.elementwise import select_rows
 from quire.ops.host_memory import to_device
+from quire.ops.program import Untraceable
 from quire.ops.row_state import write_deltas
 from quire.ops.step_inputs import SampleInputs, gather_step
-from quire.runner.drafter import Drafter, Read
-from quire.runner.media.step_media import StepMedia
+from quire.runner.media.media import StepMedia
 from quire.runner.memory_plan import spare_blocks
 from quire.runner.model_runner import DecoderModel, ModelRunner
-from quire.runner.native_head import native_head
-from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
+from quire.runner.native_model import (
+    NativeModel,
+    NativePass,
+    OperationsBesideCore,
+    native_or_same,
+)
+from quire.runner.native_program import TRACED_TOKENS, traced
 from quire.runner.step_ops import Asked, Needs, Sampling, StepShape
 from quire.runner.torch_ops import TorchOps
 
+logger = logging.getLogger(__name__)
+
 Int32 = npt.NDArray[np.int32]
+
+
+class Drafter(Protocol):
+    """Its layers have numbers behind the target's, and cache groups of their own.
+
+    num_read: F. With 0 it reads tokens alone. Else it reads what the target has computed of a token
+    beside the *next* token's id: the hidden state at position p, and the id at p + 1, give what the
+    token at p + 2 may be. Its keys and values of the two stand at p.
+    """
+
+    num_read: int
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute what is known of the step's tokens, [T, D]. read: None if num_read is 0."""
+        ...
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RD: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute one more token of each row, which was guessed, [R, D]. out: what the pass before
+        gave at the rows' last tokens."""
+        ...
+
+    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits of what comes next, [R, V]; -inf for tokens that it does not know."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -57,11 +105,10 @@ class Spare:
 
 class DraftPasses:
     """A drafter over the rows of a runner, whose counters it leaves as they are. target: whose
-    hidden states the drafter reads, if it reads any."""
+    hidden states the drafter reads; its `last_read` returns them, [T, F], after each forward pass.
+    None: it reads none."""
 
-    def __init__(
-        self, drafter: Drafter, target: Read | None, runner: ModelRunner, spare: Spare
-    ) -> None:
+    def __init__(self, drafter: Drafter, target: Any, runner: ModelRunner, spare: Spare) -> None:
         self._drafter, self._target, self._runner, self._spare = drafter, target, runner, spare
         state = runner.rows.state
         self._state = replace(state, computed_R=torch.zeros_like(state.computed_R))
@@ -95,7 +142,8 @@ class DraftPasses:
         read_TF = None
         ids_T, positions_T = self._prepare(order.rows, order.first, order.num_tokens)
         if self._target is not None:
-            starts = np.repeat(order.read_from - _begins(order.num_tokens), order.num_tokens)
+            begins = np.cumsum(order.num_tokens) - order.num_tokens
+            starts = np.repeat(order.read_from - begins, order.num_tokens)
             places = starts + np.arange(len(starts))
             left_TF = self._target.last_read(int(places.max()) + 1)
             read_TF = select_rows(left_TF, self._index(places))
@@ -128,10 +176,8 @@ class DraftPasses:
         """Choose what comes next in rows of these lengths, and write it behind them; returns it,
         int32 [N], -1 where nothing could be chosen."""
         rows_N, lengths_N = self._index(rows), self._index(lengths)
-        asked, no_prompts = (
-            Asked(rows, self._runner.sampler.flags.at(rows), {}),
-            np.zeros(0, np.int64),
-        )
+        asked = Asked(rows, self._runner.sampler.flags.at(rows))
+        no_prompts = np.zeros(0, np.int64)
         self._ops.serve(Sampling(asked, lengths, no_prompts))
         needs = Needs(has_filters=bool(asked.flags.has_filter.any()))
         vocabulary = self._runner.sampler.vocabulary
@@ -158,7 +204,7 @@ class DraftPasses:
 
     @property
     def _device(self) -> torch.device:
-        return self._state.device
+        return self._runner.device.device
 
     def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._device)
@@ -167,10 +213,67 @@ class DraftPasses:
         return out_ND if len(places) == len(out_ND) else select_rows(out_ND, self._index(places))
 
 
-def _begins(counts: Int32) -> Int32:
-    """Return where each of some stretches begins that stand one behind the other."""
-    found: Int32 = np.cumsum(counts) - counts
-    return found
+class NativeHead:
+    """Computes what the head does, in float32 between its weights. Raises Untraceable where the
+    core cannot. The head is attached to its target before."""
+
+    def __init__(self, head: Eagle3, backend: CpuBackend) -> None:
+        self.num_read, self._head, self._backend = head.num_read, head, backend
+        self._first = _native(head.first, head.num_read, head, backend)
+        self._further = _native(head.further, head.num_out, head, backend)
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """See Eagle3; float32."""
+        assert read_TF is not None
+        return self._run(self._first, ids_T, positions_T, read_TF)
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RE: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """See Eagle3; float32."""
+        return self._run(self._further, ids_R, positions_R, out_RE)
+
+    def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
+        """See Eagle3."""
+        return self._head.logits(out_RE)
+
+    def _run(
+        self, made: NativePass, ids: torch.Tensor, positions: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(len(ids), self._head.num_out)
+        made.run(ids, positions, [out, given.float().contiguous()])
+        return out
+
+
+def _native(compute: Any, width: int, head: Eagle3, backend: CpuBackend) -> NativePass:
+    """Trace one of the head's passes; width: of what it is given beside ids and positions."""
+
+    def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
+        given = torch.zeros(TRACED_TOKENS, width, dtype=head.dtype)
+        return [compute(ids_T, positions_T, given, TracedAttention()), given]
+
+    return NativePass(traced(run), backend)
+
+
+def native_head(head: Eagle3, backend: AttentionBackend) -> Eagle3 | NativeHead:
+    """Return the head in its native form where there is one, else itself."""
+    if not isinstance(backend, CpuBackend):
+        return head
+    try:
+        return NativeHead(head, backend)
+    except Untraceable as reason:
+        logger.warning("The EAGLE-3 head runs operation by operation: %s.", reason)
+        return head
 
 
 class PlainDrafter:

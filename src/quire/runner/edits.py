@@ -14,8 +14,9 @@ import torch
 from quire.base.plan import RowStart
 from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
+from quire.runner.attachment import SamplingFeature
 from quire.runner.device import Device
-from quire.runner.sampling_flags import has_least_length
+from quire.runner.step_ops import Int32, asks_for_edits, has_least_length
 
 FIRST_CAPACITY = 1 << 16  # entries
 
@@ -29,8 +30,9 @@ class _Lists:
     span: npt.NDArray[np.int32]
 
 
-class Edits:
-    """The table of a runner's rows. generation: how often it has got other memory."""
+class Edits(SamplingFeature):
+    """The sampling feature, and the table of a runner's rows. generation: how often it has got
+    other memory."""
 
     def __init__(self, device: Device, max_num_rows: int) -> None:
         self._device = device
@@ -42,7 +44,10 @@ class Edits:
         self.table = self._make(FIRST_CAPACITY)
 
     def start(self, start: RowStart) -> None:
-        """Write the lists of a row that starts."""
+        """Write the lists of a row, if it has any."""
+        self.release(start.row)
+        if not asks_for_edits(start):
+            return
         made = make_edit_table([row_edits(start)], torch.device("cpu"))
         arrays = (tensor.numpy() for tensor in (made.entries, made.values, made.spans[0]))
         self._add(start.row, _Lists(*arrays))
@@ -57,9 +62,9 @@ class Edits:
         """Forget a row's lists."""
         self._lists.pop(row, None)
 
-    def span(self, row: int) -> npt.NDArray[np.int32]:
-        """Return the row's span, on the host."""
-        return self._spans[row]
+    def spans(self, rows: Int32, places: npt.NDArray[np.intp]) -> dict[int, Int32]:
+        """See EditLists."""
+        return {n: self._spans[int(rows[n])] for n in places.tolist()}
 
     def _add(self, row: int, lists: _Lists) -> None:
         self._lists[row] = lists

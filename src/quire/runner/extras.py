@@ -7,8 +7,7 @@ XTC works on the device. A step without such a row pays nothing.
 Shape legend: N sampling rows, H of them that the host looks at, P with processors, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,10 @@ from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams
 from quire.ops.step_inputs import SampleInputs
 from quire.ops.xtc import Xtc, choose_with_xtc
-from quire.runner.column_tensors import wide
+from quire.runner.attachment import SamplingFeature, SamplingPart
 from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
+from quire.runner.step_ops import Asked, Needs, Sampling
+from quire.runner.torch_ops import wide
 
 Int32 = npt.NDArray[np.int32]
 
@@ -37,20 +38,16 @@ class Extra:
     dry: Dry | None
     processors: RowProcessors | None
 
-    @property
-    def needs_host(self) -> bool:
-        return self.dry is not None or self.processors is not None
 
-
-class Extras:
-    """The rows that ask for something of this kind."""
+class Extras(SamplingFeature):
+    """The sampling feature: the rows that request something of this kind."""
 
     def __init__(self, state: RowTensors, processors: LogitsProcessors) -> None:
         self._state, self._processors = state, processors
         self._rows: dict[int, Extra] = {}
 
     def start(self, start: RowStart) -> None:
-        """Note what a row asks for that a sequence takes."""
+        """See SamplingFeature."""
         self._rows.pop(start.row, None)
         params = start.params
         if params.has_dry or params.has_xtc or params.logits_processors:
@@ -59,20 +56,20 @@ class Extras:
             self._rows[start.row] = Extra(start.row, params, dry_of(params), processors)
 
     def copy(self, parent: int, child: int) -> None:
-        """Let a forked child ask for what its parent does."""
+        """See SamplingFeature."""
         self.release(child)
         if (extra := self._rows.get(parent)) is not None:
             asked = None if extra.processors is None else RowProcessors(extra.processors.asked)
             self._rows[child] = Extra(child, extra.params, extra.dry, asked)
 
     def release(self, row: int) -> None:
+        """See SamplingFeature."""
         self._rows.pop(row, None)
 
-    def of(self, rows: Int32) -> "StepExtras | None":
-        """Return what a step's sampling rows ask for; None is nothing."""
-        if not self._rows:
-            return None
-        found = {n: self._rows[row] for n, row in enumerate(rows.tolist()) if row in self._rows}
+    def part_of(self, needs: Needs, asked: Asked | None) -> "StepExtras | None":
+        """See SamplingFeature."""
+        rows = [] if asked is None else asked.rows.tolist()
+        found = {n: self._rows[row] for n, row in enumerate(rows) if row in self._rows}
         return StepExtras(self._state, self._processors, found) if found else None
 
 
@@ -88,52 +85,39 @@ def dry_of(params: SamplingParams) -> Dry | None:
     )
 
 
-@dataclass
-class StepExtras:
-    """What rows of a step ask for, by their place among the sampling ones, and what the host made
-    of it. errors: of rows whose processors failed."""
+class StepExtras(SamplingPart):
+    """What rows of a step request, by their place among the sampling ones, and what the host made
+    of it."""
 
-    state: RowTensors
-    processors: LogitsProcessors
-    extras: dict[int, Extra]
-    errors: dict[int, str] = field(default_factory=dict)
-    new_logits: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    penalties: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(
-        default_factory=dict
-    )
-
-    @property
-    def hosted(self) -> list[int]:
-        """Places of rows that the host looks at."""
-        return [n for n, extra in self.extras.items() if extra.needs_host]
-
-    @property
-    def processed(self) -> list[int]:
-        """Places of rows with processors."""
-        return [n for n, extra in self.extras.items() if extra.processors is not None]
+    def __init__(
+        self, state: RowTensors, processors: LogitsProcessors, extras: dict[int, Extra]
+    ) -> None:
+        self.state, self.processors, self.extras = state, processors, extras
+        self.errors: dict[int, str] = {}
+        self.new_logits: dict[int, npt.NDArray[np.float32]] = {}
+        self.penalties: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self.hosted = [n for n, each in extras.items() if each.dry or each.processors]
+        self.processed = [n for n, extra in extras.items() if extra.processors is not None]
 
     def seen(self, logits_NV: torch.Tensor, longest: int) -> list[torch.Tensor]:
         """Return what the host must see: tokens of rows, up to the longest, and logits."""
+        if not self.hosted:
+            return []
         rows = np.array([self.extras[n].row for n in self.hosted], np.int64)
         tokens_HM = self.state.tokens_RM[to_device(rows, self.state.device), :longest]
         index = to_device(np.array(self.processed, np.int64), logits_NV.device)
         return [tokens_HM, logits_NV.index_select(0, index).float()]
 
-    def take(
-        self,
-        seen: Sequence[torch.Tensor],
-        lengths_N: npt.NDArray[np.integer],
-        prompt_lens_N: npt.NDArray[np.integer],
-    ) -> None:
-        """Find out what changes, from what was seen. lengths: tokens of each row."""
+    def take(self, seen: list[torch.Tensor], sampling: Sampling) -> None:
+        """See SamplingPart."""
         tokens_HM, logits_PV = seen[0].numpy(), seen[1]
         places = self.processed
         for tokens_M, n in zip(tokens_HM, self.hosted, strict=True):
-            extra, text = self.extras[n], tokens_M[: lengths_N[n]]
+            extra, text = self.extras[n], tokens_M[: sampling.lengths[n]]
             if extra.dry is not None:
                 self.penalties[n] = dry_penalties(text, extra.dry)
             if extra.processors is not None:
-                prompt = int(prompt_lens_N[n])
+                prompt = int(sampling.prompt_lens[n])
                 self._process(n, extra, text, prompt, logits_PV[places.index(n)])
 
     def _process(
@@ -150,7 +134,7 @@ class StepExtras:
             found = torch.full_like(logits_V, -torch.inf)
         self.new_logits[n] = found.numpy()
 
-    def replace(self, logits_NV: torch.Tensor) -> torch.Tensor:
+    def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """Return float32 logits with those that processors made."""
         logits_NV = logits_NV.float()
         if self.new_logits:
@@ -159,14 +143,14 @@ class StepExtras:
             logits_NV.index_copy_(0, index, new_PV)
         return logits_NV
 
-    def penalise(self, logits_NV: torch.Tensor) -> None:
+    def edited(self, logits_NV: torch.Tensor) -> None:
         """Take DRY's penalties off, in place."""
         for n, (ids, values) in self.penalties.items():
             if len(ids):
                 device = logits_NV.device
                 logits_NV[n].index_add_(0, to_device(ids, device), to_device(-values, device))
 
-    def choose(
+    def chosen(
         self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
     ) -> torch.Tensor:
         """Choose for the rows with XTC; return all rows' tokens [N]."""

@@ -12,18 +12,22 @@ numbers that a prompt comes to.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from quire.base.plan import Plan
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
 from quire.base.pooling import CLS, LAST, PoolingSpec
 from quire.models.pooling_layers import PoolingLayer
 from quire.ops.host_memory import to_device
+from quire.runner.step_ops import Gathered, StepShape
+from quire.runner.steps import PlainStep, StepRunner
 
 
 class Pooler:
-    """Pools rows, and carries out the layers behind that."""
+    """Pools rows, and carries out the layers after that."""
 
     def __init__(
         self,
@@ -68,3 +72,35 @@ class Pooler:
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._device)
+
+
+class PoolingStep(PlainStep):
+    """A step of a model that pools: rows that end get the token 0, which says nothing."""
+
+    def __init__(
+        self, runner: StepRunner, plan: Plan, masks: MaskPromise | None, pooler: Pooler
+    ) -> None:
+        super().__init__(runner, plan, masks)
+        self._pooler = pooler
+        self._pooled: list[tuple[Gathered, torch.Tensor]] = []
+
+    def first(self, shape: StepShape) -> list[torch.Tensor]:
+        """See Work."""
+        runner = self._runner
+        gathered = runner.rows.ops.gather(shape)
+        hidden_TD = runner.hidden(gathered.inputs, shape, runner.backend, self._forward)
+        self._pooled = [(gathered, self._pooler.take(self._plan, hidden_TD))]
+        return []
+
+    def second(self) -> list[torch.Tensor]:
+        """Move the counters; return what the prompts came to."""
+        gathered, pooled_NK = self._pooled.pop()
+        is_valid_N = pooled_NK.isfinite().all(1)
+        ids_N = torch.zeros_like(is_valid_N, dtype=torch.int64)
+        self._runner.rows.advance(gathered, ids_N, is_valid_N)
+        return [pooled_NK]
+
+    def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
+        rows, pooled = self._plan.sample_rows, arrived[0].numpy() if arrived else ()
+        by_row = {int(row): each.copy() for row, each in zip(rows, pooled, strict=False)}
+        return replace(result, pooled=by_row)

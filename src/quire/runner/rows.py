@@ -1,78 +1,76 @@
-"""Rows: the state of running sequences on the device. The host writes only what changed.
+"""Rows: the state of running sequences on the device. The host writes only what changed. No torch.
 
-The order of a plan is kept: rows started, then forked, then the rest. A row that is reused is safe
-because all work has one order: what a plan writes is written after every step before it has ended.
-Counters change last in a step (`advance`), so a step that failed leaves the rows as they were.
+This file reads of each plan what it changes of the rows, for every kind of operations
+(`step_ops.py`). The order of a plan is kept: rows started, then forked, then the rest. A row that
+is reused is safe because all work has one order: a plan writes it after every earlier step has
+ended. Counters change last in a step (`advance`), so a step that failed leaves the rows as they
+were.
 
 Shape legend: R rows, M tokens a row can hold, N sampling rows, Q result slots, F forks.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from quire.base.plan import Plan, RowFork
-from quire.ops import row_state
-from quire.ops.host_memory import lazy_zeros, to_device
-from quire.ops.row_arrays import RowArrays
-from quire.ops.row_state import RowTensors
-from quire.runner.column_tensors import empty_columns
-from quire.runner.columns import PROMPT_COLUMN
+from quire.base.plan import Plan, RowFork, RowStart
+from quire.ops.row_arrays import COMPUTED, NARROW, WIDE
 from quire.runner.device import Arrival, Device, Tensors, Work
-from quire.runner.plan_parts import Forks
-from quire.runner.row_updates import RowUpdates
-from quire.runner.sampling_flags import Flags, SamplingFlags
-from quire.runner.step_ops import Asked, Gathered, Sampling, StepLists, StepOps, Update
+from quire.runner.step_ops import (
+    NUM_RESULTS,
+    Asked,
+    Flags,
+    Gathered,
+    RowUpdates,
+    Sampling,
+    SamplingFlags,
+    StepLists,
+    StepOps,
+    Update,
+)
+
+if TYPE_CHECKING:  # a start without torch imports this file
+    import torch
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 
-NUM_RESULTS = 8  # steps whose tokens are on their way
+# What rows sample with: columns of their state.
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+NARROW_COLUMNS = (*FLOATS, "edits", "penalised")  # the row's place among edits, or -1; 0 or 1
+WIDE_COLUMNS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
+PROMPT_COLUMN = WIDE_COLUMNS.index("num_prompt_tokens")
 
-
-def empty_rows(
-    device: torch.device, max_num_rows: int, max_model_len: int, num_groups: int, block_size: int
-) -> RowTensors:
-    """Make the state of max_num_rows rows of up to max_model_len tokens."""
-    num_blocks = -(-max_model_len // block_size) + 1
-    return RowTensors(
-        lazy_zeros((max_num_rows, max_model_len), torch.int32, device),
-        lazy_zeros((max_num_rows,), torch.int64, device),
-        lazy_zeros((num_groups, max_num_rows, num_blocks), torch.int32, device),
-        *empty_columns(max_num_rows, device),
-        block_size=block_size,
-        prompt_column=PROMPT_COLUMN,
-    )
+_KINDS = (COMPUTED, *[NARROW] * len(NARROW_COLUMNS), *[WIDE] * (2 * len(WIDE_COLUMNS)))
+_INDICES = (0, *range(len(NARROW_COLUMNS)), *range(2 * len(WIDE_COLUMNS)))
 
 
-def as_tensors(rows: RowArrays) -> RowTensors:
-    """Return tensors over the memory of these rows."""
-    return RowTensors(
-        torch.from_numpy(rows.tokens_RM),
-        torch.from_numpy(rows.computed_R),
-        torch.from_numpy(rows.tables_GRL),
-        torch.from_numpy(rows.narrow_CR),
-        torch.from_numpy(rows.wide_CR),
-        rows.block_size,
-        PROMPT_COLUMN,
-    )
+class Forks:
+    """Which forks of a step were carried out. A step that is repeated does not fork once more: the
+    plan may have changed the parent's table since."""
+
+    def __init__(self) -> None:
+        self._step_id = -1
+        self._done: set[RowFork] = set()
+
+    def to_do(self, plan: Plan) -> list[RowFork]:
+        """Return the forks that no try of this step has carried out."""
+        if plan.step_id != self._step_id:
+            self._step_id, self._done = plan.step_id, set()
+        return [fork for fork in plan.forked if fork not in self._done]
+
+    def did(self, *forks: RowFork) -> None:
+        self._done.update(forks)
 
 
 class DeviceRows:
-    """The rows of a device.
+    """The rows of a device. state: `RowTensors`, or `RowArrays` without torch. prompt_lens: the
+    host's copy of the rows' prompt lengths."""
 
-    results_QR: tokens of the last steps, -1 where there was none to choose. prompt_lens: the host's
-    copy of the rows' prompt lengths.
-    """
-
-    def __init__(self, device: Device, state: RowTensors, ops: StepOps) -> None:
+    def __init__(self, device: Device, state: Any, ops: StepOps) -> None:
         self.state, self.ops = state, ops
         self._device = device
-        num_rows = len(state.computed_R)
-        self.results_QR = torch.zeros(
-            NUM_RESULTS, num_rows, dtype=torch.int32, device=device.device
-        )
-        self.prompt_lens: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.prompt_lens: npt.NDArray[np.int64] = np.zeros(len(state.computed_R), np.int64)
         self._result_slot = 0
         self._forks = Forks()
 
@@ -82,13 +80,13 @@ class DeviceRows:
 
     @property
     def max_model_len(self) -> int:
-        return self.state.tokens_RM.shape[1]
+        return int(self.state.tokens_RM.shape[1])
 
-    def apply(self, plan: Plan, has_edits: Flags, asked: Asked) -> tuple[Update, int]:
+    def apply(self, plan: Plan, has_edits: Flags, asked: Asked) -> tuple[Update, StepLists]:
         """Get a plan's changes ready, to be taken by the step's own work (`run_with`).
 
         has_edits: whether rows, of all, are masked or biased, with this plan. asked: what the
-        plan's sampling rows asked for. Also returns the slot where the step's tokens go.
+        plan's sampling rows requested. Also returns the step's lists.
         """
         updates = self.changes(plan, has_edits)
         self._result_slot = (self._result_slot + 1) % NUM_RESULTS
@@ -96,38 +94,28 @@ class DeviceRows:
         lengths = (plan.computed_bound + plan.num_tokens)[places]
         sampling = Sampling(asked, lengths, self.prompt_lens[plan.sample_rows])
         lists = StepLists(plan.rows, plan.num_tokens, sampling, places, self._result_slot)
-        return self.ops.prepare(updates, lists), self._result_slot
+        return self.ops.prepare(updates, lists), lists
 
     def changes(self, plan: Plan, has_edits: Flags) -> RowUpdates:
-        """Return what a plan changes of the rows, before its step. What has to come before, such as
-        forks, is done behind what was given before."""
+        """Return what a plan changes of the rows, before its step. Forks, which come before that,
+        are carried out after all earlier work."""
         updates = RowUpdates()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
-            updates.add_start(start, start.row if has_edits[start.row] else -1)
+            place = start.row if has_edits[start.row] else -1
+            updates.deltas.append(start_deltas(start, place))
+            if len(start.token_ids):
+                updates.runs.append((start.row, 0, start.token_ids))
         if plan.forked:
             self.run_with(self.ops.prepare(updates, None), list)
             updates = self._fork(plan, has_edits)
         self._add_rest(plan, updates)
         return updates
 
-    def settle(
-        self, rows: Int32, contexts: Int64, sampling: Int32, lengths: Int64, token_ids: Int32
-    ) -> None:
-        """Move the counters of rows to what they have, [S] each, and store the tokens that others,
-        or some of them, have chosen, [N], behind so many of their tokens."""
-        arrays = [each.astype(np.int64) for each in (rows, contexts, sampling, lengths, token_ids)]
-
-        def work() -> Tensors:
-            row_state.advance(self.state, *(to_device(each, self.state.device) for each in arrays))
-            return []
-
-        self._device.run(work)
-
     def expect_nothing(self) -> None:
         """Get ready for a step of no rows: for what is run or recorded without a plan."""
         nothing, flags = Plan(step_id=-1), SamplingFlags.of_rows(0)
-        update, _ = self.apply(nothing, flags.has_edits, Asked(nothing.sample_rows, flags, {}))
+        update, _ = self.apply(nothing, flags.has_edits, Asked(nothing.sample_rows, flags))
         self.run_with(update, list)
 
     def run_with(self, update: Update, work: Work) -> Arrival:
@@ -145,13 +133,11 @@ class DeviceRows:
         update.hold(arrival)
         return arrival
 
-    def result(self, slot: int, num_samples: int) -> torch.Tensor:
-        """Return the tokens of a step, int32 [N]."""
-        return self.results_QR[slot, :num_samples]
-
-    def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
+    def advance(
+        self, gathered: Gathered, ids_N: "torch.Tensor", is_valid_N: "torch.Tensor"
+    ) -> None:
         """Store the chosen tokens behind their rows' last token, and move the counters."""
-        self.ops.advance(gathered, ids_N, is_valid_N, self.results_QR)
+        self.ops.advance(gathered, ids_N, is_valid_N)
 
     def _fork(self, plan: Plan, has_edits: Flags) -> RowUpdates:
         """Copy rows; returns in what the children differ from their parents."""
@@ -165,7 +151,10 @@ class DeviceRows:
         self._copy(batch)
         for fork in plan.forked:
             self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
-            updates.add_fork(fork, has_edits=bool(has_edits[fork.child]))
+            own = wide_deltas(fork.child, "sample_index", fork.sample_index)
+            if has_edits[fork.child]:
+                own.append(edits_delta(fork.child))
+            updates.deltas.append(np.array(own, np.int32))
         return updates
 
     def _copy(self, batch: list[RowFork]) -> None:
@@ -174,7 +163,65 @@ class DeviceRows:
             self._forks.did(*batch)
 
     def _add_rest(self, plan: Plan, updates: RowUpdates) -> None:
+        """Add what comes after rows have started and were forked."""
+        for row, num_tokens in plan.truncated:
+            updates.deltas.append(np.array([(COMPUTED, row, 0, num_tokens)], np.int32))
         for host in plan.host_tokens:
+            updates.runs.append((host.row, host.position, host.token_ids))
             if host.is_prompt:
-                self.prompt_lens[host.row] = host.position + len(host.token_ids)
-        updates.add_plan(plan)
+                end = host.position + len(host.token_ids)
+                self.prompt_lens[host.row] = end
+                deltas = wide_deltas(host.row, "num_prompt_tokens", end)
+                updates.deltas.append(np.array(deltas, np.int32))
+        if len(plan.last_ids):
+            _add_places(plan, updates)
+        writes = plan.block_writes
+        if len(writes.row):
+            columns = (writes.group, writes.row, writes.index, writes.block_id)
+            updates.deltas.append(np.stack(columns, axis=1))
+
+
+def _add_places(plan: Plan, updates: RowUpdates) -> None:
+    """Add where rows of a model in stages are, and the last token that each computes."""
+    deltas = np.zeros((len(plan.rows), 4), np.int32)
+    deltas[:, 0], deltas[:, 1], deltas[:, 3] = COMPUTED, plan.rows, plan.computed_bound
+    updates.deltas.append(deltas)
+    rows, positions = plan.rows.tolist(), plan.last_positions.tolist()
+    tokens = np.split(plan.last_ids, len(rows))
+    updates.runs += zip(rows, positions, tokens, strict=True)
+
+
+def start_deltas(start: RowStart, edits: int) -> Int32:
+    """Return [K, 4] that start a row. edits: the row's place among edits, or -1. Temperature 0 is
+    the greedy choice."""
+    params = start.params
+    floats = (
+        0.0 if params.is_greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+    )
+    seed = (start.seed + 2**63) % 2**64 - 2**63  # any 64 bits, as a signed number
+    wide = (max(params.top_k, 0), seed, start.sample_index, start.num_prompt_tokens)
+    deltas = np.empty((len(_KINDS), 4), np.int32)
+    deltas[:, 0], deltas[:, 1], deltas[:, 2] = _KINDS, start.row, _INDICES
+    deltas[0, 3] = start.num_computed_tokens
+    deltas[1 : 1 + len(FLOATS), 3] = np.array(floats, np.float32).view(np.int32)
+    narrow_end = 1 + len(NARROW_COLUMNS)
+    deltas[1 + len(FLOATS) : narrow_end, 3] = edits, params.has_penalties
+    deltas[narrow_end:, 3] = np.array(wide, np.int64).view(np.int32)
+    return deltas
+
+
+def wide_deltas(row: int, name: str, value: int) -> list[tuple[int, int, int, int]]:
+    """Return two deltas that set a column of 64 bits."""
+    lower, upper = np.array([value], np.int64).view(np.int32).tolist()
+    at = 2 * WIDE_COLUMNS.index(name)
+    return [(WIDE, row, at, lower), (WIDE, row, at + 1, upper)]
+
+
+def edits_delta(row: int) -> tuple[int, int, int, int]:
+    """Return the delta that gives the row a place among edits."""
+    return NARROW, row, NARROW_COLUMNS.index("edits"), row

@@ -12,10 +12,16 @@ Of each plan with rows one message goes from each stage to the next, also where 
 carried out: then the stages behind it fail as well. What stages before have done counts for
 nothing; the plans behind it, which they may have begun, neither (`EngineCore._recover`).
 
+A message of a `SocketLink` is the number of rows, -1 for a plan that failed, how many numbers each
+has, their bytes, 4 or 8, and the rows as they stand. It goes one way only, so a stage that is ahead
+waits while the socket is full, and no two stages wait for each other.
+
 Shape legend: T tokens, R rows, D model dim, E numbers of a token that cross.
 """
 
 import contextlib
+import socket
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,16 +30,21 @@ import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, RankLost
 from quire.base.masks import MaskPromise
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import HostTokens, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.speculation import parse_speculation
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.precision import accumulation_dtype
 from quire.runner.native_model import expert_pairs_of, native_or_same
+from quire.runner.steps import StepRunner
 
 GREEDY = SamplingParams(temperature=0.0)
+HEAD = struct.Struct("<iii")
+NONE = HEAD.pack(-1, 0, 0)
+DTYPES = {4: torch.float32, 8: torch.float64}
 
 
 class StageFailed(Exception):
@@ -50,6 +61,49 @@ class StageLink(Protocol):
     def receive(self) -> torch.Tensor | None:
         """Wait for the rows of the next plan."""
         ...
+
+
+class SocketLink:
+    """One end. Rows cross in the dtype that their sums are made in."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def send(self, rows_TE: torch.Tensor | None) -> None:
+        """See StageLink."""
+        if rows_TE is None:
+            self._send(memoryview(NONE))
+            return
+        rows_TE = rows_TE.to("cpu", accumulation_dtype(rows_TE.dtype)).contiguous()
+        self._send(memoryview(HEAD.pack(*rows_TE.shape, rows_TE.itemsize)))
+        self._send(rows_TE.view(torch.uint8).numpy().reshape(-1).data)
+
+    def receive(self) -> torch.Tensor | None:
+        """See StageLink."""
+        head = bytearray(HEAD.size)
+        self._fill(memoryview(head))
+        if head == NONE:
+            return None
+        num_rows, width, itemsize = HEAD.unpack(head)
+        rows_TE = torch.empty(num_rows, width, dtype=DTYPES[itemsize])
+        self._fill(rows_TE.view(torch.uint8).numpy().reshape(-1).data)
+        return rows_TE
+
+    def _send(self, data: memoryview) -> None:
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise RankLost(f"The next stage has ended ({error}).") from None
+
+    def _fill(self, data: memoryview) -> None:
+        while len(data):
+            try:
+                num = self._socket.recv_into(data)
+            except OSError as error:
+                raise RankLost(f"The previous stage has ended ({error}).") from None
+            if num == 0:
+                raise RankLost("The previous stage has ended.")
+            data = data[num:]
 
 
 @dataclass(frozen=True)
@@ -154,14 +208,8 @@ def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
         )
 
 
-class Runs(Protocol):
-    """What carries out plans."""
-
-    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult: ...
-
-
 def run_stage(
-    runner: Runs, model: StageModel, plan: Plan, masks: MaskPromise | None = None
+    runner: StepRunner, model: StageModel, plan: Plan, masks: MaskPromise | None = None
 ) -> StepResult:
     """Carry out a plan by the runner of a stage and wait for it. Raises StageFailed where a stage
     before could not."""

@@ -1,36 +1,142 @@
-"""What a step does to the rows and to its logits, by kernels or by torch's operations.
+"""What a step does to the rows and to its logits: by kernels, by torch, or by the core. No torch.
 
 A step is
 
     take an update  ->  gather  ->  forward pass  ->  edit  ->  choose  ->  advance
 
-and before `edit` the step's masks are taken, if it has any. Each part may be carried out long after
-it was asked for, so it reads nothing of the host that may change until then.
+and before `edit` the step's masks are taken, if it has any. Each part may run long after it was
+requested, so it reads nothing of the host that may change until then.
 
 Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabulary, F forks.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from quire.base.masks import MaskPromise
-from quire.ops.device_guesses import Runs
-from quire.ops.logit_edits import EditTable
-from quire.ops.step_inputs import SampleInputs, StepInputs
+from quire.base.plan import RowStart
+from quire.ops.row_arrays import last_writes
 from quire.runner.device import Arrival
-from quire.runner.extras import StepExtras
-from quire.runner.row_updates import RowUpdates
-from quire.runner.sampling_flags import NO_LOGPROBS, SamplingFlags
+
+if TYPE_CHECKING:  # a start without torch imports this file
+    import torch
+
+    from quire.ops.logit_edits import EditTable
+    from quire.ops.step_inputs import SampleInputs, StepInputs
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
+NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
+ALL_LOGPROBS = -1
 # Numbers of candidates for which a step is recorded; fewer are taken as the next of these.
 RECORDED_CANDIDATES = (0, 5, 20)
+NUM_RESULTS = 8  # steps whose tokens are on their way
+
+
+@dataclass
+class RowUpdates:
+    """What a plan changes of the rows, in its order: deltas [K, 4] (`quire.ops.row_arrays`) and
+    tokens of rows (row, position, tokens)."""
+
+    deltas: list[Int32] = field(default_factory=list)
+    runs: list[tuple[int, int, Int32]] = field(default_factory=list)
+
+    def merged_deltas(self) -> Int32:
+        """Merge all deltas: of several for one place the last."""
+        if not self.deltas:
+            return np.empty((0, 4), np.int32)
+        merged = np.concatenate(self.deltas)
+        if len(merged) == 1:
+            return merged
+        wide = merged.astype(np.int64)
+        places = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
+        kept: Int32 = merged[last_writes(places)]
+        return kept
+
+
+@dataclass
+class SamplingFlags:
+    """What the sampling of rows needs: arrays indexed by row, meaningful between `start` and
+    `release`.
+
+    has_edits: lists of tokens or biases. has_extras: what no kernel does, or named tokens. is_beam:
+    its candidates are for a beam search. top_k: 0 is off. num_logprobs: candidates, NO_LOGPROBS or
+    ALL_LOGPROBS.
+    """
+
+    is_greedy: Flags
+    has_filter: Flags
+    has_penalties: Flags
+    has_edits: Flags
+    has_extras: Flags
+    is_beam: Flags
+    top_k: Int64
+    num_logprobs: Int64
+
+    @classmethod
+    def of_rows(cls, max_num_rows: int) -> "SamplingFlags":
+        """Make flags of rows that request nothing."""
+        return cls(
+            is_greedy=np.ones(max_num_rows, bool),
+            has_filter=np.zeros(max_num_rows, bool),
+            has_penalties=np.zeros(max_num_rows, bool),
+            has_edits=np.zeros(max_num_rows, bool),
+            has_extras=np.zeros(max_num_rows, bool),
+            is_beam=np.zeros(max_num_rows, bool),
+            top_k=np.zeros(max_num_rows, np.int64),
+            num_logprobs=np.full(max_num_rows, NO_LOGPROBS, np.int64),
+        )
+
+    def start(self, start: RowStart) -> None:
+        """Set the flags of a row that a sequence takes."""
+        row, params = start.row, start.params
+        self.is_greedy[row] = params.is_greedy
+        self.has_filter[row] = params.has_filters and not params.is_greedy
+        self.has_penalties[row] = params.has_penalties
+        self.is_beam[row] = params.use_beam_search
+        self.top_k[row] = max(params.top_k, 0)
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.has_edits[row] = asks_for_edits(start)
+        self.has_extras[row] = asks_for_extras(start)
+
+    def release(self, rows: Int32) -> None:
+        """Clear what released rows requested."""
+        self.has_edits[rows] = self.has_extras[rows] = False
+        self.num_logprobs[rows] = NO_LOGPROBS
+
+    def copy(self, parent: int, child: int) -> None:
+        """Let a forked child sample as its parent."""
+        for array in vars(self).values():
+            array[child] = array[parent]
+
+    def at(self, rows: Int32) -> "SamplingFlags":
+        """Copy some rows' entries."""
+        return SamplingFlags(*(array[rows] for array in vars(self).values()))
+
+
+def asks_for_edits(start: RowStart) -> bool:
+    """Return whether the row's logits are masked or biased."""
+    params = start.params
+    has_lists = bool(params.allowed_token_ids or start.bad_words_token_ids or params.logit_bias)
+    return has_lists or has_least_length(start)
+
+
+def has_least_length(start: RowStart) -> bool:
+    """Return whether tokens that stop the row are forbidden at its beginning."""
+    return start.params.min_tokens > 0 and len(start.stop_token_ids) > 0
+
+
+def asks_for_extras(start: RowStart) -> bool:
+    """Return whether the row requests what no kernel does, or names tokens for
+    log-probabilities."""
+    params = start.params
+    has_own = bool(params.logits_processors or params.logprob_token_ids)
+    return params.has_dry or params.has_xtc or has_own
 
 
 @dataclass(frozen=True)
@@ -49,17 +155,16 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a step's sampling rows asked for. spans: of their edits, by their place. masked: the
-    places of those with a token mask. extras: what no kernel does."""
+    """What a step's sampling rows requested. spans: of their edits, by their place. masked: the
+    places of those with a token mask."""
 
     rows: Int32
     flags: SamplingFlags
-    spans: dict[int, Int32]
+    spans: dict[int, Int32] = field(default_factory=dict)
     masked: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
-    extras: StepExtras | None = None
 
     @property
-    def masked_beams(self) -> npt.NDArray[np.bool_]:
+    def masked_beams(self) -> Flags:
         """[N] which of them choose the candidates of a beam search among allowed tokens."""
         found = np.zeros(len(self.rows), bool)
         found[self.masked] = self.flags.is_beam[self.masked]
@@ -97,8 +202,7 @@ class StepLists:
 class Needs:
     """What a step's sampling does, beside choosing: part of a graph's key. edits: the generation of
     the table, None without. num_candidates: NO_LOGPROBS, or how many for each row. has_beams: masks
-    are for the candidates of beam searches, too. has_named: rows name the tokens whose
-    log-probabilities they want."""
+    are for the candidates of beam searches, too. has_extras: see SamplingFlags."""
 
     has_filters: bool = False
     has_penalties: bool = False
@@ -107,11 +211,10 @@ class Needs:
     has_masks: bool = False
     has_beams: bool = False
     has_extras: bool = False
-    has_named: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
-        is_rare = self.has_beams or self.has_extras or self.has_named
+        is_rare = self.has_beams or self.has_extras
         return self.num_candidates <= RECORDED_CANDIDATES[-1] and not is_rare
 
     @property
@@ -144,15 +247,17 @@ class Gathered:
     """inputs: of the forward pass, without padded rows. contexts: tokens that each place for a row
     has with this step."""
 
-    inputs: StepInputs
-    samples: SampleInputs
-    contexts: torch.Tensor
+    inputs: "StepInputs"
+    samples: "SampleInputs"
+    contexts: "torch.Tensor"
 
 
 class StepOps(Protocol):
-    """can_be_recorded: whether a graph can hold what it launches."""
+    """can_be_recorded: whether a graph can hold what it launches. results_QR: the tokens of the
+    last NUM_RESULTS steps, int32, -1 where there was none to choose."""
 
     can_be_recorded: bool
+    results_QR: "torch.Tensor"
 
     def fork(self, pairs_F2: Int32) -> None:
         """Make rows (parent, child) copies of others, behind all work that was given before. No
@@ -177,55 +282,34 @@ class StepOps(Protocol):
         of the step whose lists were taken last."""
         ...
 
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
-        """Write so many guesses behind the last token of each of these rows
-        (`quire.ops.device_guesses.guess_runs`)."""
-        ...
-
     def edit(
-        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
-    ) -> torch.Tensor:
-        """Return the logits with lists, biases, penalties and masks. Those that are given are
-        changed by masks alone."""
+        self,
+        logits_NV: "torch.Tensor",
+        samples: "SampleInputs",
+        needs: Needs,
+        table: "EditTable | None",
+    ) -> "torch.Tensor":
+        """Return the logits with lists, biases, penalties and masks. Only masks change the given
+        ones. table: of lists and biases; None where `needs` has no edits."""
         ...
 
     def choose(
-        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NV: "torch.Tensor", samples: "SampleInputs", needs: Needs
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
         """Choose a token per row, int64 [N], and whether there was one to choose, bool [N]."""
         ...
 
     def best_of_part(
-        self, logits_NW: torch.Tensor, samples: SampleInputs, first: int
-    ) -> torch.Tensor:
+        self, logits_NW: "torch.Tensor", samples: "SampleInputs", first: int
+    ) -> "torch.Tensor":
         """Choose among the tokens from `first` on, without filters: pairs of a score and a token
         id, float64 [N, 2]. The score is -inf where there is nothing to choose, inf where the logits
         make no sense."""
         ...
 
     def advance(
-        self,
-        gathered: Gathered,
-        ids_N: torch.Tensor,
-        is_valid_N: torch.Tensor,
-        results_QS: torch.Tensor,
+        self, gathered: Gathered, ids_N: "torch.Tensor", is_valid_N: "torch.Tensor"
     ) -> None:
         """Store the chosen tokens, move the counters, and leave the tokens, -1 where there was
         none, in the step's result slot. A second time it changes nothing."""
         ...
-
-
-def prepared_masks(
-    ops: StepOps,
-    asked: Asked,
-    promise: MaskPromise | None,
-    depths: npt.NDArray[np.int64] | None = None,
-) -> tuple[Update, dict[int, str]]:
-    """Wait for a step's masks and get them ready: of its rows, whatever others there are; also
-    returns what is wrong with rows. depths: behind which of its guesses each place is that asked;
-    None: all are behind known tokens."""
-    assert promise is not None, "a plan with masked rows comes with a promise"
-    masks, which = promise.wait(), asked.masked
-    behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
-    words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
-    return ops.prepare_masks(which.astype(np.int32), np.ascontiguousarray(words)), masks.errors

@@ -12,22 +12,52 @@ import numpy.typing as npt
 import torch
 
 from quire.ops import row_state
-from quire.ops.device_guesses import Runs, guess_runs
 from quire.ops.host_memory import to_device
 from quire.ops.logit_edits import EditTable, apply_edits
 from quire.ops.mask import RowMasks, apply_masks
-from quire.ops.penalties import apply_penalties
+from quire.ops.penalties import Penalties, apply_penalties
 from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams, choose, scores_of_part
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.ops.top_k import arg_max
-from quire.runner.column_tensors import narrow, penalties_of, wide
 from quire.runner.device import Device
-from quire.runner.row_updates import RowUpdates
-from quire.runner.step_ops import Gathered, Needs, Sampling, StepLists, StepShape, Update
+from quire.runner.rows import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
+from quire.runner.step_ops import (
+    NUM_RESULTS,
+    Gathered,
+    Needs,
+    RowUpdates,
+    Sampling,
+    StepLists,
+    StepShape,
+    Update,
+)
 
 Int32 = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.intp]
+
+
+def empty_results(state: RowTensors) -> torch.Tensor:
+    """Make the slots for the tokens of the last steps."""
+    shape = NUM_RESULTS, len(state.computed_R)
+    return torch.zeros(shape, dtype=torch.int32, device=state.device)
+
+
+def narrow(state: RowTensors, name: str) -> torch.Tensor:
+    """Return a column of all rows: float32 for FLOATS, else int32."""
+    column_R = state.narrow_CR[NARROW_COLUMNS.index(name)]
+    return column_R.view(torch.float32) if name in FLOATS else column_R
+
+
+def wide(state: RowTensors, name: str) -> torch.Tensor:
+    """Return a column of all rows, int64."""
+    return state.wide_CR[WIDE_COLUMNS.index(name)]
+
+
+def penalties_of(state: RowTensors, rows_N: torch.Tensor) -> Penalties:
+    """Return the penalties of these rows."""
+    names = ("presence", "frequency", "repetition")
+    return Penalties(*(narrow(state, name).index_select(0, rows_N) for name in names))
 
 
 class TorchOps:
@@ -37,6 +67,7 @@ class TorchOps:
 
     def __init__(self, device: Device, state: RowTensors) -> None:
         self._device, self._state = device, state
+        self.results_QR = empty_results(state)
         self._lists: StepLists | None = None
         self._sampling: Sampling | None = None
         self._masks: RowMasks | None = None
@@ -96,12 +127,12 @@ class TorchOps:
         """Take who they are."""
         self._sampling = sampling
 
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
-        """Look at all places of all rows at once."""
-        guess_runs(self._state, rows, nums, longest, runs)
-
     def edit(
-        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
+        self,
+        logits_NV: torch.Tensor,
+        samples: SampleInputs,
+        needs: Needs,
+        table: EditTable | None,
     ) -> torch.Tensor:
         """Apply lists, biases and penalties to a copy in float32, where a row has any; masks where
         the logits stand."""
@@ -114,10 +145,13 @@ class TorchOps:
             apply_masks(logits_NV, self._masks)
         return logits_NV
 
-    def _edit(self, logits_NV: torch.Tensor, samples: SampleInputs, table: EditTable) -> None:
+    def _edit(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, table: EditTable | None
+    ) -> None:
         sampling, tokens_RM = self._served, self._state.tokens_RM
         asked, lengths = sampling.asked, sampling.lengths
         for n, span in asked.spans.items():
+            assert table is not None
             tokens_M, num_prompt_tokens = tokens_RM[asked.rows[n]], int(sampling.prompt_lens[n])
             apply_edits(logits_NV[n], table, span, tokens_M, samples.lengths[n], num_prompt_tokens)
         penalised = np.flatnonzero(asked.flags.has_penalties)
@@ -165,17 +199,11 @@ class TorchOps:
         scores_N = scores_of_part(logits_NW, ids_N, peaks_N, temperatures_N, streams, first)
         return torch.stack((scores_N, (ids_N + first).double()), dim=1)
 
-    def advance(
-        self,
-        gathered: Gathered,
-        ids_N: torch.Tensor,
-        is_valid_N: torch.Tensor,
-        results_QS: torch.Tensor,
-    ) -> None:
+    def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
         """Write results first, counters last."""
         lists, samples = self._now, gathered.samples
         if len(lists.sample_rows):
-            results_QS[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
+            self.results_QR[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
         rows_S = self._index(lists.rows)
         row_state.advance(
             self._state, rows_S, gathered.contexts, samples.rows, samples.lengths, ids_N

@@ -9,61 +9,23 @@ together first, and from there on all ranks do what one rank does.
 Shape legend: N rows, V vocabulary, W columns of a part, G ranks.
 """
 
-from typing import Protocol
-
 import torch
 
 from quire.ops.collective import RankGroup, all_gather
 from quire.ops.step_inputs import SampleInputs
+from quire.runner.sampler import Vocabulary
 from quire.runner.step_ops import Needs, StepOps
 
 Chosen = tuple[torch.Tensor, torch.Tensor]
 
 
-class Vocabulary(Protocol):
-    """size: how many tokens there are."""
-
-    size: int
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of what the model gives a rank."""
-        ...
-
-    def needed(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
-        """Return as many of the logits as sampling needs."""
-        ...
-
-    def choose(
-        self, ops: StepOps, logits: torch.Tensor, samples: SampleInputs, needs: Needs
-    ) -> Chosen:
-        """Choose among these; see StepOps."""
-        ...
-
-
-class WholeVocabulary:
-    """All tokens' logits are here."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-    def needed(self, logits: torch.Tensor, needs: Needs) -> torch.Tensor:
-        return logits
-
-    def choose(
-        self, ops: StepOps, logits: torch.Tensor, samples: SampleInputs, needs: Needs
-    ) -> Chosen:
-        return ops.choose(logits, samples, needs)
-
-
-class SharedVocabulary:
+class SharedVocabulary(Vocabulary):
     """Rank g has the logits of the tokens from g * W on, W = ceil(V / G); columns beyond the last
     token are never looked at. A model may also give all ranks all logits."""
 
     def __init__(self, size: int, group: RankGroup) -> None:
-        self.size, self._group = size, group
+        super().__init__(size)
+        self._group = group
         self._first = group.rank * -(-size // group.size)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -99,7 +61,7 @@ class SharedVocabulary:
 
 def vocabulary_of(size: int, group: RankGroup) -> Vocabulary:
     """Return the vocabulary of ranks that share each layer."""
-    return WholeVocabulary(size) if group.size == 1 else SharedVocabulary(size, group)
+    return Vocabulary(size) if group.size == 1 else SharedVocabulary(size, group)
 
 
 def best_of_parts(pairs_GN2: torch.Tensor) -> Chosen:

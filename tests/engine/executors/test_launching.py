@@ -32,7 +32,7 @@ class Step:
     def is_done(self) -> bool:
         return not self.gate.empty()
 
-    def result(self) -> StepResult:
+    def end(self) -> StepResult:
         trouble = self.gate.get(timeout=WAIT_S)
         if trouble:
             raise RuntimeError(trouble)

@@ -4,7 +4,7 @@ Random programs: requests of all kinds in a tight pool, on a host tier, with swa
 directions. Faults come where the table of kinds and places has the fewest, and at the end no cell
 may be empty. A fault by chance costs nobody anything; one that a request brings costs that one.
 
-Covers `runner/plan_parts.py`.
+Covers `runner/steps.py`.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ from quire.engine.executors.executor import Executor, InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from tests.support.engine.failing_core import prompt
 from tests.support.engine.updates import read, run_to_end
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
@@ -58,13 +59,13 @@ def points_of(runner: Any) -> list[Point]:
     fails before them."""
     last = [(runner.rows, "advance", place, False) for place in PLACES[4:]]
     return [
-        (runner, "start_and_release", "begin", False),
+        (runner, "follow", "begin", False),
         (runner.rows, "_add_rest", "tables", True),
         (runner.backend, "prepare", "forward", False),
         (runner.backend, "swap_out", "swap_out", True),
         (runner.backend, "load", "load", True),
         (runner.backend, "copy_blocks", "copy", True),
-        (runner, "end", "after forward", False),
+        (runner, "finish", "after forward", False),
         (runner.rows.ops, "choose", "sampling", True),
         (runner.sampler, "sample", "result", True),
         *last,

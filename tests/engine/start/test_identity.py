@@ -10,7 +10,8 @@ from quire.base.config import config_from_flat
 from quire.engine.start.build import make_scheduler
 from quire.models.source import resolve_model
 from quire.ops.formats import variants
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 from tests.support.models.reference_checkpoints import checkpoint
 

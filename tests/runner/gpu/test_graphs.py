@@ -9,35 +9,39 @@ import torch
 
 from quire.ops.step_inputs import StepInputs
 from quire.runner.gpu import graphs
-from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size
+from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size, UsedSizes
 from quire.runner.gpu.pieces import record
-from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import ladder
-from quire.runner.step_ops import Needs
+from quire.runner.step_ops import Needs, StepShape
 from tests.support.runner.late_device import LateDevice
 
 PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 
 
 class Decoder:
-    """Notes what is recorded. most: graphs that find room."""
+    """Notes what is recorded: a runner, with its rows and sampler. most: graphs that find room."""
+
+    max_model_len = 8
+    attachments: tuple[()] = ()
 
     def __init__(self, most: int = 1000, takes_any_lengths: bool = True) -> None:
         self.backend: Any = self
+        self.rows = self.ops = self.sampler = self
         self.takes_any_lengths = takes_any_lengths
         self.sizes: list[Size] = []
         self.most = most
-
-    def largest_shape(self, size: Size) -> Any:
-        if len(self.sizes) == self.most:
-            raise torch.OutOfMemoryError
-        self.sizes.append(size)
-        return size
+        self._is_new = False
 
     def expect_nothing(self) -> None:
-        pass
+        self._is_new = True
 
-    def gather(self, shape: Size) -> Any:
+    def gather(self, shape: StepShape) -> Any:
+        if self._is_new and len(self.sizes) == self.most:
+            raise torch.OutOfMemoryError
+        if self._is_new:
+            tokens = shape.num_tokens
+            self.sizes.append(Size(shape.num_samples, tokens if shape.query_lens[0] > 1 else 0))
+            self._is_new = False
         one = torch.zeros(1, dtype=torch.int64)
         return SimpleNamespace(inputs=StepInputs(one, one, one, one, (one,), (one,)))
 
@@ -47,7 +51,13 @@ class Decoder:
     def prepare(self, step: Any) -> None:
         pass
 
-    def carry_out(self, *_: Any) -> list[torch.Tensor]:
+    def compute(self, *_: Any) -> Any:
+        pass
+
+    def parts(self, needs: Needs) -> list[Any]:
+        return []
+
+    def finish(self, *_: Any) -> list[torch.Tensor]:
         return []
 
 
@@ -58,7 +68,7 @@ class AtOnce(LateDevice):
         return arrival
 
 
-def make(max_rows: int, decoder: Decoder, **more: Any) -> Graphs:
+def make(max_rows: int, decoder: Any, **more: Any) -> Graphs:
     device: Any = AtOnce(torch.device("cpu"))
     return Graphs(device, decoder, max_rows, **more)
 

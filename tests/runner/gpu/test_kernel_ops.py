@@ -180,13 +180,13 @@ def test_with_attention_by_torch(
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How often mixed steps were replayed, and others. Mixed ones are recorded at once."""
     counted: Counter[bool] = Counter()
-    begin = graphs.Recorded.begin
+    first = graphs.Recorded.first
 
     def count(recorded: graphs.Recorded, shape: StepShape) -> list[torch.Tensor]:
         counted[recorded.size.is_mixed] += 1
-        return begin(recorded, shape)
+        return first(recorded, shape)
 
-    monkeypatch.setattr(graphs.Recorded, "begin", count)
+    monkeypatch.setattr(graphs.Recorded, "first", count)
     monkeypatch.setattr(graphs, "FIRST_TIMES_MIXED", 0)
     return counted
 

@@ -22,7 +22,8 @@ from quire.models import formats
 from quire.models.source import resolve_model
 from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.runner.gpu import slots
 from quire.runner.gpu.pieces import Pieces
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
@@ -96,7 +97,7 @@ def drive(
         if device is not None and len(in_flight) > 1:
             assert not in_flight[-1][1].is_done(), "nothing is done before it must be"
         plan, pending = in_flight.popleft()
-        result = pending.result() if len(plan.rows) else combine(plan, [])
+        result = pending.end() if len(plan.rows) else combine(plan, [])
         outputs = scheduler.update(result, 0.0).outputs
         assert not result.row_errors
         for update in read(reader, outputs):
@@ -234,7 +235,7 @@ def test_a_launch_that_fails_can_be_repeated(devices: list[LateDevice]) -> None:
         if fails:
             model, runner.model = runner.model, None  # type: ignore[assignment]
             with pytest.raises(TypeError):
-                runner.launch(plan).result()
+                runner.launch(plan).end()
             runner.model = model
-        found.append(runner.launch(plan).result().token_ids.tolist())
+        found.append(runner.launch(plan).end().token_ids.tolist())
     assert found[0] == found[1]

@@ -10,12 +10,11 @@ import torch
 from quire.base.plan import BlockWrites, HostTokens, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner.columns import PROMPT_COLUMN
+from quire.runner.assemble import empty_rows
 from quire.runner.device import HostDevice
 from quire.runner.gpu.kernel_ops import KernelOps
-from quire.runner.rows import DeviceRows, empty_rows
-from quire.runner.sampling_flags import SamplingFlags
-from quire.runner.step_ops import Asked, StepOps
+from quire.runner.rows import PROMPT_COLUMN, DeviceRows
+from quire.runner.step_ops import Asked, SamplingFlags, StepOps
 from quire.runner.torch_ops import TorchOps
 from tests.support.runner.late_device import LateDevice
 

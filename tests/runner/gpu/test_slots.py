@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from quire.runner.gpu.slots import SlotRing
-from quire.runner.row_updates import RowUpdates
+from quire.runner.step_ops import RowUpdates
 from tests.support.runner.late_device import LateDevice
 
 

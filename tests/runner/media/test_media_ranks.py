@@ -21,7 +21,8 @@ from quire.models.source import ModelSource, resolve_model
 from quire.models.vision.place import encoder_size
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from tests.runner.media.test_media_steps import check
 from tests.support.engine.stages import StagesExecutor, build_stages
 from tests.support.models.reference_checkpoints import checkpoint
@@ -39,7 +40,7 @@ class Answer:
     """A result that is made when it is asked for."""
 
     def __init__(self, make: Any) -> None:
-        self.result = make
+        self.end = make
 
 
 class StagedEngine(Engine):
@@ -83,7 +84,7 @@ def test_two_ranks_that_share_layers() -> None:
     def noting(plan: Plan) -> Any:
         launched = alone.runner.launch(plan)
         plans.append(crossed(plan))
-        wanted.append(launched.result().token_ids.tolist())
+        wanted.append(launched.end().token_ids.tolist())
         return launched
 
     alone.launch = noting  # type: ignore[method-assign]

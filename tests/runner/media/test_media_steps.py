@@ -4,7 +4,7 @@ Every answer's log-probabilities are compared with one pass over prompt and answ
 tower's outputs stand in the place of the embeddings.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from quire.engine.loop.recovery import bisect_step
 from quire.models.loading import load_model
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
-from quire.runner.launched import Settled
+from quire.runner.guesses import GuessedStep
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found, WholeModel
@@ -103,7 +103,7 @@ def test_steps_with_drafts(on_device: bool) -> None:
         plain.add(name)
     answers = {name: [t for t, _ in pairs] for (name, _), pairs in plain.drive().items()}
     engine = Engine()
-    engine.runner.runs = Runs(1, 3, SEARCHED)
+    engine.runner.make_draft_step = partial(GuessedStep, runs=Runs(1, 3, SEARCHED))
     for name in ITEMS:
         engine.add(name)
 
@@ -141,11 +141,15 @@ class Parts:
     def next_result(self) -> StepResult:
         return self._result
 
-    def launch(self, plan: Plan) -> Settled:
+    def launch(self, plan: Plan) -> "Parts":
         self.submit(plan)
         executor: Any = self
-        found = self._result
-        return Settled(found if found.error is None else bisect_step(executor, plan))
+        if self._result.error is not None:
+            self._result = bisect_step(executor, plan)
+        return self
+
+    def end(self) -> StepResult:
+        return self._result
 
 
 def test_an_item_that_cannot_be_encoded_costs_its_readers_alone() -> None:
@@ -165,11 +169,12 @@ def test_steps_that_failed_after_encoding_are_run_again(monkeypatch: pytest.Monk
     parts, hidden, tried = Parts(engine), engine.runner.hidden, set[int]()
     engine.launch = parts.launch  # type: ignore[method-assign]
 
-    def fails_once(inputs: Any, shape: Any, backend: Any, media: Any) -> torch.Tensor:
-        if media.inputs and id(media.inputs[0]) not in tried:
-            tried.add(id(media.inputs[0]))
+    def fails_once(inputs: Any, shape: Any, backend: Any, parts: Any) -> torch.Tensor:
+        [media] = parts
+        if media.items and id(media.items[0]) not in tried:
+            tried.add(id(media.items[0]))
             raise RuntimeError("a fault by chance")
-        return hidden(inputs, shape, backend, media)
+        return hidden(inputs, shape, backend, parts)
 
     monkeypatch.setattr(engine.runner, "hidden", fails_once)
     for name in ITEMS:
@@ -199,7 +204,7 @@ def test_prompt_scores_are_of_the_tokens_in_the_prompt() -> None:
 
     def noting(plan: Plan) -> Any:
         launched = launch(plan)
-        for row, each in launched.result().prompt_candidates.items():
+        for row, each in launched.end().prompt_candidates.items():
             name = engine.scheduler.rows.table.sequences[row].request.request_id
             scores.setdefault(name, []).extend(int(one.token_ids[0]) for one in each)
         return launched

@@ -75,6 +75,6 @@ def test_a_fork_has_the_items_of_its_parent_until_it_is_released() -> None:
 def test_a_step_tells_attention_where_keys_end() -> None:
     media = Media()
     step = media.prepare(plan([(1, 0, 16)], started=(start(1),)))
-    made = step.attention_step(make_step([RowPart(0, 16, ([0, 1, 2, 3],))], 4))
+    made = step.attention(make_step([RowPart(0, 16, ([0, 1, 2, 3],))], 4))
     assert made.ends_T is not None and made.ends_T.tolist()[:8] == [NONE, NONE, A, A, A, B, B, NONE]
     assert not step.can_be_recorded and media.prepare(plan([(1, 16, 1)])).can_be_recorded

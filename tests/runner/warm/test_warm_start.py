@@ -1,6 +1,6 @@
 """Starts without torch: the same tokens and blocks, to the bit, as starts with it; and torch as
-soon as somebody asks for what needs it. Covers `runner/warm/keep.py`, `runner/warm/start_file.py`
-and the rest of its folder."""
+soon as somebody asks for what needs it. Covers `runner/warm/keep.py`, `runner/warm/start_file.py`,
+`runner/warm/array_ops.py` and the rest of the folder."""
 
 import dataclasses
 import random
@@ -27,8 +27,7 @@ from quire.models.source import resolve_model
 from quire.ops.native import core
 from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
-from quire.runner.warm.model import LOAD_S, WarmModel
-from quire.runner.warm.start import start_warm
+from quire.runner.warm.model import LOAD_S, WarmModel, start_warm
 from quire.runner.warm.warm_runner import WarmRunner
 from tests.support.engine.attachments import attached
 from tests.support.engine.updates import error_of, read
@@ -84,7 +83,7 @@ class Run:
         """All bytes of keys and values."""
         model = self.built.core.executor._built  # type: ignore[attr-defined]
         if isinstance(model, WarmModel):
-            return [each.tobytes() for each in model.runner.blocks.data]
+            return [each.tobytes() for each in model.runner.backend.data]
         memory = model.runner.backend._memory
         return [kv.contiguous().view(-1).view(np_bytes()).numpy().tobytes() for kv in memory.kv]
 
@@ -373,19 +372,25 @@ def test_a_step_that_is_repeated_forks_once(
 ) -> None:
     """The first try fails when all is done but the counters."""
     folder, cache = model
-    step, failed = WarmRunner._step, set[int]()
+    launch, finish, failed = WarmRunner.launch, WarmRunner.finish, set[int]()
+    step_ids = list[int]()
 
-    def troubled(self: WarmRunner, plan: Plan) -> Any:
-        computed = self.rows.arrays.computed_R.copy()
-        found = step(self, plan)
-        if plan.step_id not in failed:
-            failed.add(plan.step_id)
-            self.rows.arrays.computed_R[:] = computed
+    def launching(self: WarmRunner, plan: Plan, masks: Any = None) -> Any:
+        step_ids.append(plan.step_id)
+        return launch(self, plan, masks)
+
+    def troubled(self: WarmRunner, *arguments: Any) -> Any:
+        computed = self.rows.state.computed_R.copy()
+        found = finish(self, *arguments)
+        if step_ids[-1] not in failed:
+            failed.add(step_ids[-1])
+            self.rows.state.computed_R[:] = computed
             raise RuntimeError("made to fail")
         return found
 
     wanted = programs(Run(folder, cache, **SHORT), 97, 4).tokens
-    monkeypatch.setattr(WarmRunner, "_step", troubled)
+    monkeypatch.setattr(WarmRunner, "launch", launching)
+    monkeypatch.setattr(WarmRunner, "finish", troubled)
     assert programs(Run(folder, cache, **SHORT), 97, 4).tokens == wanted
     assert len(failed) > 5
 
@@ -395,15 +400,15 @@ def test_logits_that_are_not_finite(
 ) -> None:
     """Their row fails, with a reason; the others go on."""
     folder, cache = model
-    logits = WarmRunner._logits
+    logits = WarmRunner.logits
 
-    def poisoned(self: WarmRunner, hidden_ND: Any) -> Any:
-        found = logits(self, hidden_ND)
+    def poisoned(self: WarmRunner, *arguments: Any) -> Any:
+        found = logits(self, *arguments)
         found[0, 3] = np.nan
         return found
 
     run = Run(folder, cache)
-    monkeypatch.setattr(WarmRunner, "_logits", poisoned)
+    monkeypatch.setattr(WarmRunner, "logits", poisoned)
     run.add("first", [4, 5, 6], temperature=0.0)
     run.add("second", [7, 8, 9], temperature=0.0)
     run.step()
@@ -434,7 +439,7 @@ def test_whose_start_it_is(model: tuple[Path, Path], monkeypatch: pytest.MonkeyP
     ):
         assert warm_of(folder, cache, **settings) is None, settings
     own = list(start_file._own_files())
-    assert any(name == "/runner/warm/rows.py" for name, _, _ in own)
+    assert any(name == "/runner/warm/array_ops.py" for name, _, _ in own)
     monkeypatch.setattr(start_file, "_own_files", lambda: iter([*own[1:], ("x.py", 1, 1)]))
     assert warm_of(folder, cache) is None
 
@@ -488,8 +493,8 @@ def test_memory_is_taken_over(model: tuple[Path, Path]) -> None:
     whole = run.warm._whole
     assert whole is not None
     rows, memory = whole.runner.rows.state, whole.runner.backend._memory  # type: ignore[attr-defined]
-    assert rows.tokens_RM.data_ptr() == run.warm.runner.rows.arrays.tokens_RM.ctypes.data
-    assert memory.kv[0].data_ptr() == run.warm.runner.blocks.data[0].ctypes.data
+    assert rows.tokens_RM.data_ptr() == run.warm.runner.rows.state.tokens_RM.ctypes.data
+    assert memory.kv[0].data_ptr() == run.warm.runner.backend.data[0].ctypes.data
     assert whole.memory == run.built.memory
 
 

@@ -16,7 +16,8 @@ from quire.base.plan import Plan, StepResult
 from quire.engine.executors.executor import failed_step
 from quire.models.rank_place import RankPlace
 from quire.models.source import ModelSource
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.runner.stage import StageLinks
 from tests.support.scheduler.fake_device import QueueExecutor
 

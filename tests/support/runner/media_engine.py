@@ -30,7 +30,8 @@ from quire.models.vision.positions import mrope_positions
 from quire.models.vision.tower import VisionTower
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.program import Untraceable
-from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.build import build_runner
+from quire.runner.built import BuiltRunner
 from quire.scheduler.scheduler import Scheduler
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -251,7 +252,7 @@ class Engine:
                 owners = [sequences[row] for row in plan.sample_rows.tolist()]
                 in_flight.append((owners, plan, self.launch(plan)))
             owners, plan, launched = in_flight.popleft()
-            result: StepResult = launched.result()
+            result: StepResult = launched.end()
             for i, (owner, row) in enumerate(zip(owners, plan.sample_rows.tolist(), strict=True)):
                 name = owner.request.request_id
                 if row in result.row_errors:

@@ -22,7 +22,7 @@ from quire.engine.executors.executor import check_usable, failed_step
 from quire.engine.executors.threaded import DeviceThread
 
 if TYPE_CHECKING:
-    from quire.runner.build import BuiltRunner
+    from quire.runner.built import BuiltRunner
     from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("quire")
@@ -110,7 +110,7 @@ class _Steps:
         except BaseException as error:
             self.has_failed = True
             return self._failure(plan, f"{type(error).__name__}: {error}")
-        return pending.result
+        return pending.end
 
     def answer(self, answer: Answer) -> None:
         """Wait for an answer, on the waiting thread, for each plan in its turn."""

@@ -55,9 +55,8 @@ from quire.models.source import resolve_source
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.runner.build import build_runner, choose_device
-from quire.runner.machine_share import MachineShare
-from quire.runner.stage import StageLinks
-from quire.runner.stage_link import SocketLink
+from quire.runner.memory_plan import MachineShare
+from quire.runner.stage import SocketLink, StageLinks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -57,8 +57,7 @@ from quire.ops.torch_import import import_torch
 from quire.render.renderer import Renderer
 from quire.runner.memory_plan import MemoryPlan, block_bytes_of
 from quire.runner.step_size import StepBudget, first_budget
-from quire.runner.warm.model import WarmModel
-from quire.runner.warm.start import start_warm
+from quire.runner.warm.model import WarmModel, start_warm
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy

@@ -63,8 +63,8 @@ def _guess_kernel(
 def guess_runs(
     state: RowTensors, rows_G: torch.Tensor, nums_G: torch.Tensor, most_guesses: int, runs: Runs
 ) -> None:
-    """Do as `quire.ops.device_guesses.guess_runs`. rows, nums: int32 on the device; most_guesses:
-    the most of these."""
+    """Do as `quire.ops.device_guesses.guess_runs_reference`. rows, nums: int32 on the device;
+    most_guesses: the most of these."""
     _guess_kernel[(len(rows_G),)](
         state.tokens_RM,
         state.computed_R,

@@ -15,26 +15,41 @@ tell.
 """
 
 import dataclasses
+import hashlib
+import json
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.attention_inputs import AttentionStep
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
-from quire.runner.gpu.used_sizes import Kind, UsedSizes
-from quire.runner.graph_sizes import MIXED_ROWS, MIXED_TOKENS, MOST_MIXED, ladder
+from quire.runner.graph_sizes import (
+    MIXED_ROWS,
+    MIXED_TOKENS,
+    MOST_MIXED,
+    all_graphs_bytes,
+    ladder,
+    most_mixed_tokens,
+)
 from quire.runner.step_ops import Gathered, Needs, StepShape
+from quire.runner.steps import StepRunner
 
 logger = logging.getLogger("quire")
 
 FIRST_TIMES = 1  # steps of a kind that are launched as they are
 FIRST_TIMES_MIXED = 3  # of which there are more kinds, and some never come again
+
+
+# Places for rows and for tokens, whether there are filters, penalties, edits; candidates; masks.
+Kind = tuple[int, int, bool, bool, bool, int, bool]
 
 
 @dataclass(frozen=True)
@@ -49,56 +64,126 @@ class Size:
         return self.tokens > 0
 
 
-class Decoder(Protocol):
-    """What is recorded (`ModelRunner`)."""
+def largest_shape(size: Size, max_model_len: int) -> StepShape:
+    """Return the shape of the largest step that fits a size. In a mixed one the first row has all
+    tokens."""
+    query_lens = np.ones(size.rows, np.int32)
+    if size.is_mixed:
+        query_lens[:] = size.tokens, *[0] * (size.rows - 1)
+    context_lens = np.full(size.rows, max_model_len, np.int32)
+    return StepShape(query_lens, context_lens, size.rows)
 
-    backend: AttentionBackend
 
-    def largest_shape(self, size: Size) -> StepShape: ...
+def carry_out(
+    runner: StepRunner,
+    gathered: Gathered,
+    shape: StepShape,
+    needs: Needs,
+    backend: AttentionBackend,
+    between: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """Do the work of a step, from gathered inputs to counters; returns what the sampling parts
+    found. between: called where masks come in."""
+    parts = [each.at_rest for each in runner.attachments]
+    computed = runner.compute(gathered, shape, needs, backend, parts)
+    if needs.has_masks:
+        between()
+    return runner.finish(computed, needs, runner.sampler.parts(needs))
 
-    def gather(self, shape: StepShape) -> Gathered: ...
 
-    def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep: ...
+@torch.inference_mode()
+def measured_bytes(runner: StepRunner) -> int:
+    """Measure the largest recorded steps' tensors, which the others share, by running them; and
+    add what each graph has of its own."""
+    device, rows = runner.device.device, runner.rows
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    num_rows = rows.max_num_rows
+    for size in (Size(num_rows), Size(num_rows, most_mixed_tokens(num_rows))):
+        shape = largest_shape(size, rows.max_model_len)
 
-    def carry_out(
-        self,
-        gathered: Gathered,
-        shape: StepShape,
-        needs: Needs,
-        backend: AttentionBackend,
-        between: Callable[[], None],
-    ) -> list[torch.Tensor]: ...
+        def work(shape: StepShape = shape) -> list[torch.Tensor]:
+            gathered = rows.ops.gather(shape)
+            carry_out(runner, gathered, shape, Needs(has_filters=True), runner.backend)
+            return []
 
-    def expect_nothing(self) -> None:
-        """Get ready for a step without rows."""
-        ...
+        rows.expect_nothing()
+        runner.device.run(work).wait()
+    tensors = int(torch.cuda.max_memory_allocated(device) - before)
+    return all_graphs_bytes(num_rows, tensors)
 
 
 @dataclass
 class Recorded:
-    """A step of a size; what the device has made of it is there once it was recorded. inputs: the
-    step's, for attention that is launched anew."""
+    """The `Work` of a step of a size; what the device has made of it is there once it was recorded.
+    inputs: the step's, for attention that is launched anew."""
 
-    decoder: Decoder
+    runner: StepRunner
     size: Size
     in_pieces: bool
     inputs: StepInputs | None = None
     pieces: Pieces = field(default_factory=Pieces)
 
-    def begin(self, shape: StepShape) -> list[torch.Tensor]:
+    @property
+    def num_places(self) -> int:
+        """See Work."""
+        return self.size.rows
+
+    def first(self, shape: StepShape) -> list[torch.Tensor]:
         """Carry it out for a step of this shape, which has as many places, up to where it needs
         masks. The host looks at nothing before the other half."""
         if self.in_pieces:
             assert self.inputs is not None, "it is recorded first"
-            self.decoder.backend.prepare(self.decoder.attention_step(self.inputs, shape))
+            self.runner.backend.prepare(self.runner.attention_step(self.inputs, shape))
         self.pieces.begin()
         return []
 
-    def end(self) -> list[torch.Tensor]:
+    def second(self) -> list[torch.Tensor]:
         """Carry out the rest; returns copies of what rows wanted: the next replay writes over
         it."""
         self.pieces.end()
         return [tensor.clone() for tensor in self.pieces.outputs]
+
+
+class UsedSizes:
+    """Which graphs an engine used, remembered for its next start in a small file of the user's
+    cache directory. Its errors are logged and never stop anything. Triton keeps compiled kernels
+    itself.
+
+    directory: where the file lies. facts: what must be the same for it to be of use."""
+
+    def __init__(self, directory: Path, facts: Iterable[str]) -> None:
+        digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+        self.path = directory / f"{digest}.json"
+
+    def read(self) -> list[Kind]:
+        """Read what was written last; nothing if that cannot be read."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            return [
+                (int(rows), int(tokens), bool(a), bool(b), bool(c), int(num), bool(masks))
+                for rows, tokens, a, b, c, num, masks in found["graphs"]
+            ]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("the list of used graphs cannot be read: %s: %s", self.path, error)
+            return []
+
+    def write(self, kinds: Iterable[Kind]) -> None:
+        """Replace the file, at once for those who read it."""
+        passing = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            passing.write_text(json.dumps({"graphs": sorted(kinds)}), encoding="utf-8")
+            passing.replace(self.path)
+        except OSError as error:
+            logger.warning("the list of used graphs cannot be saved: %s", error)
+
+
+def default_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "quire" / "graphs"
 
 
 Key = tuple[Size, Needs]
@@ -110,7 +195,7 @@ class Graphs:
     def __init__(
         self,
         device: Device,
-        decoder: Decoder,
+        runner: StepRunner,
         max_rows: int,
         *,
         in_pieces: bool = False,
@@ -118,7 +203,7 @@ class Graphs:
     ) -> None:
         self.sizes = [Size(rows) for rows in ladder(max_rows)]
         self._mixed_rows = [rows for rows in MIXED_ROWS if rows < max_rows] + [max_rows]
-        self._device, self._decoder, self._in_pieces = device, decoder, in_pieces
+        self._device, self._runner, self._in_pieces = device, runner, in_pieces
         self._used = used
         self._recorded: dict[Key, Recorded] = {}
         self._times: dict[Key, int] = {}
@@ -205,22 +290,23 @@ class Graphs:
     def _record(self, size: Size, needs: Needs) -> Recorded:
         """Carry it out once, for a step without rows, so that all is compiled; then record it. The
         recorded one's inputs are in the memory of graphs, which all sizes share."""
-        decoder = self._decoder
-        in_pieces = self._in_pieces or (size.is_mixed and not decoder.backend.takes_any_lengths)
-        shape, recorded = decoder.largest_shape(size), Recorded(decoder, size, in_pieces)
-        decoder.expect_nothing()
+        runner = self._runner
+        in_pieces = self._in_pieces or (size.is_mixed and not runner.backend.takes_any_lengths)
+        shape = largest_shape(size, runner.rows.max_model_len)
+        recorded = Recorded(runner, size, in_pieces)
+        runner.rows.expect_nothing()
 
         def work() -> list[torch.Tensor]:
             made: list[StepInputs] = []
 
             def step(backend: AttentionBackend, between: Callable[[], None]) -> list[torch.Tensor]:
-                gathered = decoder.gather(shape)
+                gathered = runner.rows.ops.gather(shape)
                 made.append(gathered.inputs)
-                return decoder.carry_out(gathered, shape, needs, backend, between)
+                return carry_out(runner, gathered, shape, needs, backend, between)
 
-            step(decoder.backend, lambda: None)
+            step(runner.backend, lambda: None)
             made.clear()
-            recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
+            recorded.pieces = record(self._device, runner.backend, step, in_pieces=in_pieces)
             if in_pieces:
                 recorded.inputs = _borrowed(self._device, made[0])
             return []

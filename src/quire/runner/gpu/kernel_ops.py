@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.device_guesses import Runs
 from quire.ops.gpu import DTYPES
 from quire.ops.host_memory import to_device
-from quire.ops.kernels import guess_runs, mask, row_deltas, step_inputs
+from quire.ops.kernels import mask, row_deltas, step_inputs
 from quire.ops.kernels.penalties import apply_penalties
 from quire.ops.kernels.sampling import SamplingColumns, best_of_part, sample
 from quire.ops.kernels.sampling_edits import edit_logits
@@ -22,12 +21,18 @@ from quire.ops.logit_edits import EditTable
 from quire.ops.mask import RowMasks
 from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import SampleInputs, StepInputs
-from quire.runner.column_tensors import narrow, penalties_of, wide
 from quire.runner.device import Arrival, Device
-from quire.runner.gpu.mask_slots import MaskSlots
-from quire.runner.gpu.slots import SlotContents, SlotRing
-from quire.runner.row_updates import RowUpdates
-from quire.runner.step_ops import Gathered, Needs, Sampling, StepLists, StepShape, Update
+from quire.runner.gpu.slots import MaskSlots, SlotContents, SlotRing
+from quire.runner.step_ops import (
+    Gathered,
+    Needs,
+    RowUpdates,
+    Sampling,
+    StepLists,
+    StepShape,
+    Update,
+)
+from quire.runner.torch_ops import empty_results, narrow, penalties_of, wide
 
 Int32 = npt.NDArray[np.int32]
 
@@ -39,6 +44,7 @@ class KernelOps:
 
     def __init__(self, device: Device, state: RowTensors, vocab_size: int) -> None:
         self._device, self._state, self._vocab_size = device, state, vocab_size
+        self.results_QR = empty_results(state)
         max_num_rows = len(state.computed_R)
         self._inbox = Inbox.empty(max_num_rows, device.device)
         self._ring = SlotRing(device, max_num_rows)
@@ -113,18 +119,17 @@ class KernelOps:
     def serve(self, sampling: Sampling) -> None:
         """Do nothing: the kernels read all that they need of a row from the device."""
 
-    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
-        """Guess in one launch."""
-        device = self._state.device
-        on_device = to_device(rows, device), to_device(nums, device)
-        guess_runs.guess_runs(self._state, *on_device, int(nums.max()), runs)
-
     def edit(
-        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
+        self,
+        logits_NV: torch.Tensor,
+        samples: SampleInputs,
+        needs: Needs,
+        table: EditTable | None,
     ) -> torch.Tensor:
         """Edit all rows at once; in the model's dtype if no row has any."""
         x_NV = logits_NV if logits_NV.dtype in DTYPES else logits_NV.float()
         if needs.edits is not None:
+            assert table is not None
             places_N = narrow(self._state, "edits").index_select(0, samples.rows)
             tokens_RM, lengths_N = self._state.tokens_RM, samples.lengths
             x_NV = edit_logits(
@@ -154,16 +159,10 @@ class KernelOps:
         """Choose in two launches."""
         return best_of_part(logits_NW, self._columns, samples.lengths, samples.rows, first)
 
-    def advance(
-        self,
-        gathered: Gathered,
-        ids_N: torch.Tensor,
-        is_valid_N: torch.Tensor,
-        results_QS: torch.Tensor,
-    ) -> None:
+    def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
         """Advance in one launch."""
         step_inputs.advance(
-            self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, results_QS
+            self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, self.results_QR
         )
 
     @property

@@ -22,7 +22,7 @@ from quire.base.config_fields import Fields
 from quire.base.media.item import MediaItem
 from quire.base.plan import Plan
 from quire.models.vision.positions import frame_interval, mrope_positions
-from quire.runner.media.row_items import RowItems
+from quire.runner.media.spans import RowItems
 
 NUM_AXES = 3
 DEFAULT_MERGE_SIZE = 2  # of all families

@@ -66,9 +66,3 @@ class WarmBlocks:
         """Copy whole blocks in all layers of a group; all are read before any is written."""
         blocks = self._blocks[group]
         blocks[:, :, :, destination] = blocks[:, :, :, source]
-
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Nothing is swapped here."""
-        raise NotImplementedError("a runner without torch swaps no blocks")
-
-    load = swap_out

@@ -1,15 +1,20 @@
-"""Which starts can do without torch."""
+"""Which starts, plans and requests can do without torch."""
 
 from pathlib import Path
 
+import numpy as np
+
 from quire.base.cache_group import FULL, WINDOW
 from quire.base.config import EngineConfig
+from quire.base.messages import Request
 from quire.base.model_spec import QUIRE, ModelSpec
+from quire.base.plan import Plan, RowStart
 from quire.base.speculation import FORCED, NONE, parse_speculation
 from quire.base.text_config import PART_OF
 from quire.models.cache_files import weight_cache
 from quire.models.source import ModelSource
 from quire.ops.native import core
+from quire.runner.step_ops import asks_for_edits, asks_for_extras
 from quire.runner.warm.start_file import start_path
 
 GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices that torch may find a GPU behind
@@ -44,3 +49,36 @@ def can_be_kept(spec: ModelSpec) -> bool:
     is_own = spec.implementation == QUIRE and PART_OF not in spec.raw
     is_text = spec.pooling is None and spec.encoder is None
     return is_own and is_text and kinds <= {FULL, WINDOW}
+
+
+def is_plain(plan: Plan) -> bool:
+    """Tell whether a plan asks for nothing but tokens, chosen by temperature and filters, of rows
+    that all did so when they started."""
+    if plan.drafts or plan.is_guessing or len(plan.masked_rows) or len(plan.last_ids):
+        return False
+    if any(move.kind != "copy" for move in plan.moves):
+        return False
+    asks = bool((plan.num_candidates >= 0).any())
+    return not asks and all(map(_is_plain_row, plan.started))
+
+
+def is_plain_request(request: Request) -> bool:
+    """Tell whether plans for a request alone are plain."""
+    start = RowStart(
+        row=0,
+        token_ids=np.empty(0, np.int32),
+        num_computed_tokens=0,
+        num_prompt_tokens=0,
+        params=request.params,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_token_ids=request.bad_words_token_ids,
+    )
+    return not request.grammar and _is_plain_row(start)
+
+
+def _is_plain_row(start: RowStart) -> bool:
+    params = start.params
+    is_told = params.logprobs is not None or params.prompt_logprobs is not None
+    is_more = params.has_penalties or params.use_beam_search
+    return not (is_told or is_more or asks_for_extras(start) or asks_for_edits(start))

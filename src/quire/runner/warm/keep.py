@@ -18,7 +18,8 @@ from quire.models.weight_cache import indexed
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.pages import aligned
 from quire.ops.program import ProgramDraft, Untraceable
-from quire.runner.native_model import TRACED_TOKENS, NativeModel, layer_places, traced
+from quire.runner.native_model import NativeModel
+from quire.runner.native_program import TRACED_TOKENS, layer_places, traced
 from quire.runner.warm.blocks import LayerPlace
 from quire.runner.warm.conditions import can_be_kept, path_for
 from quire.runner.warm.start_file import IN_START, IN_WEIGHTS, Start, write_start

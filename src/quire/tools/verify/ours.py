@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.base.model_spec import TRANSFORMERS, ModelSpec
 from quire.ops.program import Untraceable
-from quire.runner.native_model import trace as trace_operations
+from quire.runner.native_program import trace as trace_operations
 from quire.tools.verify.paged import Chunks, Paging, run_paged
 from quire.tools.verify.precision import WholePrecision
 from quire.tools.verify.watch import Trace, Watcher

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.base.errors import RankLost
-from quire.runner.stage_link import SocketLink
+from quire.runner.stage import SocketLink
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

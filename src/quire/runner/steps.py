@@ -1,0 +1,380 @@
+"""Steps: what becomes of a plan between its rows and its result. No torch.
+
+Every step is a `Step`: `begin` launches the work of its plan, `end` waits for it and returns the
+result. On a GPU, which works alongside the host:
+
+    host     begin N+1: pack, launch | end N: wait for its tokens ...
+    stream   ...  step N ........... | changes N+1 | moves | step N+1 ...
+    side                               tokens of N -> host
+
+A CPU does each piece of work at once, so the result is there when `begin` returns. A step's inputs
+are gathered on the device from the rows' state. Its tokens stay there for the next step, and cross
+to the host in one place, the device's. A step with token masks is launched in two halves, between
+which the host waits for the masks; meanwhile the device computes the first half. Counters change
+last in a step, so a step that failed can be launched again.
+
+Features attach as `attachment.py` says. A plain step has no parts.
+
+Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
+rows, D model dim, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from quire.runner.attachment import Attachment, ForwardPart, SamplingPart, Step, Work
+from quire.runner.device import Arrival, Device, Tensors
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler
+from quire.runner.step_ops import (
+    NO_UPDATE,
+    Asked,
+    Gathered,
+    Needs,
+    Sampling,
+    StepShape,
+    Update,
+)
+
+if TYPE_CHECKING:  # a start without torch imports this file
+    import torch
+
+    from quire.ops.attention.base import AttentionBackend
+    from quire.ops.step_inputs import StepInputs
+
+Int32 = npt.NDArray[np.int32]
+
+NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
+_NOTHING_LEFT = (
+    "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
+    " min_tokens, logit_bias and logits_processors together leave no token."
+)
+_NOTHING_ALLOWED = (
+    "No token can be chosen: the model's logits are not finite, or the grammar of"
+    " structured_outputs leaves no token. Check also allowed_token_ids, bad_words, min_tokens,"
+    " logit_bias and logits_processors."
+)
+
+
+class Moves:
+    """A plan's moves, in their order. A step that is repeated does not swap out once more: the
+    blocks may have been written since, by a load or by the step itself."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend  # an `AttentionBackend`, or what moves blocks as it does
+        self._step_id = -1
+        self._num_swaps = 0  # that were carried out; a part of a plan has all of them, or none
+
+    def carry_out(self, plan: Plan) -> None:
+        backend, place = self._backend, 0
+        if plan.step_id != self._step_id:
+            self._step_id, self._num_swaps = plan.step_id, 0
+        for move in plan.moves:
+            blocks = (move.group, move.source, move.destination)
+            if move.kind == "load":
+                backend.load(*blocks)
+            elif move.kind == "copy":
+                backend.copy_blocks(*blocks)
+            else:
+                place += 1
+                if place > self._num_swaps:
+                    backend.swap_out(*blocks)
+                    self._num_swaps = place
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The first half of a step. logits: None if no row samples. found: tensors of the parts."""
+
+    gathered: Gathered
+    logits_NV: "torch.Tensor | None"
+    found: "list[torch.Tensor]"
+
+
+class StepRunner:
+    """Rows, model, attention backend and sampler of one device, which carry out plans.
+
+    attachments: features of the forward pass. make_step, make_draft_step: of plans without and
+    with draft tokens; features set them.
+    """
+
+    def __init__(
+        self, model: Any, backend: Any, rows: DeviceRows, sampler: Sampler, device: Device
+    ) -> None:
+        self.model, self.backend = model, backend
+        self.rows, self.sampler, self.device = rows, sampler, device
+        self.attachments: list[Attachment] = []
+        self.make_step: MakeStep = PlainStep
+        self.make_draft_step: MakeStep | None = None
+        self.moves = Moves(backend)
+        self.unread: dict[int, Arrival] = {}  # tokens on their way, by result slot
+
+    @property
+    def is_async(self) -> bool:
+        """Return whether `launch` returns before the step has ended."""
+        return self.device.is_async
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        """Carry out a plan and wait for it."""
+        return self.launch(plan, masks).end()
+
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Step:
+        """Begin a plan's step, after all before it. masks: which tokens its masked rows may
+        choose."""
+        if plan.drafts or plan.is_guessing:
+            assert self.make_draft_step is not None, "the runner has no steps with drafts"
+            step = self.make_draft_step(self, plan, masks)
+        else:
+            step = self.make_step(self, plan, masks)
+        step.begin()
+        return step
+
+    def follow(self, plan: Plan) -> list[ForwardPart]:
+        """Note which rows a plan starts, forks and releases, and what they request; return the
+        attachments' parts in its step."""
+        if len(plan.released):
+            self.sampler.release_rows(plan.released)
+        for start in plan.started:
+            self.sampler.start_row(start)
+        for fork in plan.forked:
+            self.sampler.copy_row(fork.parent, fork.child)
+        parts = (each.prepare(plan) for each in self.attachments)
+        return [part for part in parts if part is not None]
+
+    def find_recorded(self, plan: Plan, needs: Needs) -> Work | None:
+        """Return the recorded work that has room for a plan's step; None: launch it as it is."""
+        return None
+
+    def hidden(
+        self,
+        inputs: "StepInputs",
+        shape: StepShape,
+        backend: "AttentionBackend",
+        parts: Sequence[ForwardPart] = (),
+    ) -> "torch.Tensor":
+        """Compute the hidden states of a step, [T, D], after the last norm."""
+        step = self.attention_step(inputs, shape)
+        ids_T, positions_T = inputs.ids_T, inputs.positions_T
+        for part in parts:
+            step = part.attention(step)
+            ids_T, positions_T = part.inputs(ids_T, positions_T)
+        backend.prepare(step)
+        hidden_TD: torch.Tensor = self.model(ids_T, positions_T, backend)
+        return hidden_TD
+
+    def attention_step(self, inputs: "StepInputs", shape: StepShape) -> Any:
+        """Return what attention needs of a step whose inputs are gathered there."""
+        raise NotImplementedError
+
+    def logits(
+        self, hidden_TD: "torch.Tensor", last_N: "torch.Tensor", needs: Needs
+    ) -> "torch.Tensor":
+        """Compute the logits after these tokens that sampling needs, [N, V] or a rank's part."""
+        raise NotImplementedError
+
+    def compute(
+        self,
+        gathered: Gathered,
+        shape: StepShape,
+        needs: Needs,
+        backend: "AttentionBackend",
+        parts: Sequence[ForwardPart] = (),
+    ) -> Computed:
+        """Do the first half of a step's work, up to the logits."""
+        hidden_TD = self.hidden(gathered.inputs, shape, backend, parts)
+        found = [tensor for part in parts for tensor in part.after(hidden_TD)]
+        if not shape.num_samples:
+            return Computed(gathered, None, found)
+        return Computed(gathered, self.logits(hidden_TD, gathered.samples.last, needs), found)
+
+    def finish(
+        self, computed: Computed, needs: Needs, parts: Sequence[SamplingPart]
+    ) -> "list[torch.Tensor]":
+        """Choose tokens and, last of all, move the counters; return what the parts found."""
+        samples = computed.gathered.samples
+        ids_N, is_valid_N = samples.rows, samples.rows
+        if computed.logits_NV is not None:
+            ids_N, is_valid_N = self.sampler.sample(computed.logits_NV, samples, needs, parts)
+        self.rows.advance(computed.gathered, ids_N, is_valid_N)
+        return [*(tensor for part in parts for tensor in part.found()), *computed.found]
+
+
+MakeStep = Callable[[StepRunner, Plan, MaskPromise | None], Step]
+
+
+class PlainStep:
+    """A step that chooses one token for each sampling row. It is launched as it is, unless recorded
+    work has room for it."""
+
+    num_places = 0
+
+    def __init__(self, runner: StepRunner, plan: Plan, masks: MaskPromise | None) -> None:
+        self._runner, self._plan, self._masks = runner, plan, masks
+        self._errors: dict[int, str] = {}  # what is wrong with rows
+
+    def begin(self) -> None:
+        """See Step."""
+        runner, plan, rows = self._runner, self._plan, self._runner.rows
+        needs = self._follow(plan.sample_rows)
+        # Perhaps recorded now, before the lists are this plan's.
+        recorded = None
+        if len(plan.rows) and all(part.can_be_recorded for part in self._forward):
+            recorded = runner.find_recorded(plan, needs)
+        self._is_recorded = recorded is not None
+        work: Work = recorded or self
+        update, lists = rows.apply(plan, runner.sampler.flags.has_edits, self._asked)
+        slot, unread = lists.result_slot, runner.unread
+        if (before := unread.pop(slot, None)) is not None:
+            before.wait()
+        tokens_N = rows.ops.results_QR[slot, : len(plan.sample_rows)]
+        shape = shape_of(plan, work.num_places)
+
+        def first() -> Tensors:
+            runner.moves.carry_out(plan)
+            for part in self._forward:
+                part.before()
+            return work.first(shape) if len(plan.rows) else []
+
+        def second() -> Tensors:
+            return [tokens_N, *(work.second() if len(plan.rows) else [])]
+
+        self._give(update, first, second, lists.sampling)
+        if not self.is_done():
+            unread[slot] = self._arrivals[-1]
+
+    def first(self, shape: StepShape) -> Tensors:
+        """See Work."""
+        runner = self._runner
+        computed = runner.compute(
+            runner.rows.ops.gather(shape), shape, self._needs, runner.backend, self._forward
+        )
+        self._computed = [computed]
+        return self._seen(computed.logits_NV, int(shape.context_lens.max()))
+
+    def second(self) -> Tensors:
+        """See Work."""
+        return self._runner.finish(self._computed.pop(), self._needs, self._sampling)
+
+    def is_done(self) -> bool:
+        """See Step."""
+        return self._arrivals[-1].is_done()
+
+    def end(self) -> StepResult:
+        """See Step."""
+        tokens_N, *rest = self._arrivals[-1].wait()
+        tokens = np.asarray(tokens_N)[: len(self._plan.sample_rows)].reshape(-1, 1).copy()
+        return self._result(tokens, np.ones(len(tokens), np.int32), rest)
+
+    def _follow(self, rows: Int32) -> Needs:
+        """Note what the plan starts and ends, and what rows that sample request."""
+        sampler = self._runner.sampler
+        self._forward = self._runner.follow(self._plan)
+        self._asked = sampler.asked(rows, self._plan.masked_rows)
+        self._needs = sampler.needs(self._asked)
+        self._sampling = sampler.parts(self._needs, self._asked)
+        return self._needs
+
+    def _seen(self, logits_NV: "torch.Tensor | None", longest: int) -> Tensors:
+        """Return what the host looks at between the halves. longest: tokens of a row."""
+        if logits_NV is None:
+            return []
+        return [each for part in self._sampling for each in part.seen(logits_NV, longest)]
+
+    def _give(
+        self,
+        update: Update,
+        first: Callable[[], Tensors],
+        second: Callable[[], Tensors],
+        sampling: Sampling,
+        depths: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Give the step to the device, in two halves if the host has something to do between them.
+        depths: after which of its drafts each place is; None: all are after known tokens."""
+        rows, then = self._runner.rows, NO_UPDATE
+        hosts = [part for part in self._sampling if part.hosted]
+        if not hosts and not self._needs.has_masks:
+            self._arrivals = [rows.run_with(update, lambda: [*first(), *second()])]
+            return
+        self._arrivals = [rows.run_with(update, first)]
+        for part in hosts:
+            part.take(self._arrivals[0].wait(), sampling)
+            self._errors |= part.errors
+        if self._needs.has_masks:
+            then = self._prepared_masks(depths)
+        self._arrivals.append(rows.run_with(then, second))
+
+    def _prepared_masks(self, depths: npt.NDArray[np.int64] | None) -> Update:
+        """Wait for the step's masks and get them ready, of its rows alone."""
+        assert self._masks is not None, "a plan with masked rows comes with a promise"
+        masks, asked, which = self._masks.wait(), self._asked, self._asked.masked
+        behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
+        words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
+        self._errors |= masks.errors
+        ops, places = self._runner.rows.ops, which.astype(np.int32)
+        return ops.prepare_masks(places, np.ascontiguousarray(words))
+
+    def _result(
+        self, tokens_NK: Int32, counts_N: Int32, arrived: "list[torch.Tensor]"
+    ) -> StepResult:
+        """Make the result of tokens, -1 where there is none, of which so many count. arrived: what
+        the parts found, sampling first."""
+        rows = self._plan.sample_rows
+        processed = [n for part in self._sampling for n in part.processed]
+        reasons = reasons_of(rows, tokens_NK[:, 0], self._asked, self._errors, processed)
+        result = StepResult(
+            step_id=self._plan.step_id,
+            token_ids=np.maximum(tokens_NK, 0),
+            num_accepted=counts_N,
+            row_errors=reasons,
+            unservable_rows=unservable(reasons),
+            duration_s=sum(arrival.duration_s() for arrival in self._arrivals),
+        )
+        at = len(arrived) - sum(part.num_tensors for part in self._forward)
+        result = self._read(result, arrived[:at])
+        for part in self._forward:
+            result = part.read(result, arrived[at : at + part.num_tensors])
+            at += part.num_tensors
+        return result
+
+    def _read(self, result: StepResult, arrived: "list[torch.Tensor]") -> StepResult:
+        """Add what was found in the place of, or next to, the tokens."""
+        for part in self._sampling:
+            result = part.read(result, arrived, is_recorded=self._is_recorded)
+        return result
+
+
+def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
+    """Return the shape of a plan's step, with as many places for rows (0: one for each)."""
+    num_rows = len(plan.rows)
+    query_lens, context_lens = np.zeros((2, num_places or num_rows), np.int32)
+    query_lens[:num_rows] = plan.num_tokens
+    context_lens[:num_rows] = plan.computed_bound + plan.num_tokens
+    return StepShape(query_lens, context_lens, len(plan.sample_rows))
+
+
+def reasons_of(
+    rows_N: Int32,
+    tokens_N: Int32,
+    asked: Asked,
+    told: dict[int, str],
+    processed: Sequence[int] = (),
+) -> dict[int, str]:
+    """Say of rows without a token (-1) why there is none. asked: by these rows, at its first
+    places; told: what is known to be wrong with rows; processed: see SamplingPart."""
+    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
+    if not failed:
+        return {}
+    reasons = {int(asked.rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
+    reasons |= {int(asked.rows[n]): _NOTHING_ALLOWED for n in asked.masked}
+    return {row: told.get(row) or reasons.get(row, NOT_FINITE) for row in failed}
+
+
+def unservable(reasons: dict[int, str]) -> tuple[int, ...]:
+    """List the rows that have no token through no fault of the step."""
+    return tuple(row for row, why in reasons.items() if why != NOT_FINITE)

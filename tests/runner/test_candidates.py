@@ -1,0 +1,67 @@
+"""Log-probabilities attach to a runner only while a row requests them. Covers
+`runner/attachment.py`."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.base.plan import HostTokens, Plan, RowStart
+from quire.base.sampling_params import SamplingParams
+from quire.runner.assemble import empty_rows
+from quire.runner.attachment import Attachment
+from quire.runner.candidates import PromptScores
+
+
+def start(row: int, num_prompt_tokens: int, scored: int | None) -> RowStart:
+    tokens = np.arange(num_prompt_tokens, dtype=np.int32)
+    params = SamplingParams(prompt_logprobs=scored)
+    return RowStart(row, tokens, 0, num_prompt_tokens, params, seed=1)
+
+
+def plan_of(row: int, first: int, num_tokens: int, **more: object) -> Plan:
+    one = np.array([1], np.int32)
+    return Plan(3, row * one, num_tokens * one, first * one, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def attachments() -> list[Attachment]:
+    return []
+
+
+@pytest.fixture
+def scores(attachments: list[Attachment]) -> PromptScores:
+    state = empty_rows(torch.device("cpu"), 4, 16, 1, 4)
+    return PromptScores(attachments, 97, state, lambda hidden_PD: hidden_PD)
+
+
+def test_prompt_scores_are_attached_while_a_row_requests_them(
+    scores: PromptScores, attachments: list[Attachment]
+) -> None:
+    scores.start(start(0, 5, None))
+    assert attachments == []
+    scores.start(start(1, 5, 2))
+    scores.start(start(2, 5, -1))
+    assert attachments == [scores]
+    scores.release(1)
+    assert attachments == [scores]
+    scores.start(start(2, 5, None))  # another sequence takes the row
+    assert attachments == []
+
+
+def test_a_step_has_a_part_for_each_position_of_a_prompt_but_the_last(
+    scores: PromptScores,
+) -> None:
+    scores.start(start(1, 5, 2))
+    prepared = [scores.prepare(plan_of(1, first, num)) for first, num in ((0, 3), (3, 2), (5, 1))]
+    assert prepared[0] is not None and prepared[1] is not None and prepared[2] is None
+    assert [len(part.counts) for part in prepared[0]._scores] == [3]
+    assert [(part.first, part.last) for part in prepared[1]._scores] == [(3, 4)]
+    assert not prepared[0].can_be_recorded
+    assert scores.prepare(plan_of(0, 0, 3)) is None, "another row"
+
+
+def test_a_prompt_may_become_longer(scores: PromptScores) -> None:
+    scores.start(start(1, 3, 0))
+    more = HostTokens(1, 3, np.array([7, 8], np.int32), is_prompt=True)
+    part = scores.prepare(plan_of(1, 2, 3, host_tokens=(more,)))
+    assert part is not None and [(each.first, each.last) for each in part._scores] == [(2, 4)]
