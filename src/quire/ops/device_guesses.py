@@ -99,8 +99,8 @@ def accept_guesses(
     """
     device, most = state.device, int(tries.depths.max())
     if not gpu.is_on_gpu(state.tokens_RM):
-        arrays = (each.numpy() for each in (rows_N, lengths_N, chosen_P))
-        tokens, counts = _accept_here(state.arrays.tokens_RM, *arrays, tries)
+        rows, lengths, chosen = rows_N.numpy(), lengths_N.numpy(), chosen_P.numpy()
+        tokens, counts = _accept_here(state.arrays.tokens_RM, rows, lengths, chosen, tries)
         return torch.from_numpy(tokens), torch.from_numpy(counts)
     index_P, depths_P = (to_device(each, device) for each in tries)
     num_samples = tries.num_samples
