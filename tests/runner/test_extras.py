@@ -17,8 +17,8 @@ from quire.base.messages import Request
 from quire.base.validation import RequestLimits
 from quire.engine.recording.files import read_recording
 from quire.ops import native
-from quire.runner import logits_processors
-from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
+from quire.runner import extras
+from quire.runner.extras import LogitsProcessors, ProcessorError, RowProcessors
 from quire.tools.replay import replay_all
 from tests.support.models.reference_checkpoints import checkpoint
 
@@ -155,8 +155,8 @@ def test_one_that_fails_ends_its_own_request_only(llm: LLM, kind: str) -> None:
 def test_threads_that_hang_are_left_and_at_some_number_no_more_are_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logits_processors, "LIMIT_S", 0.05)
-    monkeypatch.setattr(logits_processors, "MOST_STUCK", 2)
+    monkeypatch.setattr(extras, "LIMIT_S", 0.05)
+    monkeypatch.setattr(extras, "MOST_STUCK", 2)
     calls, go_on = LogitsProcessors(), threading.Event()
     ids: list[int] = []
 

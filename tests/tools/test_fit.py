@@ -25,8 +25,14 @@ from quire.ops.native import core
 from quire.runner import build, derive
 from quire.runner.build import build_runner
 from quire.runner.built import BuiltRunner
-from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
-from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
+from quire.runner.memory_plan import (
+    GPU_CONTEXT_BYTES,
+    GPU_RESERVE_BYTES,
+    GRAPH_BYTES,
+    MOST_MIXED,
+    ladder,
+    workspace_bytes,
+)
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import Alternative, Fit, fit
 from tests.support.models.checkpoints import VARIANTS, write_checkpoint

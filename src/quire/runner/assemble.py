@@ -14,11 +14,10 @@ from quire.ops.row_state import RowTensors
 from quire.runner.candidates import CandidatesOfRows, PromptScores
 from quire.runner.device import Device, HostDevice
 from quire.runner.edits import Edits
-from quire.runner.extras import Extras
+from quire.runner.extras import Extras, LogitsProcessors
 from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.graphs import UsedSizes, default_directory
 from quire.runner.guesses import GuessedStep
-from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.rows import NARROW_COLUMNS, PROMPT_COLUMN, WIDE_COLUMNS, DeviceRows
 from quire.runner.sampler import Sampler, Vocabulary

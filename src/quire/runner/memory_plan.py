@@ -31,6 +31,11 @@ CGROUP = Path("/sys/fs/cgroup")
 GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass to the host and back
 MOST_SERVED = 4  # pools of blocks that peers find in host memory
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
+# Sizes at which the steps of a GPU are recorded as graphs.
+MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_ROWS = (4, 32, 128)  # and all rows
+MOST_MIXED = 32  # kinds
+GRAPH_BYTES = 4 << 20  # of a graph beside its tensors: nodes and parameters
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
 
 
@@ -320,6 +325,35 @@ def host_tier_limits(
             f"kv_host_gb={cache.kv_host_gb:g} holds no block; one takes {sum(sizes) / 1e6:.1f} MB."
         )
     return limits if all(limits) else None
+
+
+def ladder(max_rows: int) -> list[int]:
+    """Return sizes up to max_rows, none of which has more than 16 rows too many, or twice as
+    many."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_rows + 16, 16)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def most_mixed_tokens(max_rows: int) -> int:
+    """Count the tokens of the largest mixed step that is recorded."""
+    return max(MIXED_TOKENS[-1], max_rows)
+
+
+def all_graphs_bytes(max_rows: int, tensors_bytes: int) -> int:
+    """Return what all graphs take, if the largest one's tensors, which the others share, take so
+    much."""
+    return tensors_bytes + GRAPH_BYTES * (len(ladder(max_rows)) + MOST_MIXED)
+
+
+def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Estimate what graphs take, from the model's shape, on a GPU. config: with all derived values
+    filled in."""
+    num_rows = config.scheduler.max_num_seqs
+    assert num_rows
+    if config.enforce_eager:
+        return 0
+    size, tokens = DTYPE_BYTES[config.model.dtype], most_mixed_tokens(num_rows)
+    return all_graphs_bytes(num_rows, workspace_bytes(spec, size, tokens, num_rows))
 
 
 Least = Callable[[Sequence[int]], tuple[int, ...]]

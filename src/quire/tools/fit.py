@@ -38,7 +38,6 @@ from quire.models.source import CONFIG_ONLY, ModelSource
 from quire.ops.collective import FirstOf
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
-from quire.runner.graph_sizes import estimated_graph_bytes
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     MemoryPlan,
@@ -46,6 +45,7 @@ from quire.runner.memory_plan import (
     cpu_pool_budget,
     encoder_cache_bytes,
     encoding_bytes,
+    estimated_graph_bytes,
     gpu_pool_budget,
     largest_item,
     make_plan,

@@ -31,7 +31,7 @@ from quire.ops.kernels import (
     step_inputs,
 )
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner import edits, graph_sizes, profile
+from quire.runner import edits, memory_plan, profile
 from quire.runner.assemble import make_device
 from quire.runner.build import build_runner
 from quire.runner.device import HostDevice
@@ -208,13 +208,13 @@ class TestGraphs:
         self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What a step of the largest size takes, and a little for each size."""
-        monkeypatch.setattr(graph_sizes, "MIXED_TOKENS", (8,))
+        monkeypatch.setattr(memory_plan, "MIXED_TOKENS", (8,))
         path = str(checkpoint("llama"))
         config = config_from_flat(model=path, attention_backend="triton", **SETTINGS)
         built = build_runner(config, resolve_model(path, None))
         cuda.allocated, cuda.peak = 1000, 1700
-        num_graphs = len(graph_sizes.ladder(3)) + graph_sizes.MOST_MIXED
-        wanted = 700 + graph_sizes.GRAPH_BYTES * num_graphs
+        num_graphs = len(memory_plan.ladder(3)) + memory_plan.MOST_MIXED
+        wanted = 700 + memory_plan.GRAPH_BYTES * num_graphs
         assert built.runner.graph_bytes(built.config) == wanted
 
         def make(config: Any, num_blocks: Any) -> Any:

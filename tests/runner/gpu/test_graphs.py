@@ -11,7 +11,7 @@ from quire.ops.step_inputs import StepInputs
 from quire.runner.gpu import graphs
 from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size, UsedSizes
 from quire.runner.gpu.pieces import record
-from quire.runner.graph_sizes import ladder
+from quire.runner.memory_plan import ladder
 from quire.runner.step_ops import Needs, StepShape
 from tests.support.runner.late_device import LateDevice
 

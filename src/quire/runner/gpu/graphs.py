@@ -31,7 +31,7 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
-from quire.runner.graph_sizes import (
+from quire.runner.memory_plan import (
     MIXED_ROWS,
     MIXED_TOKENS,
     MOST_MIXED,
