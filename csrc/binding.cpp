@@ -1,5 +1,5 @@
 // The thin binding: addresses and sizes in, results written where they point. The caller
-// (src/quire/ops/native.py) checks shapes, dtypes and contiguity. The interpreter runs on meanwhile.
+// (src/quire/ops/host/native.py) checks shapes, dtypes and contiguity. The interpreter runs on meanwhile.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>

@@ -6,7 +6,7 @@
 
 namespace quire {
 
-// In the order of ops/formats.py. Of the names, _F16, _F32: scales of that kind instead of bfloat16;
+// In the order of ops/weights/formats.py. Of the names, _F16, _F32: scales of that kind instead of bfloat16;
 // _ZEROS: with zero points. kFloat8: e4m3. kFloat4: MXFP4. kQ...: GGUF's. kInt4Multiples: 4 bits in groups
 // of 32 whose scales are small multiples of a scale for 128 inputs.
 enum class WeightFormat : int {

@@ -1,5 +1,5 @@
 // Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3", 2011). The layout of key and counter is documented in src/quire/ops/philox.py.
+// 1, 2, 3", 2011). The layout of key and counter is documented in src/quire/ops/sampling/philox.py.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// A model's forward pass as a list of instructions, traced once (ops/tracer.py) and then carried out
+// A model's forward pass as a list of instructions, traced once (ops/trace/tracer.py) and then carried out
 // in one call per step: what a graph is to a GPU.
 //
 // Instructions stand in phases. Those of a phase work row by row (a row is a token), so threads take

@@ -12,13 +12,13 @@ import argparse
 import asyncio
 import contextlib
 
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import QuireError
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.client.remote import RemoteClient
 from quire.engine.start.text import TextSide, build_text_side
-from quire.models.source import resolve_model
-from quire.serve.launch import CoreProcess
+from quire.models.checkpoint.source import resolve_model
+from quire.serve.processes.launch import CoreProcess
 
 
 class FrontEnd:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from quire import LLM, SamplingParams
 from quire.base.errors import RequestError
-from quire.base.hooks import EndRequest, HookPiece, HookRequest
+from quire.base.requests.hooks import EndRequest, HookPiece, HookRequest
 
 
 class WordFilter:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.cache_config import CacheConfig
 from quire.base.events import Admitted, Finished, Planned, Queued, Stepped
+from quire.base.settings.cache_config import CacheConfig
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from tests.engine.observability.test_metrics import feed, idle_scheduler

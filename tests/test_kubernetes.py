@@ -9,8 +9,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.base.config import CacheConfig, ServerConfig, config_from_flat
-from quire.base.kv_events import TCP, parse_kv_events
+from quire.base.settings.config import CacheConfig, ServerConfig, config_from_flat
+from quire.base.settings.kv_events import TCP, parse_kv_events
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse
 from quire.cli.settings import given_server_settings, given_settings

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.workloads import Shape, Workload
-from quire.ops.formats import FORMATS, chosen_variant, variants
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.ops.weights.formats import FORMATS, chosen_variant, variants
 from quire.tools.limits import read_bytes_per_s
 
 HUGE_BYTES, QUICK_BYTES = 1 << 30, 1 << 28

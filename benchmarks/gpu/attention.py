@@ -20,11 +20,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.context import Bench, Timing
 from benchmarks.gpu.floors import Cost, attention_flops, seen_pairs
 from benchmarks.gpu.report import Row, timed_row
-from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import AttentionStep, Scores
-from quire.ops.kernels.attention_plan import Cut
+from quire.ops.kernels.attention.attention_plan import Cut
+from quire.spec.cache_group import CacheGroup
 
 BLOCK_SIZE = 16
 DECODE_SHARE = 0.88  # of the bandwidth, what decoding is to reach

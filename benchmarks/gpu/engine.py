@@ -18,11 +18,11 @@ import torch
 from benchmarks.gpu.context import Bench
 from benchmarks.gpu.idle import DeviceProfile
 from benchmarks.gpu.workload import Request, random_requests
-from quire.base.cache_config import CacheConfig
-from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.base.events import Event, Stepped
-from quire.base.sampling_params import SamplingParams
-from quire.serve.llm import LLM
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.cache_config import CacheConfig
+from quire.base.settings.config import EngineConfig, ModelConfig, SchedulerConfig
+from quire.serve.python.llm import LLM
 
 SKIPPED_STEPS = 8  # of a steady run: what is compiled or captured on first use
 PROFILED_STEPS = 50

@@ -25,8 +25,8 @@ from benchmarks.gpu.engine import engine
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.table import LLAMA, SMALL, Cases
 from benchmarks.gpu.workload import random_requests
-from quire.base.sampling_params import SamplingParams
-from quire.serve.llm import LLM
+from quire.base.requests.sampling_params import SamplingParams
+from quire.serve.python.llm import LLM
 
 DEMO = "demo"
 NUM_PROMPTS, NUM_TOKENS = 8, 48

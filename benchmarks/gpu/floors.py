@@ -13,8 +13,8 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.models.outline import HEAD, LINEAR, ROUTER, outline
+from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 
 GB, TERA = 1e9, 1e12
 

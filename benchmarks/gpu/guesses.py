@@ -18,8 +18,8 @@ from benchmarks.gpu.report import Row
 from benchmarks.gpu.table import SMALL
 from benchmarks.gpu.workload import random_requests
 from quire.base.events import Event, Planned, Stepped
-from quire.base.sampling_params import SamplingParams
-from quire.serve.llm import LLM
+from quire.base.requests.sampling_params import SamplingParams
+from quire.serve.python.llm import LLM
 
 NGRAM = {
     "method": "ngram",

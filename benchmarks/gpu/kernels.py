@@ -88,7 +88,7 @@ def embedding_case(bench: Bench, model: Model, tokens: int) -> Made:
 
 
 def rotary_case(bench: Bench, model: Model, tokens: int) -> Made:
-    from quire.ops.kernels import rotary_write
+    from quire.ops.kernels.attention import rotary_write
     from quire.ops.rotary import rotary_rows
 
     heads, kv_heads, size = model.heads, model.kv_heads, model.head_dim
@@ -113,7 +113,7 @@ def factors_case(bench: Bench, model: Model, tokens: int) -> Made:
 
 
 def write_case(bench: Bench, model: Model, tokens: int) -> Made:
-    from quire.ops.kernels import attention_write
+    from quire.ops.kernels.attention import attention_write
 
     k, v = (bench.randn(tokens, model.kv_heads, model.head_dim) for _ in range(2))
     num_blocks = -(-tokens // 16)
@@ -127,7 +127,7 @@ def write_case(bench: Bench, model: Model, tokens: int) -> Made:
 
 
 def blocks_case(bench: Bench, model: Model, count: int, which: str) -> Made:
-    from quire.ops.kernels import blocks
+    from quire.ops.kernels.attention import blocks
 
     total = 2 * count + 8
     shape = (2, model.layers, model.kv_heads, total, 16, model.head_dim)
@@ -145,7 +145,7 @@ def blocks_case(bench: Bench, model: Model, count: int, which: str) -> Made:
 
 
 def sampling_case(bench: Bench, model: Model, rows: int, which: str) -> Made:
-    from quire.ops.kernels import sampling
+    from quire.ops.kernels.sampling import sampling
 
     logits = bench.randn(rows, model.vocab) * 3
     filtered = which == "filtered"
@@ -165,8 +165,8 @@ def sampling_case(bench: Bench, model: Model, rows: int, which: str) -> Made:
 
 
 def edits_case(bench: Bench, model: Model, rows: int) -> Made:
-    from quire.ops.kernels import sampling_edits as kernel
-    from quire.ops.logit_edits import RowEdits, make_edit_table
+    from quire.ops.kernels.sampling import sampling_edits as kernel
+    from quire.ops.sampling.logit_edits import RowEdits, make_edit_table
 
     logits = bench.randn(rows, model.vocab)
     tokens = bench.randint(model.vocab, rows, 64, dtype=torch.int32)
@@ -181,8 +181,8 @@ def edits_case(bench: Bench, model: Model, rows: int) -> Made:
 
 def mask_case(bench: Bench, model: Model, rows: int) -> Made:
     """Masks that forbid nearly everything, as those of JSON do."""
-    from quire.ops.kernels import mask as kernel
-    from quire.ops.mask import RowMasks, num_words
+    from quire.ops.kernels.sampling import mask as kernel
+    from quire.ops.sampling.logit_edits import RowMasks, num_words
 
     logits = bench.randn(rows, model.vocab)
     words = torch.zeros(rows, num_words(model.vocab), dtype=torch.int32, device=bench.device)
@@ -194,8 +194,8 @@ def mask_case(bench: Bench, model: Model, rows: int) -> Made:
 
 def penalties_case(bench: Bench, model: Model, rows: int, length: int) -> Made:
     """Each place of a token is read; counts and logits of those that are there are changed."""
-    from quire.ops.kernels import penalties as kernel
-    from quire.ops.penalties import Penalties
+    from quire.ops.kernels.sampling import penalties as kernel
+    from quire.ops.sampling.penalties import Penalties
 
     logits = bench.randn(rows, model.vocab, dtype=torch.float32)
     tokens = bench.randint(model.vocab, rows, length, dtype=torch.int32)
@@ -211,7 +211,7 @@ def penalties_case(bench: Bench, model: Model, rows: int, length: int) -> Made:
 
 
 def logprobs_case(bench: Bench, model: Model, rows: int) -> Made:
-    from quire.ops.kernels import logprobs
+    from quire.ops.kernels.sampling import logprobs
 
     logits = bench.randn(rows, model.vocab)
     chosen = bench.randint(model.vocab, rows)
@@ -219,7 +219,7 @@ def logprobs_case(bench: Bench, model: Model, rows: int) -> Made:
 
 
 def philox_case(bench: Bench, model: Model, rows: int) -> Made:
-    from quire.ops.kernels import philox
+    from quire.ops.kernels.sampling import philox
 
     streams = [torch.arange(rows, device=bench.device) for _ in range(3)]
     return lambda: philox.uniform(*streams, model.vocab), Cost(num_bytes=4 * rows * model.vocab)

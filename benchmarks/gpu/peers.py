@@ -23,8 +23,8 @@ from benchmarks.gpu.context import Bench, OutOfTime
 from benchmarks.gpu.floors import H200, run_floor_s
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.workload import LONGEST, SHORTEST, Request, num_output, random_requests
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
+from quire.spec.model_spec import ModelSpec, load_spec
 
 MODEL = "shape:qwen3-0.6b"
 TINY_CONFIG = {
@@ -162,7 +162,7 @@ def comparison(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
 def run_quire(bench: Bench) -> None:
     """As it is, and with two plans in flight if one is the default."""
     from benchmarks.gpu.engine import ask
-    from quire.serve.llm import LLM
+    from quire.serve.python.llm import LLM
 
     with model_directory(bench.is_tiny) as directory:
         spec = load_spec(directory)

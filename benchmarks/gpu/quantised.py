@@ -10,9 +10,9 @@ import torch
 
 from benchmarks.gpu.context import Bench, Made
 from benchmarks.gpu.floors import Cost
-from quire.ops.formats import Quantization
-from quire.ops.gpu_weights import GPUWeight, pack_for_gpu, quantise_for_gpu, stack_experts
-from quire.ops.stored_rows import Float4Rows, Float8Rows, IntegerRows
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.gpu_weights import GPUWeight, pack_for_gpu, quantise_for_gpu, stack_experts
+from quire.ops.weights.stored_rows import Float4Rows, Float8Rows, IntegerRows
 
 STEPS = (1, 16, 64, 256, 2048)
 TINY_STEPS = (2, 9)

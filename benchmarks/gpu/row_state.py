@@ -12,7 +12,7 @@ from benchmarks.gpu.context import Bench, Made
 from benchmarks.gpu.floors import Cost
 from quire.ops.kernels import row_deltas
 from quire.ops.kernels import step_inputs as kernel
-from quire.ops.row_state import RowTensors
+from quire.ops.rows.row_state import RowTensors
 
 BLOCK_SIZE, COLUMNS = 16, 8
 FORKS = 8

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.context import Bench, Made
 from benchmarks.gpu.floors import Cost
 from quire.ops.attention_inputs import DeltaHeads
-from quire.ops.kernels import delta_chunks, delta_rule, states
+from quire.ops.kernels.attention import delta_chunks, delta_rule, states
 
 NEXT_80B = DeltaHeads(16, 32, 128, 128)  # Qwen3-Next-80B-A3B
 TINY = DeltaHeads(1, 2, 16, 16)

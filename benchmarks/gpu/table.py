@@ -29,9 +29,9 @@ from benchmarks.gpu.workload import (
     num_output,
     random_requests,
 )
-from quire.base.model_spec import ModelSpec
 from quire.ops.registry import record_ops
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
+from quire.spec.model_spec import ModelSpec
 
 LLAMA, SMALL, MIXTURE = "shape:llama-3.1-8b", "shape:qwen3-0.6b", "shape:qwen3-30b-a3b"
 BEST_PUBLISHED_S = 1.67e-3  # of a token of Qwen3-0.6B, batch 1

@@ -27,14 +27,14 @@ import torch
 
 from benchmarks.result_files import Row, options_of, write
 from benchmarks.timing import best_time
-from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.select import make_backend
 from quire.ops.attention_inputs import AttentionStep, Scores
-from quire.ops.formats import ATTENTION, NAMES, chosen_variant, variant_numbers
-from quire.ops.native import needed_core
-from quire.ops.threads import num_threads, set_num_threads
+from quire.ops.host.native import needed_core
+from quire.ops.host.threads import num_threads, set_num_threads
+from quire.ops.weights.formats import ATTENTION, NAMES, chosen_variant, variant_numbers
+from quire.spec.cache_group import CacheGroup
 from quire.tools.report import benchmark_parser
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16

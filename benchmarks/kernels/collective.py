@@ -21,7 +21,7 @@ from benchmarks.result_files import Row, options_of, write
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.collectives.torch_group import file_store, gloo_group
-from quire.ops.threads import set_num_threads
+from quire.ops.host.threads import set_num_threads
 from quire.tools.report import benchmark_parser
 
 TOKENS = (1, 16, 256, 2048)

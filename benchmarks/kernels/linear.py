@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from benchmarks.result_files import options_of, write
-from quire.ops.formats import SIZES, Quantization, packed_form, variants
+from quire.ops.host.native import core
+from quire.ops.host.threads import num_threads, set_num_threads
 from quire.ops.linear import TYPICAL_TOKENS, linear
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight, pack
-from quire.ops.threads import num_threads, set_num_threads
+from quire.ops.weights.formats import SIZES, Quantization, packed_form, variants
+from quire.ops.weights.packed import PackedWeight, pack
 from quire.tools.limits import read_bytes_per_s
 from quire.tools.report import benchmark_parser, print_head
 

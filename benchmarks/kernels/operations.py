@@ -26,19 +26,19 @@ import numpy as np
 
 from benchmarks.cpu.limits import Ceilings, measure_ceilings
 from benchmarks.result_files import Row, options_of, write
-from quire.base.config import config_from_flat
 from quire.base.plan import BlockWrites, Plan, RowStart
-from quire.base.sampling_params import SamplingParams
-from quire.models.layers import LMHead
-from quire.models.source import resolve_model
-from quire.ops.formats import rounds_activations
-from quire.ops.native import needed_core
-from quire.ops.packed import PackedWeight
-from quire.ops.program import Instruction, Kind
-from quire.ops.threads import num_threads
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
+from quire.models.parts.layers import LMHead
+from quire.ops.host.native import needed_core
+from quire.ops.host.threads import num_threads
+from quire.ops.trace.program import Instruction, Kind
+from quire.ops.weights.formats import rounds_activations
+from quire.ops.weights.packed import PackedWeight
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
 from quire.runner.native_model import NativeModel
+from quire.runner.setup.built import BuiltRunner
 from quire.tools.report import benchmark_parser, print_head
 
 STEPS = ("1x128", "16x128", "64x128", "1x8192", "prompt:1024", "prompt:8192")

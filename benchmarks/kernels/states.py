@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.result_files import Row, options_of, write
 from benchmarks.timing import best_time, copy_bandwidth
-from quire.base.cache_group import STATE, CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.attention.select import make_backend
+from quire.ops.attention.states import KeptInputs
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
-from quire.ops.threads import num_threads, set_num_threads
+from quire.ops.host.threads import num_threads, set_num_threads
+from quire.spec.cache_group import STATE, CacheGroup
 from quire.tools.report import benchmark_parser
 
 HEADS, WIDTH, BLOCK_SIZE = DeltaHeads(16, 16, 128, 128), 4, 16

@@ -52,14 +52,14 @@ from benchmarks.result_files import Row, columns, options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE
 from benchmarks.virtual.step_times import OPT_13B
 from quire import LLM
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
-from quire.base.model_spec import load_spec
-from quire.base.sampling_params import RequestOutputKind
+from quire.base.requests.sampling_params import RequestOutputKind
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
+from quire.spec.model_spec import load_spec
 from quire.tools.bench.throughput import StepTimes, greedy, run_once
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request

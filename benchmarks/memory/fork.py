@@ -21,17 +21,17 @@ import msgspec
 import numpy as np
 
 from benchmarks.result_files import keyed, options_of, write
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import MonotonicClock
-from quire.base.config import SchedulerConfig
 from quire.base.messages import Fork, Request
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import SamplingParams
-from quire.base.validation import RequestLimits
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from quire.tools.report import benchmark_parser, print_head
 
 AIM_MS, BLOCK, VOCAB = 5.0, 16, 151_936

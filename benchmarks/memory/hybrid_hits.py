@@ -26,12 +26,12 @@ import numpy as np
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE
 from benchmarks.virtual.step_times import LLAMA_8B
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.kv.sizing import size_pools
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
 from quire.tools.simulate.run import simulate

@@ -32,8 +32,8 @@ from typing import Any
 
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
-from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
+from quire.base.settings.config import SchedulerConfig
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import shared_prefix_prompts
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.result_files import options_of, write
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.tools.bench.throughput import Run, StepTimes, run_once
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import shared_prefix_prompts

@@ -42,12 +42,12 @@ from benchmarks.result_files import options_of, write
 from benchmarks.virtual.branching import BranchingExecutor, group_request
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
 from demo_model import curriculum
-from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import SchedulerConfig
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 

@@ -44,18 +44,18 @@ from benchmarks.virtual.swap_costs import (
     per_block_s,
     recompute_s,
 )
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import MonotonicClock
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.messages import Abort
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
+from quire.spec.cache_group import CacheGroup
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
 from quire.tools.report import benchmark_parser, print_head
 

@@ -42,8 +42,8 @@ from benchmarks.models.accuracy_statistics import LogitError, PairedAccuracy, me
 from benchmarks.result_files import options_of, write
 from demo_model import curriculum
 from quire import LLM, SamplingParams
-from quire.ops.native import core
-from quire.ops.threads import set_num_threads
+from quire.ops.host.native import core
+from quire.ops.host.threads import set_num_threads
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 

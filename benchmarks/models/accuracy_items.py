@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from demo_model import chat, curriculum
 from demo_model.item import Item
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 ITEM_SEED = 2024  # demo_model/evaluation.py's, so that both measure the same items
 TEXT_SEED = 2026

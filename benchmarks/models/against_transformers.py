@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.result_files import Row, options_of, write
-from quire.models.source import resolve_model
-from quire.serve.llm import LLM
+from quire.models.checkpoint.source import resolve_model
+from quire.serve.python.llm import LLM
 from quire.tools.bench.throughput import StepTimes, run_once
 from quire.tools.limits import measure_limits, step_cost
 from quire.tools.report import benchmark_parser, print_head

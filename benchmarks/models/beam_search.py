@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from benchmarks.result_files import options_of, write
-from quire.models.source import resolve_model
-from quire.serve.beam_search import BeamSearchParams
-from quire.serve.llm import LLM
+from quire.models.checkpoint.source import resolve_model
+from quire.serve.python.beam_search import BeamSearchParams
+from quire.serve.python.llm import LLM
 from quire.tools.report import benchmark_parser, print_head
 from quire.tools.workloads import random_prompts
 

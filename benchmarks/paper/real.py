@@ -21,11 +21,11 @@ import numpy as np
 
 from benchmarks.paper.reserving import NAMES, Reserving, install
 from benchmarks.result_files import options_of, write
-from quire.base.config import config_from_flat
 from quire.base.events import Event, Planned, Preempted, Stepped
-from quire.base.sampling_params import SamplingParams
-from quire.models.source import resolve_model
-from quire.serve.llm import LLM
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
+from quire.serve.python.llm import LLM
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.report import benchmark_parser, print_head

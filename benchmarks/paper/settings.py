@@ -14,10 +14,10 @@ from functools import cache
 
 import numpy as np
 
-from quire.base.config import config_from_flat
 from quire.base.messages import Request
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.models.source import resolve_model
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import find_gpu
 from quire.tools.fit import fit
 from quire.tools.simulate.arrivals import Arrival, token_ids_of

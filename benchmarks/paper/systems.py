@@ -15,15 +15,15 @@ from benchmarks.paper.settings import (
     Setting,
 )
 from benchmarks.virtual.branching import BranchingExecutor
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.events import Event, Planned, Stepped
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.executors.executor import Executor
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory as SchedulerMemory
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from quire.tools.simulate.replica import Replica, SimulatedCore
 from quire.tools.simulate.run import Run, run_all
 from quire.tools.step_times import Roofline

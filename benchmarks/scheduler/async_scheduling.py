@@ -34,10 +34,10 @@ from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from benchmarks.virtual.virtual_device import VirtualDevice
 from quire.base.clock import MonotonicClock
-from quire.base.config import SchedulerConfig
 from quire.base.messages import Ready, Request
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.base.step_outputs import StepOutputs, StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.client.client import InProcessClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.wire.core_server import CoreReports, CoreServer

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.result_files import options_of, write
-from quire.base.config import EngineConfig, config_from_flat
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.cli.asked import find_config
 from quire.tools.bench.bar import Bar
 from quire.tools.devices import find_gpu

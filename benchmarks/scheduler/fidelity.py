@@ -23,12 +23,12 @@ import numpy as np
 
 from benchmarks.result_files import columns, options_of, write
 from quire.base.clock import FakeClock, MonotonicClock
-from quire.base.config import config_from_flat
 from quire.base.messages import Request
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.models.source import resolve_model
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
 from quire.runner.memory_plan import available_cpu_bytes
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.tools.bench.calibrate import calibrate
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit

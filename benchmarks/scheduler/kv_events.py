@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.result_files import options_of, write
 from benchmarks.scheduler.recording import BLOCK_SIZE, PROMPT_LEN, requests, share, times_of
 from benchmarks.virtual.dry_run import RandomExecutor, dry_run
-from quire.base.config import SchedulerConfig
-from quire.base.kv_events import KVEventsConfig
 from quire.base.messages import Request
+from quire.base.settings.config import SchedulerConfig
+from quire.base.settings.kv_events import KVEventsConfig
 from quire.engine.attachments.event_encoding import EventMaker
 from quire.engine.attachments.event_publisher import EventPublisher
 from quire.engine.attachments.kv_events import KVEvents

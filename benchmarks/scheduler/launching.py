@@ -19,12 +19,12 @@ import torch
 
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.config import SchedulerConfig
-from quire.runner.assemble import empty_rows, make_sampler
+from quire.base.settings.config import SchedulerConfig
 from quire.runner.gpu.kernel_ops import KernelOps
 from quire.runner.model_runner import ModelRunner
 from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Vocabulary
+from quire.runner.sampling.sampler import Vocabulary
+from quire.runner.setup.assemble import empty_rows, make_sampler
 from quire.tools.report import benchmark_parser, print_head
 
 MAX_LEN, BLOCK_SIZE, VOCAB = 8192, 16, 151_936

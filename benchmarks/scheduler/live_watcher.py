@@ -24,9 +24,9 @@ import numpy as np
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.clock import MonotonicClock
-from quire.base.config import SchedulerConfig
 from quire.base.messages import Live
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.live import FRAME_S, ONE_IN, LiveFrames
 from quire.engine.wire.wire import core_codec

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
 from benchmarks.virtual.step_times import LLAMA_8B
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head

@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, dry_run
-from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.loop.attachment import Doors
 from quire.scheduler.scheduler import Scheduler

@@ -47,8 +47,8 @@ from typing import Any
 from benchmarks.result_files import options_of, write
 from benchmarks.scheduler.loads import BLOCK_SIZE, Arrival, Load
 from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
-from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.client.output import OutputProcessor
 from quire.scheduler.policy.policies import make_policy
 from quire.scheduler.scheduler import Scheduler

@@ -33,10 +33,10 @@ import quire
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.clock import MonotonicClock
-from quire.base.config import SchedulerConfig, ServerConfig, config_from_flat
 from quire.base.messages import Ready
-from quire.base.sampling_params import SamplingParams
-from quire.base.validation import RequestLimits
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig, ServerConfig, config_from_flat
 from quire.engine.client.remote import RemoteClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import Engine, build_engine

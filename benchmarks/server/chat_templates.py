@@ -25,7 +25,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.base.errors import RequestError
-from quire.render.chat_template import ChatOptions, ChatTemplate
+from quire.render.templates.chat_template import ChatOptions, ChatTemplate
 
 Json = dict[str, Any]
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}

@@ -36,11 +36,11 @@ import numpy as np
 
 from benchmarks.result_files import keyed, options_of, write
 from benchmarks.server.servers import free_port, running
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import Request
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.engine.wire.wire import Frames, client_codec, core_codec
-from quire.serve.launch import CoreSocket
+from quire.serve.processes.launch import CoreSocket
 from quire.serve.supervisor import Supervisor, bind
 from quire.tools.bench.serve import wait_until_ready
 from quire.tools.http_client import HttpClient

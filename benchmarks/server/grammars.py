@@ -28,20 +28,20 @@ import quire
 from benchmarks.result_files import options_of, write
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import MonotonicClock
-from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import Request
 from quire.base.plan import Int32, Plan, StepResult
-from quire.base.sampling_params import SamplingParams
-from quire.base.validation import RequestLimits
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.executors.executor import Executor
 from quire.engine.executors.threaded import ThreadedExecutor
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
 from quire.engine.loop.core import EngineCore
-from quire.render.lark import Lark
-from quire.render.tokenizer import Tokenizer
+from quire.render.grammars.lark import Lark
+from quire.render.tokens.tokenizer import Tokenizer
 from quire.tools.report import benchmark_parser, print_head
 
 VOCAB_SIZE, NUM_PADDING = 151_936, 286

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from benchmarks.result_files import options_of, write
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.tools.report import benchmark_parser, print_head
 
 AIM_MS = 50

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.result_files import Row, columns, options_of, write
-from quire.base.model_spec import load_spec
+from quire.models.checkpoint.source import resolve_model
 from quire.models.outline import outline
-from quire.models.source import resolve_model
+from quire.spec.model_spec import load_spec
 from quire.tools.report import benchmark_parser, print_head
 
 AIMS = {"speed": 0.8, "peak": 0.1}
@@ -34,7 +34,7 @@ WARM_UP = """
 import sys
 from pathlib import Path
 import torch
-from quire.ops.host_memory import passing_memory
+from quire.ops.host.host_memory import passing_memory
 files = sorted(Path(sys.argv[1]).glob("*.safetensors"))
 def warm_up():
     for _ in range(2):
@@ -73,10 +73,10 @@ LOAD = (
     WARM_UP
     + """
 import json, threading, time
-from quire.base.model_spec import load_spec
-from quire.models.loading import load_model
-from quire.models.packing import model_bytes
-from quire.ops.formats import core_packing
+from quire.spec.model_spec import load_spec
+from quire.models.load.loading import load_model
+from quire.models.load.packing import model_bytes
+from quire.ops.weights.formats import core_packing
 def own_bytes():
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) << 10

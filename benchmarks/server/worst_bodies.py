@@ -22,21 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result_files import options_of, write
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import RequestError
 from quire.base.messages import Ready
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.text import build_text_side
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.serve.api.api_process import MAX_DIGITS
 from quire.serve.api.app import create_app
-from quire.serve.api.context import ApiContext
-from quire.serve.api.reading import (
+from quire.serve.api.bodies.reading import (
     MAX_CONTAINERS,
     MAX_EXPONENTS,
     MAX_TEXTS,
     MAX_VALUES,
     MAX_WIDE_BYTES,
 )
+from quire.serve.api.context import ApiContext
 from quire.tools.report import benchmark_parser
 
 PIECE = 1 << 16

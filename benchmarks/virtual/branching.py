@@ -25,7 +25,7 @@ from benchmarks.virtual.dry_run import VOCAB_SIZE
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Candidates, Plan, StepResult
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.executors.executor import Executor
 
 NUM_DRAWN = 64  # tokens whose probabilities are drawn; of the others, the expected sum

@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import Fifo, MakePolicy
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 
 VOCAB_SIZE = 50_000
 

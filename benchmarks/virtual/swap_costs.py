@@ -7,7 +7,7 @@
 
 The first is what the paper's engine did: each layer's K and V of each block are a transfer of their
 own. The second is what ours does: the blocks of a plan are gathered in the device's memory, sent at
-once and scattered over the host's memory (ops/attention/host_blocks.py), so that each byte is read
+once and scattered over the host's memory (ops/blocks/host_blocks.py), so that each byte is read
 and written once more on both sides. A swap is out and in again, hence the factor of 2 in front.
 bytes: whole blocks. Times in seconds, rates per second.
 """
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.virtual.dry_run import dry_request
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.messages import MeasuredRates
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.runner.build import MEASURED_BLOCKS
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 
 
 @dataclass(frozen=True)

@@ -11,34 +11,38 @@ from quire.base.version import QUIRE_VERSION
 
 if TYPE_CHECKING:
     from quire.base.errors import QuireError as QuireError
-    from quire.base.outputs import CompletionOutput as CompletionOutput
-    from quire.base.outputs import Logprob as Logprob
-    from quire.base.outputs import RequestOutput as RequestOutput
-    from quire.base.pooling_params import PoolingParams as PoolingParams
-    from quire.base.repetition import RepetitionDetectionParams as RepetitionDetectionParams
-    from quire.base.sampling_params import RequestOutputKind as RequestOutputKind
-    from quire.base.sampling_params import SamplingParams as SamplingParams
-    from quire.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
-    from quire.serve.async_llm import AsyncEngineArgs as AsyncEngineArgs
-    from quire.serve.async_llm import AsyncLLM as AsyncLLM
-    from quire.serve.async_llm import AsyncLLMEngine as AsyncLLMEngine
-    from quire.serve.beam_search import BeamSearchParams as BeamSearchParams
-    from quire.serve.llm import LLM as LLM
+    from quire.base.requests.outputs import CompletionOutput as CompletionOutput
+    from quire.base.requests.outputs import Logprob as Logprob
+    from quire.base.requests.outputs import RequestOutput as RequestOutput
+    from quire.base.requests.pooling_params import PoolingParams as PoolingParams
+    from quire.base.requests.repetition import (
+        RepetitionDetectionParams as RepetitionDetectionParams,
+    )
+    from quire.base.requests.sampling_params import RequestOutputKind as RequestOutputKind
+    from quire.base.requests.sampling_params import SamplingParams as SamplingParams
+    from quire.base.requests.structured_outputs import (
+        StructuredOutputsParams as StructuredOutputsParams,
+    )
+    from quire.serve.python.async_llm import AsyncEngineArgs as AsyncEngineArgs
+    from quire.serve.python.async_llm import AsyncLLM as AsyncLLM
+    from quire.serve.python.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from quire.serve.python.beam_search import BeamSearchParams as BeamSearchParams
+    from quire.serve.python.llm import LLM as LLM
 
 _HOMES = {
-    "LLM": "quire.serve.llm",
-    "AsyncLLM": "quire.serve.async_llm",
-    "AsyncLLMEngine": "quire.serve.async_llm",
-    "AsyncEngineArgs": "quire.serve.async_llm",
-    "SamplingParams": "quire.base.sampling_params",
-    "StructuredOutputsParams": "quire.base.structured_outputs",
-    "RepetitionDetectionParams": "quire.base.repetition",
-    "BeamSearchParams": "quire.serve.beam_search",
-    "PoolingParams": "quire.base.pooling_params",
-    "RequestOutputKind": "quire.base.sampling_params",
-    "RequestOutput": "quire.base.outputs",
-    "CompletionOutput": "quire.base.outputs",
-    "Logprob": "quire.base.outputs",
+    "LLM": "quire.serve.python.llm",
+    "AsyncLLM": "quire.serve.python.async_llm",
+    "AsyncLLMEngine": "quire.serve.python.async_llm",
+    "AsyncEngineArgs": "quire.serve.python.async_llm",
+    "SamplingParams": "quire.base.requests.sampling_params",
+    "StructuredOutputsParams": "quire.base.requests.structured_outputs",
+    "RepetitionDetectionParams": "quire.base.requests.repetition",
+    "BeamSearchParams": "quire.serve.python.beam_search",
+    "PoolingParams": "quire.base.requests.pooling_params",
+    "RequestOutputKind": "quire.base.requests.sampling_params",
+    "RequestOutput": "quire.base.requests.outputs",
+    "CompletionOutput": "quire.base.requests.outputs",
+    "Logprob": "quire.base.requests.outputs",
     "QuireError": "quire.base.errors",
 }
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from quire.base.config import (
+from quire.base.errors import ConfigError
+from quire.base.settings.config import (
     AUTO_LENGTH,
     SECTIONS,
     EngineConfig,
     ServerConfig,
 )
-from quire.base.config import config_from_flat as make
-from quire.base.errors import ConfigError
+from quire.base.settings.config import config_from_flat as make
 
 
 def test_flat_names_reach_their_part() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.base import durable
-from quire.base.durable import replace_file, write_all
+from quire.base import files as durable
+from quire.base.files import replace_file, write_all
 
 NEW = b"a new value that takes more than one write"
 

@@ -5,12 +5,12 @@ import selectors
 
 import pytest
 
-from quire.base.config import ServerConfig
-from quire.base.durations import MAX_DURATION_S, MAX_WAIT_S, bounded_wait_s, is_duration
+from quire.base.clock import MAX_DURATION_S, MAX_WAIT_S, bounded_wait_s, is_duration
 from quire.base.errors import ConfigError, RequestError
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
-from quire.base.validation import RequestLimits
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import ServerConfig
 
 LIMITS = RequestLimits(100, 64, 20, 4)
 WRONG = [-1.0, math.inf, -math.inf, math.nan, MAX_DURATION_S * 1.001, 1e300]

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
-from quire.base.kv_events import KVEventsConfig, is_bound, parse_kv_events, shifted
+from quire.base.settings.config import config_from_flat
+from quire.base.settings.kv_events import KVEventsConfig, is_bound, parse_kv_events, shifted
 
 
 def test_without_it_nothing_is_told() -> None:

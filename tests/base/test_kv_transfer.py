@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError, RequestError
-from quire.base.kv_transfer import (
+from quire.base.settings.kv_transfer import (
     BOTH,
     CONSUMER,
     HandedOver,

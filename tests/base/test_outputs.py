@@ -1,6 +1,6 @@
 """`RequestMetrics` under vLLM's names."""
 
-from quire.base.outputs import RequestMetrics
+from quire.base.requests.outputs import RequestMetrics
 
 
 def test_times_by_vllms_names() -> None:

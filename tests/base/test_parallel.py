@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.base.parallel import ParallelConfig
+from quire.base.settings.parallel import ParallelConfig
 
 RAY = {"distributed_executor_backend": "ray"}
 NODES = {"nnodes": 2, "master_addr": "127.0.0.1"}

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
@@ -31,6 +30,7 @@ from quire.base.plugins import (
     TOOL_FORMATS,
     TRANSFERS,
 )
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.connectors.store import BlockStore
 from quire.kv.pool import EvictionPolicy
 from quire.models.registry import model_class
@@ -464,7 +464,7 @@ def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
 def test_built_in_names_do_not_read_entry_points() -> None:
     """What start-up must not pay for."""
     code = (
-        "import sys; from quire.base.config import config_from_flat;"
+        "import sys; from quire.base.settings.config import config_from_flat;"
         "config_from_flat(scheduling_policy='fifo', attention_backend='torch');"
         "print('importlib.metadata' in sys.modules)"
     )

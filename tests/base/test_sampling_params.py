@@ -5,8 +5,8 @@ import pytest
 from quire import SamplingParams
 from quire.base.errors import RequestError
 from quire.base.messages import Request
-from quire.base.sampling_params import RequestOutputKind
-from quire.base.validation import RequestLimits
+from quire.base.requests.sampling_params import RequestOutputKind
+from quire.base.requests.validation import RequestLimits
 
 LIMITS = RequestLimits(vocab_size=100, max_model_len=32, max_logprobs=20, max_num_seqs=4)
 

@@ -7,10 +7,10 @@ import json
 import msgspec
 import pytest
 
-from quire.base.cache_config import CacheConfig
-from quire.base.config import EngineConfig, ServerConfig, config_from_flat, public_settings
 from quire.base.errors import ConfigError
-from quire.base.secrets import Secret, SecretJson, SecretUrl, public_value, reveal_secret
+from quire.base.settings.cache_config import CacheConfig
+from quire.base.settings.config import EngineConfig, ServerConfig, config_from_flat, public_settings
+from quire.base.settings.secrets import Secret, SecretJson, SecretUrl, public_value, reveal_secret
 from quire.engine.connectors.make import make_store
 
 MARKER = "MARK3R-s3cret"

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
-from quire.base.speculation import Speculation, Suffixes, parse_speculation
+from quire.base.settings.config import config_from_flat
+from quire.base.settings.speculation import Speculation, Suffixes, parse_speculation
 
 
 @pytest.mark.parametrize(

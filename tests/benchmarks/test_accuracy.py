@@ -10,7 +10,7 @@ import pytest
 from benchmarks.models import accuracy
 from benchmarks.models.accuracy_statistics import LogitError, PairedAccuracy, mean_and_error
 from benchmarks.result_files import read
-from quire.ops.native import core
+from quire.ops.host.native import core
 
 
 def log_softmax(*logits: list[float]) -> np.ndarray:

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.virtual.branching import BranchingExecutor, group_request
 from benchmarks.virtual.dry_run import dry_run
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 
 
 @pytest.mark.parametrize("beams", [False, True])

@@ -15,9 +15,9 @@ from benchmarks.cpu.limits import Ceilings, Format, least
 from benchmarks.cpu.processes import Output, Run, runs_of
 from benchmarks.cpu.report import ratios, summary, table
 from benchmarks.cpu.workloads import METRICS, Shape, chosen_workload
-from quire.base.gguf import GGUFFile
-from quire.base.model_spec import load_spec
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
+from quire.spec.gguf.container import GGUFFile
+from quire.spec.model_spec import load_spec
 from quire.tools.limits import step_cost
 
 # 38.5 GB/s, 200 * 10^9 operations per second in floats, 405 in 8 bits.

@@ -20,8 +20,8 @@ from benchmarks.gpu.floors import (
     step_cost,
 )
 from benchmarks.gpu.pieces import PIECES, chosen
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
+from quire.spec.model_spec import ModelSpec, load_spec
 
 ROOT = Path(__file__).parents[2]
 LLAMA, SMALL = "llama-3.1-8b", "qwen3-0.6b"

@@ -20,7 +20,7 @@ from benchmarks.gpu.first import Answer, answers
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.results import line_of
 from benchmarks.gpu.tasks import Outcome, Runner, Task
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from tests import conftest
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from benchmarks.virtual.swap_costs import (
     per_block_s,
     recompute_s,
 )
-from quire.base.cache_group import CacheGroup
 from quire.base.messages import MeasuredRates
+from quire.spec.cache_group import CacheGroup
 
 VICTIM = Victim(
     CacheGroup("full", (0, 1, 2), 4, 8), num_parameters=1e6, num_tokens=60, block_size=4

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
+from quire.base.settings.config import ModelConfig
 from quire.engine.start.text import build_text_side
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.serve.test_cache_identity import CONFIGS
 from tests.support.commands import run
 from tests.support.models.gguf_writer import F32, META, stored, write_gguf

@@ -80,7 +80,7 @@ def test_throughput(
 
 
 def test_the_command_loads_nothing_heavy() -> None:
-    code = "import quire.cli.bench, sys; print({'torch', 'numpy', 'h11', 'rich'} & {*sys.modules})"
+    code = "import quire.cli.commands.bench, sys; print({'torch', 'numpy', 'h11', 'rich'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import EngineDead, EngineError
-from quire.cli.chat import Chat, Conversation
 from quire.cli.chat_targets import Messages, Piece, _pieces
+from quire.cli.commands.chat import Chat, Conversation
 from tests.support.commands import run
 
 

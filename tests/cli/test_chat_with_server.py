@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.base.config import ServerConfig, config_from_flat
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.cli.chat_targets import ServerTarget
 from quire.engine.start.build import build_engine
 from quire.serve.api.context import ApiContext

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from quire.cli import doctor, machine
-from quire.ops import native
-from quire.ops.formats import variants
-from quire.serve.llm import LLM
+from quire.cli import machine
+from quire.cli.commands import doctor
+from quire.ops.host import native
+from quire.ops.weights.formats import variants
+from quire.serve.python.llm import LLM
 from tests.support.commands import run
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 from tests.support.models.checkpoints import write_checkpoint

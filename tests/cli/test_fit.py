@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.cli import machine
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.structure.test_house import ROOT
 from tests.support.commands import run
 from tests.support.models.checkpoints import write_checkpoint

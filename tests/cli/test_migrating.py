@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.base.secrets import MASK
+from quire.base.settings.secrets import MASK
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse, with_dashes
 from quire.cli.migrating import END, PAGES, groups_of, main, page
@@ -170,7 +170,7 @@ def test_a_mistyped_flag_of_vllms_is_guessed(capsys: pytest.CaptureFixture[str])
 
 
 def test_names_of_vllms_for_values_of_ours() -> None:
-    from quire.base.config import config_from_flat
+    from quire.base.settings.config import config_from_flat
 
     made = config_from_flat(model_impl="vllm", quantization="awq_marlin")
     assert (made.model.model_impl, made.model.quantization) == ("quire", None)

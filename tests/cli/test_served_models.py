@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig
 from quire.cli.config_file import resolve
 from quire.cli.main import _parse
 from quire.cli.served_models import ModelEntry, entry_of, served_models

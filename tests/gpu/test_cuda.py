@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.blocks.host_blocks import HostBlocks
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES
 from tests.support.models.reference_checkpoints import ARCHITECTURES, checkpoint
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from quire import SamplingParams
-from quire.ops.formats import Quantization
-from quire.ops.gpu_weights import multiply, quantise_for_gpu
-from quire.ops.quantise import quantised
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.gpu_weights import multiply, quantise_for_gpu
+from quire.ops.weights.quantise import quantised
 from tests.gpu.test_runner import GREEDY, PROMPTS, open_llm, rounds
 
 pytestmark = pytest.mark.gpu

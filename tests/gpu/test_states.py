@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
-from quire.ops.kernels.delta_chunks import Chunks
+from quire.ops.kernels.attention.delta_chunks import Chunks
+from quire.spec.cache_group import STATE, CacheGroup
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,6 @@
 """Paged attention in Triton against one softmax per row over contiguous memory.
 
-Covers `ops/kernels/attention_merge.py`.
+Covers `ops/kernels/attention/attention_merge.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention import select, triton_gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import AttentionStep, Scores
-from quire.ops.kernels.attention_plan import Cut
+from quire.ops.host.native import core
+from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.native import core
+from quire.spec.cache_group import CacheGroup
 from tests.support.kernels.cpp_blocks import row_by_row
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 

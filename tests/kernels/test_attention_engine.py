@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.base.config import config_from_flat
-from quire.models.source import resolve_model
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
 from quire.ops.registry import record_ops
 from quire.runner.build import build_runner
-from quire.runner.profile import worst_case_plan
+from quire.runner.setup.profile import worst_case_plan
 from tests.support.models.reference_checkpoints import ARCHITECTURES, checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(5 + 9 * i)]} for i in range(3)]

@@ -13,7 +13,7 @@ from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import Scores
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
-from quire.ops.kernels.attention_plan import Cut
+from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from tests.kernels.test_attention import COARSE, FINE, Case, make_contents, write_before
 from tests.support.models.paged_forward import RowPart, make_step

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.ops.attention_inputs import AttentionStep
-from quire.ops.kernels.attention_plan import Cut, Work, plan_work
+from quire.ops.kernels.attention.attention_plan import Cut, Work, plan_work
 
 FINE = Cut(max_splits=8, short_chunk=16, long_chunk=32, align=16)
 FIXED = Cut(is_fixed=True, align=16, fixed_chunk=48, split_tiles=2)

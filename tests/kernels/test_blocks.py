@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.ops import gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.kv_memory import KVMemory
-from quire.ops.host_memory import lazy_zeros
-from quire.ops.kernels import blocks as kernels
+from quire.ops.host.host_memory import lazy_zeros
+from quire.ops.kernels.attention import blocks as kernels
 from quire.ops.kernels.launch import INTERPRETED
+from quire.spec.cache_group import CacheGroup
 
 LAYOUTS = {
     "float32": ((2, 3, 2, 7, 4, 8), torch.float32, 3),

@@ -16,19 +16,19 @@ from triton.runtime import interpreter
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
-from quire.base.model_spec import load_spec
-from quire.models import experts
-from quire.models.determinism import make_deterministic
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
+from quire.models.parts import experts
+from quire.models.parts.determinism import make_deterministic
 from quire.ops import linear
 from quire.ops.attention import triton_gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import Scores
-from quire.ops.kernels import attention, attention_merge
-from quire.ops.kernels.attention_plan import Cut
+from quire.ops.kernels.attention import attention, attention_merge
+from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.kernels.logprobs import token_logprobs
+from quire.ops.kernels.sampling.logprobs import token_logprobs
+from quire.spec.model_spec import load_spec
 from tests.kernels.test_attention import (
     Case,
     Contents,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.ops import embedding as reference
-from quire.ops.host_memory import lazy_zeros
+from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.kernels import embedding as kernels
 
 

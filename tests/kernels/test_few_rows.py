@@ -8,10 +8,10 @@ import torch
 
 from quire import LLM, CompletionOutput, SamplingParams
 from quire.ops import gpu
-from quire.ops.determinism import FixedOrderWeight
 from quire.ops.kernels import few_rows as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.linear import linear
+from quire.ops.precision import FixedOrderWeight
 from tests.kernels.test_model import SETTINGS, used  # noqa: F401 (a fixture)
 from tests.kernels.test_step_bytes import CONFIG, Launches, Traffic
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
-from quire.models.kv_scales import kv_scales
-from quire.models.loading import load_model
+from quire.models.checkpoint.kv_scales import kv_scales
+from quire.models.load.loading import load_model
 from quire.ops.attention import triton_gpu
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.reference import ReferenceBackend

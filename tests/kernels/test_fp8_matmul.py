@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from quire.ops import gpu, gpu_weights
-from quire.ops.gpu_weights import FEW_ROWS, multiply, pack_for_gpu, rounds_activations
+from quire.ops import gpu
 from quire.ops.kernels import fp8_matmul
 from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.stored_rows import Float8Rows
+from quire.ops.weights import gpu_weights
+from quire.ops.weights.gpu_weights import FEW_ROWS, multiply, pack_for_gpu, rounds_activations
+from quire.ops.weights.stored_rows import Float8Rows
 from tests.kernels.test_fp8_kv import right_rounding  # noqa: F401 (a fixture)
 
 OUTPUTS = 140

@@ -11,7 +11,7 @@ from quire.ops.elementwise import (
     silu_mul,
     soft_cap,
 )
-from quire.ops.host_memory import lazy_zeros
+from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.kernels import gate as kernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.drafting.ngrams import repeated
-from quire.ops import device_guesses
-from quire.ops.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
-from quire.ops.find_runs import find_runs_reference
-from quire.ops.kernels import guess_runs as kernels
-from quire.ops.row_state import RowTensors
+from quire.engine.drafting.drafting import repeated
+from quire.ops.kernels.sampling import guess_runs as kernels
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.sampling import device_guesses
+from quire.ops.sampling.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
+from quire.ops.sampling.find_runs import find_runs_reference
 
 ROWS, LENGTH = 6, 2600
 

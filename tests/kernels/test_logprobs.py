@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops import logprobs as reference
-from quire.ops.kernels import logprobs
-from quire.ops.top_k import top_k_reference
+from quire.ops.kernels.sampling import logprobs
+from quire.ops.sampling import logprobs as reference
+from quire.ops.sampling.top_k import top_k_reference
 from tests.support.kernels.sampling_oracle import random_logits
 
 # Of a float32 log-probability beside float64. The kernel sums pairwise: 7 levels within a group of

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops import mask as reference
-from quire.ops.kernels import mask
-from quire.ops.mask import RowMasks
+from quire.ops.kernels.sampling import mask
+from quire.ops.sampling import logit_edits as reference
+from quire.ops.sampling.logit_edits import RowMasks
 from tests.ops.test_mask import random_allowed, words_of
 from tests.support.kernels.sampling_oracle import random_logits
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.models.determinism import make_deterministic
-from quire.models.layers import Embedding, Linear, LMHead, ParamFactory
-from quire.models.packing import model_bytes
+from quire.models.load.packing import model_bytes
+from quire.models.parts.determinism import make_deterministic
+from quire.models.parts.layers import Embedding, Linear, LMHead, ParamFactory
 from quire.ops import gpu
-from quire.ops.determinism import FixedOrderWeight
 from quire.ops.kernels import matmul as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.linear import linear
+from quire.ops.precision import FixedOrderWeight
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.ops import gpu, native
+from quire.ops import gpu
+from quire.ops.host import native
 from quire.ops.kernels.launch import INTERPRETED
 from tests.support.models.reference_checkpoints import checkpoint
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quire.ops import penalties as reference
-from quire.ops.kernels import penalties
-from quire.ops.penalties import Penalties
+from quire.ops.kernels.sampling import penalties
+from quire.ops.sampling import penalties as reference
+from quire.ops.sampling.penalties import Penalties
 from tests.support.kernels.sampling_oracle import random_logits
 
 LENGTHS = [29, 5, 12, 1, 20, 7]

@@ -5,9 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops import philox as reference
-from quire.ops import sampling
-from quire.ops.kernels import philox
+from quire.ops.kernels.sampling import philox
+from quire.ops.sampling import choice as sampling
+from quire.ops.sampling import philox as reference
 from tests.ops.test_philox import VECTORS, streams
 
 

@@ -1,6 +1,7 @@
 """Products with quantised weights against the reference dequantisation in float64.
 
-Covers `ops/gpu_weights.py`, `ops/gpu_layout.py` and `ops/kernels/quantised_rows.py`.
+Covers `ops/weights/gpu_weights.py`, `ops/weights/gpu_layout.py` and
+`ops/kernels/quantised_rows.py`.
 """
 
 from dataclasses import replace
@@ -12,18 +13,22 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError
-from quire.models.determinism import make_deterministic
-from quire.models.formats import weight_formats
-from quire.models.layers import Embedding, Linear, LMHead
-from quire.models.loading import LoadOptions, load_model, model_bytes
-from quire.models.packing import planned_bytes
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.load.loading import LoadOptions, load_model, model_bytes
+from quire.models.load.packing import planned_bytes
+from quire.models.parts.determinism import make_deterministic
+from quire.models.parts.layers import Embedding, Linear, LMHead
 from quire.models.registry import make_model
-from quire.ops import gpu, packed
-from quire.ops.formats import Packing, Quantization
-from quire.ops.gpu_layout import layout_of
-from quire.ops.gpu_weights import (
+from quire.ops import gpu
+from quire.ops.kernels import quantised as kernels
+from quire.ops.kernels.launch import INTERPRETED
+from quire.ops.linear import linear, pack_rows, pack_weight
+from quire.ops.weights import packed
+from quire.ops.weights.formats import Packing, Quantization
+from quire.ops.weights.gpu_layout import layout_of
+from quire.ops.weights.gpu_weights import (
     BITS,
     GPUWeight,
     join_outputs,
@@ -32,11 +37,14 @@ from quire.ops.gpu_weights import (
     quantise_for_gpu,
     stack_experts,
 )
-from quire.ops.kernels import quantised as kernels
-from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.linear import linear, pack_rows, pack_weight
-from quire.ops.quantise import quantised
-from quire.ops.stored_rows import FLOAT4_VALUES, Float4Rows, Float8Rows, IntegerRows, StoredRows
+from quire.ops.weights.quantise import quantised
+from quire.ops.weights.stored_rows import (
+    FLOAT4_VALUES,
+    Float4Rows,
+    Float8Rows,
+    IntegerRows,
+    StoredRows,
+)
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.support.cases import pairwise
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
@@ -295,7 +303,7 @@ def test_quantised_when_loaded(
     shape: tuple[int, int], format: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts, as in one piece; and as large as foretold."""
-    monkeypatch.setattr("quire.ops.gpu_weights.VALUES_AT_ONCE", 20 * shape[1])
+    monkeypatch.setattr("quire.ops.weights.gpu_weights.VALUES_AT_ONCE", 20 * shape[1])
     sizes = {"int8": (0, 32, 128), "int4": (32, 128), "fp8": (0,)}[format]
     values = random(*shape).to(device)
     for size in sizes:

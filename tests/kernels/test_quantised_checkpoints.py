@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.base.model_spec import load_spec
-from quire.models import experts
-from quire.models.assembly import all_weights
-from quire.models.loading import load_model
+from quire.models.load.assembly import all_weights
+from quire.models.load.loading import load_model
+from quire.models.parts import experts
 from quire.ops import gpu
-from quire.ops.gpu_weights import GPUWeight
 from quire.ops.kernels.launch import INTERPRETED
+from quire.ops.weights.gpu_weights import GPUWeight
+from quire.spec.model_spec import load_spec
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.support.models import quantised_writers as writers
 from tests.support.models.checkpoints import (

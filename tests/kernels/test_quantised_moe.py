@@ -6,24 +6,25 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.config import ModelConfig
-from quire.base.model_spec import load_spec
-from quire.models import experts as models
-from quire.models.determinism import make_deterministic
-from quire.models.formats import weight_formats
-from quire.models.layers import Linear
-from quire.models.loading import LoadOptions, load_model
-from quire.models.packing import model_bytes, planned_bytes
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes, planned_bytes
+from quire.models.parts import experts as models
+from quire.models.parts.determinism import make_deterministic
+from quire.models.parts.layers import Linear
 from quire.models.registry import make_model
-from quire.ops import gpu, linear, packed
+from quire.ops import gpu, linear
 from quire.ops.elementwise import silu_mul
-from quire.ops.formats import Quantization
-from quire.ops.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
 from quire.ops.kernels import quantised_moe as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.moe import moe_experts
-from quire.ops.quantise import quantised
-from quire.ops.stored_rows import Float4Rows, StoredRows
+from quire.ops.weights import packed
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
+from quire.ops.weights.quantise import quantised
+from quire.ops.weights.stored_rows import Float4Rows, StoredRows
+from quire.spec.model_spec import load_spec
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
 from tests.support.cases import pairwise

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention_inputs import AttentionStep
-from quire.ops.host_memory import lazy_zeros
-from quire.ops.kernels import rotary_write as kernels
-from quire.ops.kernels.attention_write import layer_kv, write_kv
-from quire.ops.native import core
+from quire.ops.host.host_memory import lazy_zeros
+from quire.ops.host.native import core
+from quire.ops.kernels.attention import rotary_write as kernels
+from quire.ops.kernels.attention.attention_write import layer_kv, write_kv
 from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary, rotary_rows
+from quire.spec.cache_group import CacheGroup
 from tests.support.kernels.cpp_blocks import row_by_row
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

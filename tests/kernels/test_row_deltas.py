@@ -8,7 +8,7 @@ import torch
 
 from quire.ops.kernels import row_deltas as kernels
 from quire.ops.kernels.step_inputs import Inbox, inbox_words
-from quire.ops.row_state import RowTensors
+from quire.ops.rows.row_state import RowTensors
 
 ROWS, TOKENS, GROUPS, BLOCKS = 7, 3000, 2, 9
 NARROW, WIDE = 5, 3  # columns

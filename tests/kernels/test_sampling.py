@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops import sampling as reference
-from quire.ops.kernels import sampling
-from quire.ops.kernels.sampling import SamplingColumns
-from quire.ops.sampling import Filters, Streams
-from quire.ops.top_k import arg_max_reference
-from quire.runner.vocabulary import best_of_parts
+from quire.ops.kernels.sampling import sampling
+from quire.ops.kernels.sampling.sampling import SamplingColumns
+from quire.ops.sampling import choice as reference
+from quire.ops.sampling.choice import Filters, Streams
+from quire.ops.sampling.top_k import arg_max_reference
+from quire.runner.sampling.vocabulary import best_of_parts
 from tests.support.kernels import sampling_oracle as oracle
 from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.ops.kernels.sampling_edits import edit_logits
-from quire.ops.logit_edits import RowEdits, apply_edits, make_edit_table
+from quire.ops.kernels.sampling.sampling_edits import edit_logits
+from quire.ops.sampling.logit_edits import RowEdits, apply_edits, make_edit_table
 from tests.support.kernels.sampling_oracle import random_logits
 
 VOCAB = 300

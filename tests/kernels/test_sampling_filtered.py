@@ -1,6 +1,6 @@
 """The cutoff of filtered rows: exactly the tokens that the torch reference keeps.
 
-Covers `ops/kernels/sampling_scan.py`.
+Covers `ops/kernels/sampling/sampling_scan.py`.
 """
 
 import pytest
@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import next_power_of_2
-from quire.ops.kernels.sampling_filtered import cutoff_of_row
-from quire.ops.sampling import Filters, keep_candidates
-from quire.ops.top_k import top_k_reference
+from quire.ops.kernels.sampling.sampling_filtered import cutoff_of_row
+from quire.ops.sampling.choice import Filters, keep_candidates
+from quire.ops.sampling.top_k import top_k_reference
 from tests.support.cases import pairwise
 from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 

@@ -1,6 +1,6 @@
 """The convolution and the delta rule of layers with states against loops in float64.
 
-Covers `ops/kernels/delta_rule.py`.
+Covers `ops/kernels/attention/delta_rule.py`.
 """
 
 import random
@@ -14,7 +14,7 @@ from quire.ops.attention.base import KVLayout
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
-from quire.ops.kernels.delta_chunks import Chunks
+from quire.ops.kernels.attention.delta_chunks import Chunks
 from quire.ops.kernels.launch import INTERPRETED
 from tests.kernels.test_attention import on
 from tests.ops.test_states import (

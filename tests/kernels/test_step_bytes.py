@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from quire import SamplingParams
-from quire.base.config import config_from_flat
 from quire.base.plan import BlockWrites, Plan, RowStart
-from quire.models.source import resolve_model
-from quire.ops import gpu, native
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
+from quire.ops import gpu
+from quire.ops.host import native
 from quire.ops.kernels import embedding
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import build_runner

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from quire.base.plan import Plan, RowFork
-from quire.ops import row_state
-from quire.ops.host_memory import lazy_zeros
+from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.kernels import step_inputs as kernels
 from quire.ops.kernels.row_deltas import COMPUTED, SlotLayout, receive
-from quire.ops.row_state import RowTensors
-from quire.ops.step_inputs import gather_step_reference
+from quire.ops.rows import row_state
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import gather_step_reference
 
 ROWS, TOKENS = 7, 60
 POISON = 12345  # in memory that must be written or must not be read

@@ -4,13 +4,13 @@ Figure 8 on an engine is in tests/engine/loop/test_groups.py, figure 9 in
 tests/engine/loop/test_figure_9.py.
 """
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import FakeDevice, make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.base.cache_group import CacheGroup
 from quire.kv.manager import KVManager
+from quire.spec.cache_group import CacheGroup
 
 FULL = CacheGroup("full", (0,), 1, 8)
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
 from quire.kv.digest import extend_digests
 from quire.kv.inspection import check_invariants
 from quire.kv.manager import KVManager, SequenceBlocks
 from quire.kv.table import NULL
+from quire.spec.cache_group import CacheGroup
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)

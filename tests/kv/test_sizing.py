@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import OutOfMemory
 from quire.kv.manager import KVManager
 from quire.kv.sizing import (
@@ -17,6 +16,7 @@ from quire.kv.sizing import (
     sequences_that_fit,
     size_pools,
 )
+from quire.spec.cache_group import CacheGroup
 
 FULL = CacheGroup("full", (0, 1, 2), 2, 8)
 WINDOW = CacheGroup("window", (3, 4), 2, 8, window=20)

@@ -26,14 +26,14 @@ from benchmarks.models.accuracy import SETTINGS, token_costs
 from benchmarks.models.accuracy import chosen as chosen_formats
 from benchmarks.models.accuracy_items import held_out_texts
 from quire import LLM, RequestOutput, SamplingParams
-from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError
-from quire.base.gguf_config import ARCHITECTURES as GGUF_ARCHITECTURES
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.formats import IN_THE_DTYPE, WeightFormats, weight_formats
-from quire.models.loading import LoadOptions, load_model
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.formats import IN_THE_DTYPE, WeightFormats, weight_formats
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.registry import MODELS
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.spec.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
+from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.verify.compare import BOUNDS, LOSSY
 from quire.tools.verify.ours import (
     AT_ONCE,

@@ -1,6 +1,6 @@
 """Each architecture against transformers: the same logits for the same tiny checkpoint.
 
-Covers `models/decoder.py`.
+Covers `models/parts/decoder.py`.
 """
 
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from tests.support.models.checkpoints import (
     VARIANTS,
     Checkpoint,

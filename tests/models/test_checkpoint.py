@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.base.errors import ModelError
-from quire.models.checkpoint import safetensors_shapes, weight_files
+from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from tests.support.models.checkpoints import write_checkpoint
 
 

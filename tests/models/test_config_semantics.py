@@ -10,15 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.base.errors import ModelError
-from quire.base.model_options import ACTIVATIONS
-from quire.base.model_spec import load_spec, parse_spec
-from quire.models import layers
-from quire.models.loading import load_model
-from quire.models.phi3 import phi3_rope
-from quire.models.qwen3_next import hybrid_options
+from quire.models.checkpoint.source import resolve_model, shape_names
+from quire.models.families.phi3 import phi3_rope
+from quire.models.load.loading import load_model
+from quire.models.parts import layers
+from quire.models.parts.rope import rope_frequencies
+from quire.models.qwen.qwen3_next import hybrid_options
 from quire.models.registry import make_model
-from quire.models.rope import rope_frequencies
-from quire.models.source import resolve_model, shape_names
+from quire.spec.model_options import ACTIVATIONS
+from quire.spec.model_spec import load_spec, parse_spec
 from tests.support.models.checkpoints import LONGROPE, VARIANTS, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import CPU, run_paged
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.ops.collectives.thread_group import run_ranks
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.ranks import logits_of
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.eagle3_spec import head_options, head_spec
 from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec
 from quire.models.eagle3 import Eagle3
-from quire.models.layers import Embedding, ParamFactory
-from quire.models.loading import LoadOptions, load_model
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.model import Model
+from quire.models.parts.layers import Embedding, ParamFactory
 from quire.ops.attention.select import make_backend
-from quire.runner.drafting import NativeHead
+from quire.runner.drafting.drafting import NativeHead
+from quire.spec.eagle3_spec import head_options, head_spec
+from quire.spec.model_spec import ModelSpec
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.eagle_heads import (
     AUTHORS,

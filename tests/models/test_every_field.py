@@ -19,9 +19,9 @@ import torch
 import transformers
 
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import load_spec
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from quire.models.registry import MODELS
+from quire.spec.model_spec import load_spec
 from quire.tools.verify.precision import WholePrecision
 from tests.support.models.checkpoints import VARIANTS
 from tests.support.models.config_changes import ABSENT, Change, changes, ropes

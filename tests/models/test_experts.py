@@ -7,23 +7,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base.config import config_from_flat
 from quire.base.errors import ModelError
-from quire.base.model_options import EXPERTS as EXPERTS_OF
-from quire.base.model_spec import ModelSpec, load_spec, parse_spec
-from quire.models import experts
-from quire.models.experts import ExpertLinear, ExpertList, SparseMLP, StackedExperts
-from quire.models.formats import WeightFormats
-from quire.models.loading import LoadOptions, load_model
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.formats import WeightFormats
+from quire.models.checkpoint.source import resolve_model
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes, planned_bytes
 from quire.models.outline import outline
-from quire.models.packing import model_bytes, planned_bytes
+from quire.models.parts import experts
+from quire.models.parts.experts import ExpertLinear, ExpertList, SparseMLP, StackedExperts
 from quire.models.registry import make_model
-from quire.models.source import resolve_model
-from quire.ops.formats import Quantization
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight
-from quire.runner.preview import preview_runner
-from quire.runner.step_size import linear_parameters
+from quire.ops.host.native import core
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.packed import PackedWeight
+from quire.runner.setup.preview import preview_runner
+from quire.runner.setup.step_size import linear_parameters
+from quire.spec.model_options import EXPERTS as EXPERTS_OF
+from quire.spec.model_spec import ModelSpec, load_spec, parse_spec
 from quire.tools.limits import step_cost
 from tests.support.models.checkpoints import (
     EXPERTS,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.models import file_identity as module
-from quire.models.file_identity import file_identity
+from quire.models.load import cache_files as module
+from quire.models.load.cache_files import file_identity
 
 TENSORS = {"a": (0, 70_000_000), "b": (70_000_000, 70_000_900), "c": (70_000_900, 80_000_000)}
 

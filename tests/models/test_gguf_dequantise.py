@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quire.base.gguf import KINDS, TensorKind
 from quire.models.gguf.dequantise import LAYOUTS, dequantise
+from quire.spec.gguf.container import KINDS, TensorKind
 
 # Of the values that gguf 0.19's quants.dequantize gives for `blocks_of`, as float32.
 DIGESTS = {

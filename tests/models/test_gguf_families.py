@@ -1,6 +1,6 @@
 """What llama.cpp's converter makes of each family's checkpoints is the same model.
 
-Covers `base/gguf_families.py` and `models/gguf/names.py`.
+Covers `spec/gguf/families.py` and `models/gguf/names.py`.
 """
 
 import json
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models import experts
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
+from quire.models.parts import experts
 from quire.models.registry import make_model
+from quire.spec.model_spec import ModelSpec, load_spec
 from tests.support.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import F32, convert, model_metadata, stored, write_gguf
 from tests.support.models.paged_forward import CPU, run_paged

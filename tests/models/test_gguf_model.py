@@ -1,6 +1,6 @@
 """A checkpoint written as a GGUF file is the same model.
 
-Covers `base/gguf_config.py` and `models/gguf/stored.py`.
+Covers `spec/gguf/config.py` and `models/gguf/stored.py`.
 """
 
 import json
@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ModelError
-from quire.base.gguf import KINDS, ArrayPlace, GGUFFile, TensorKind
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.cache_files import WeightCache
-from quire.models.formats import IN_THE_DTYPE, weight_formats
+from quire.base.settings.config import ModelConfig, config_from_flat
+from quire.models.checkpoint.formats import IN_THE_DTYPE, weight_formats
+from quire.models.checkpoint.source import resolve_model
 from quire.models.gguf.dequantise import LAYOUTS, dequantise
 from quire.models.gguf.stored import FORMATS
 from quire.models.gguf.weights import gguf_tensors
-from quire.models.loading import LoadOptions, load_model
-from quire.models.packing import model_bytes
-from quire.models.source import resolve_model
-from quire.ops.formats import variants
+from quire.models.load.cache_files import WeightCache
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes
+from quire.ops.host.native import core
 from quire.ops.linear import linear
-from quire.ops.native import core
-from quire.ops.packed import Packed, PackedParts, PackedWeight, pack_blocks
-from quire.runner.preview import preview_runner
+from quire.ops.weights.formats import variants
+from quire.ops.weights.packed import Packed, PackedParts, PackedWeight, pack_blocks
+from quire.runner.setup.preview import preview_runner
+from quire.spec.gguf.container import KINDS, ArrayPlace, GGUFFile, TensorKind
+from quire.spec.model_spec import ModelSpec, load_spec
 from tests.ops.test_linear import quantised_activations
 from tests.ops.test_linear import random as random_numbers
 from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint

@@ -1,6 +1,6 @@
 """Text parts of models that also see, by transformers' classes: the logits of the whole model.
 
-Covers `models/hf/text_model.py`, `models/hf/spec.py`.
+Covers `models/hf/configs.py`, `models/hf/spec.py`.
 """
 
 import json
@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WHOLES
 
 from quire.base.errors import ModelError
-from quire.base.model_spec import TRANSFORMERS
-from quire.models.loading import LoadOptions, load_model
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.registry import model_spec
+from quire.spec.model_spec import TRANSFORMERS
 from tests.support.cases import slow_but
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.paged_forward import CPU, run_paged

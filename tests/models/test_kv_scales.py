@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
-from quire.models.checkpoint import INDEX
-from quire.models.kv_scales import NAME_ENDS, kv_scales
-from quire.models.loading import load_model
+from quire.models.checkpoint.files import INDEX
+from quire.models.checkpoint.kv_scales import NAME_ENDS, kv_scales
+from quire.models.load.loading import load_model
 from tests.support.models.checkpoints import Checkpoint, write_checkpoint
 from tests.support.models.paged_forward import CPU
 

@@ -1,6 +1,6 @@
 """Layers with linear attention: what is loaded, and what a config says of them.
 
-Covers `base/linear_attention.py`, `base/gguf_families.py` and `models/gguf/value_heads.py`.
+Covers `spec/linear_attention.py`, `spec/gguf/families.py` and `models/gguf/value_heads.py`.
 """
 
 from pathlib import Path
@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base.cache_group import FULL, STATE, CacheGroup
 from quire.base.errors import ModelError
-from quire.base.model_spec import load_spec, parse_spec
-from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE
-from quire.models.gated_attention import gates_first
-from quire.models.linear_attention import DeltaRule, LinearAttentionLayer, rows_of_key_heads
-from quire.models.loading import LoadOptions, load_model
+from quire.models.checkpoint.formats import AS_THEY_ARE, IN_THE_DTYPE
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.parts.linear_attention import DeltaRule, LinearAttentionLayer, rows_of_key_heads
+from quire.models.qwen.qwen3_next import gates_first
 from quire.models.registry import model_spec
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight
+from quire.ops.host.native import core
+from quire.ops.weights.packed import PackedWeight
+from quire.spec.cache_group import FULL, STATE, CacheGroup
+from quire.spec.model_spec import load_spec, parse_spec
 from quire.tools.verify.weights import take_dequantised
 from tests.support.models.checkpoints import HYBRID, HYBRID_EXPERTS, write_checkpoint, write_own
 from tests.support.models.gguf_writer import Q8_0, convert

@@ -1,6 +1,6 @@
 """Weights: sharded, converted, random, and what is said when they do not fit.
 
-Covers `models/contents.py`, `models/model.py`.
+Covers `models/load/contents.py`, `models/model.py`.
 """
 
 import json
@@ -17,19 +17,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from quire.base.config import ModelConfig
 from quire.base.errors import ModelError, OutOfMemory
-from quire.base.model_spec import ModelSpec, load_spec, parse_spec
-from quire.models import assembly
-from quire.models.assembly import all_weights
-from quire.models.checkpoint import INDEX, safetensors_shapes, tensor_ranges, weight_files
-from quire.models.formats import weight_formats
-from quire.models.layers import Linear, LMHead
-from quire.models.loading import LoadOptions, Progress, load_model, model_bytes
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.files import INDEX, safetensors_shapes, tensor_ranges, weight_files
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.load import assembly
+from quire.models.load.assembly import all_weights
+from quire.models.load.loading import LoadOptions, Progress, load_model, model_bytes
+from quire.models.parts.layers import Linear, LMHead
 from quire.models.registry import make_model
-from quire.ops.mapped_tensors import MappedTensors
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight
+from quire.ops.host.native import core
+from quire.ops.weights.mapped_tensors import MappedTensors
+from quire.ops.weights.packed import PackedWeight
+from quire.spec.model_spec import ModelSpec, load_spec, parse_spec
 from tests.support.models.checkpoints import (
     GPT2,
     LLAMA,
@@ -425,10 +425,10 @@ def test_layers_are_packed_as_they_come(
 MEASURED = """
 import json, sys, torch
 from pathlib import Path
-from quire.base.config import ModelConfig
-from quire.base.model_spec import parse_spec
-from quire.models.loading import LoadOptions, load_model, model_bytes
-from quire.models.formats import weight_formats
+from quire.base.settings.config import ModelConfig
+from quire.spec.model_spec import parse_spec
+from quire.models.load.loading import LoadOptions, load_model, model_bytes
+from quire.models.checkpoint.formats import weight_formats
 
 def memory(name):
     text = Path("/proc/self/status").read_text()

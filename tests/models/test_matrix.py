@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire.models.registry import MODELS
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.models.matrix import (
     FEATURES,
     Tried,

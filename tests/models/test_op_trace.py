@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from quire.ops.attention.select import make_backend
 from quire.ops.elementwise import add
 from quire.ops.registry import OpCall, OpRecord, op, record_ops

@@ -9,10 +9,10 @@ import transformers
 from safetensors import safe_open
 
 from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec, load_spec, parse_spec
+from quire.models.checkpoint.source import resolve_model, shape_names
 from quire.models.outline import HEAD, LINEAR, PLAIN, ROUTER, outline
 from quire.models.registry import MODELS, make_model
-from quire.models.source import resolve_model, shape_names
+from quire.spec.model_spec import ModelSpec, load_spec, parse_spec
 from tests.support.models.checkpoints import VARIANTS, write_checkpoint
 from tests.support.models.quick import slow_if_large
 

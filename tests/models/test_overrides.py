@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from quire import LLM
-from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import load_spec
-from quire.models.overrides import MOST_KEPT, merged, overridden
-from quire.models.source import resolve_model, resolve_source
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.source import (
+    MOST_KEPT,
+    merged,
+    overridden,
+    resolve_model,
+    resolve_source,
+)
+from quire.spec.model_spec import load_spec
 from tests.support.models.reference_checkpoints import text_checkpoint
 
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec, parse_spec
-from quire.base.pooling import PoolingSpec
-from quire.models.pooling_layers import PoolingLayer, load_pooling_layers
+from quire.base.requests.pooling import PoolingSpec
+from quire.models.parts.pooling_layers import PoolingLayer, load_pooling_layers
+from quire.spec.model_spec import ModelSpec, parse_spec
 from tests.support.models.checkpoints import QWEN3
 
 CPU = torch.device("cpu")

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ConfigError
-from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
-from quire.models.layers import Embedding
-from quire.models.loading import LoadOptions, load_model, model_bytes
-from quire.models.packing import planned_bytes
+from quire.base.settings.config import ModelConfig, config_from_flat
+from quire.models.checkpoint.formats import AS_THEY_ARE, WeightFormats, weight_formats
+from quire.models.checkpoint.source import resolve_model
+from quire.models.load.loading import LoadOptions, load_model, model_bytes
+from quire.models.load.packing import planned_bytes
+from quire.models.parts.layers import Embedding
 from quire.models.registry import make_model
-from quire.models.source import resolve_model
-from quire.ops.formats import Quantization
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight
-from quire.runner.preview import preview_runner
+from quire.ops.host.native import core
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.packed import PackedWeight
+from quire.runner.setup.preview import preview_runner
 from tests.support.models.checkpoints import random_tokens, write_checkpoint
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.quick import variants_with

@@ -1,7 +1,7 @@
 """Checkpoints of other quantisers: what their tensors stand for, exactly, and what is said when
 they are not what they should be.
 
-Covers `base/quantization_config.py`, `models/quantised/layers.py`.
+Covers `spec/quantization_config.py`, `models/quantised/layers.py`.
 """
 
 import json
@@ -15,21 +15,21 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from quire.base import quantization_config as forms
-from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
-from quire.base.model_spec import load_spec, parse_spec
-from quire.base.quantization_config import StoredWeight
-from quire.models.assembly import all_weights
-from quire.models.cache_files import WeightCache
-from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, weight_formats
-from quire.models.layers import Linear
-from quire.models.loading import LoadOptions, formats_of_file, load_model
-from quire.models.packing import model_bytes, planned_bytes
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.formats import AS_THEY_ARE, IN_THE_DTYPE, weight_formats
+from quire.models.load.assembly import all_weights
+from quire.models.load.cache_files import WeightCache
+from quire.models.load.loading import LoadOptions, formats_of_file, load_model
+from quire.models.load.packing import model_bytes, planned_bytes
+from quire.models.parts.layers import Linear
 from quire.models.quantised.layers import FORMS
 from quire.models.registry import make_model, model_spec
-from quire.ops.native import core
-from quire.ops.packed import PackedParts, PackedWeight
+from quire.ops.host.native import core
+from quire.ops.weights.packed import PackedParts, PackedWeight
+from quire.spec import quantization_config as forms
+from quire.spec.model_spec import load_spec, parse_spec
+from quire.spec.quantization_config import StoredWeight
 from tests.support.models import quantised_writers as writers
 from tests.support.models.checkpoints import HYBRID, LLAMA, exact_logits, random_tokens
 from tests.support.models.paged_forward import CPU, run_paged
@@ -281,7 +281,7 @@ def test_the_next_start_maps_them(
     quantised, _ = writers.write(tmp_path, FORMATS[name])
     spec, options = load_spec(quantised), LoadOptions(cache=WeightCache(tmp_path / "cache"))
     first = load_model(quantised, spec, torch.bfloat16, CPU, options)
-    monkeypatch.setattr("quire.models.loading.fill_from_files", None)
+    monkeypatch.setattr("quire.models.load.loading.fill_from_files", None)
     second = load_model(quantised, spec, torch.bfloat16, CPU, options)
     for ours, theirs in zip(all_weights(first), all_weights(second), strict=True):
         assert torch.equal(bits(ours), bits(theirs)), ours[0]

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.base.model_spec import load_spec
-from quire.models.formats import IN_THE_DTYPE, WeightFormats
-from quire.models.layers import Linear
-from quire.models.loading import LoadOptions, load_model
-from quire.models.rank_place import RankPlace
+from quire.models.checkpoint.formats import IN_THE_DTYPE, WeightFormats
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.parts.layers import Linear
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks, thread_groups
-from quire.ops.formats import Quantization
+from quire.ops.host.native import core
 from quire.ops.linear import linear
-from quire.ops.native import core
-from quire.ops.packed import PackedParts, PackedWeight
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.packed import PackedParts, PackedWeight
+from quire.spec.model_spec import load_spec
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.support.cases import slow_but
 from tests.support.models import quantised_writers as writers

@@ -1,6 +1,6 @@
 """A model that several ranks share, each with a part of all layers, against the same on one rank.
 
-Covers `models/sources.py`, and `models/olmo2.py`.
+Covers `models/checkpoint/sources.py`, and `models/families/olmo2.py`.
 """
 
 from pathlib import Path
@@ -10,26 +10,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base.cuts import Cut, cut_evenly, cut_or_repeat, cut_vocabulary
-from quire.base.eagle3_spec import head_options, head_spec
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import load_spec, parse_spec
-from quire.models import experts, registry
-from quire.models.assembly import empty_model
-from quire.models.cache_files import WeightCache
-from quire.models.decoder import Decoder
+from quire.models import registry
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.sources import Source
 from quire.models.eagle3 import Eagle3
 from quire.models.gguf.weights import GGUFTensor
-from quire.models.loading import LoadOptions, load_model
-from quire.models.packing import model_bytes, planned_bytes
-from quire.models.rank_place import RankPlace
+from quire.models.load.assembly import empty_model
+from quire.models.load.cache_files import WeightCache
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes, planned_bytes
+from quire.models.parts import experts
+from quire.models.parts.decoder import Decoder
 from quire.models.registry import model_spec
-from quire.models.sources import Source
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks, thread_groups
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.ops.registry import record_ops
+from quire.spec.cuts import Cut, cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.spec.eagle3_spec import head_options, head_spec
+from quire.spec.model_spec import load_spec, parse_spec
 from tests.models.test_eagle3 import SHAPES, TOKENS, Target
 from tests.support.models.checkpoints import HYBRID, LLAMA, VARIANTS, write_checkpoint, write_own
 from tests.support.models.eagle_heads import LAYER, HeadShape, target_spec, write_head
@@ -85,7 +86,7 @@ def test_ranks_with_whole_experts(
     """As a CPU has experts, and as a GPU has them."""
     if form == "stacked":
         monkeypatch.setattr(
-            "quire.models.experts.experts_class", lambda device: experts.StackedExperts
+            "quire.models.parts.experts.experts_class", lambda device: experts.StackedExperts
         )
     model_type, config = VARIANTS[variant]
     six = {"num_local_experts" if variant == "gpt_oss" else "num_experts": 6}

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from quire.base.errors import ModelError
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from quire.models.transformers_model import TransformersModel
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel

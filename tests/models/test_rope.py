@@ -1,7 +1,7 @@
 """Rotary embeddings that pair neighbours or turn a part of each head, by an order of rows; and
 those that have factors of their own for long lengths.
 
-Covers `base/rope_options.py`.
+Covers `spec/rope_options.py`.
 """
 
 import json
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.base.config_fields import Fields
-from quire.base.model_spec import load_spec
-from quire.base.rope_options import RopeOptions, rope_options
-from quire.models.loading import load_model
-from quire.models.rope import head_order, rope_frequencies, rows_of_heads
+from quire.models.load.loading import load_model
+from quire.models.parts.rope import head_order, rope_frequencies, rows_of_heads
 from quire.ops.rotary import rotary, rotary_rows
+from quire.spec.config_fields import Fields
+from quire.spec.model_spec import load_spec
+from quire.spec.rope_options import RopeOptions, rope_options
 from tests.support.models.checkpoints import exact_logits, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import CPU, run_paged
 

@@ -9,12 +9,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from quire.base.config import ModelConfig
 from quire.base.errors import ModelError, ModelNotFound
-from quire.base.model_spec import load_spec
+from quire.base.settings.config import ModelConfig
 from quire.engine.start.text import build_text_side
+from quire.models.checkpoint.source import CONFIG_ONLY, ModelSource, resolve_model, shape_names
 from quire.models.registry import model_class
-from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model, shape_names
+from quire.spec.model_spec import load_spec
 from quire.tools.bench.tokens import LocalTokens
 from tests.support.models.quick import slow_if_large
 
@@ -79,7 +79,7 @@ def test_sizes_of_all_shapes_are_known() -> None:
 def test_shapes_have_the_published_size(name: str) -> None:
     import torch
 
-    from quire.models.loading import model_bytes
+    from quire.models.load.loading import model_bytes
     from quire.models.registry import make_model
 
     spec = load_spec(resolve_model(f"shape:{name}").directory)
@@ -155,5 +155,5 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_torch() -> None:
     unwanted = "{'torch', 'huggingface_hub'} & set(sys.modules)"
-    code = f"import sys, quire.models.source; assert not {unwanted}"
+    code = f"import sys, quire.models.checkpoint.source; assert not {unwanted}"
     subprocess.run([sys.executable, "-c", code], check=True)

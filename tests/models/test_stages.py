@@ -1,5 +1,5 @@
 """A model in stages, each with some of the layers and memory of its own, against the whole: also
-`models/opt.py`, which is no `Decoder`."""
+`models/families/opt.py`, which is no `Decoder`."""
 
 from pathlib import Path
 from typing import Any
@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base.cache_group import STATE
-from quire.base.cuts import layers_of_stage
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.assembly import empty_model
-from quire.models.loading import LoadOptions, load_model
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.load.assembly import empty_model
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.model import Model
-from quire.models.rank_place import RankPlace
 from quire.ops.attention.select import make_backend
 from quire.runner.native_model import NativeModel, native_or_same
+from quire.spec.cache_group import STATE
+from quire.spec.cuts import layers_of_stage
+from quire.spec.model_spec import ModelSpec, load_spec
 from tests.support.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import convert
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step

@@ -1,6 +1,6 @@
 """The text part of a checkpoint that reads images as well is the model that transformers runs.
 
-Covers `base/text_config.py`.
+Covers `spec/model_spec.py`.
 """
 
 import json
@@ -14,10 +14,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
-from quire.base.model_spec import load_spec
-from quire.base.text_config import TIES
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from quire.models.registry import model_spec
+from quire.spec.model_spec import TIES, load_spec
 from tests.support.models.checkpoints import (
     GEMMA3,
     HYBRID,

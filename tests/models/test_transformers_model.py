@@ -15,14 +15,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ConfigError, MissingDependency, ModelError
-from quire.base.model_spec import TRANSFORMERS, load_spec
-from quire.models.formats import IN_THE_DTYPE, WeightFormats
+from quire.models.checkpoint.formats import IN_THE_DTYPE, WeightFormats
 from quire.models.hf import configs
 from quire.models.hf.modules import Product
-from quire.models.loading import LoadOptions, load_model
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.model import Model
 from quire.models.registry import model_spec
-from quire.ops.formats import Quantization
+from quire.ops.weights.formats import Quantization
+from quire.spec.model_spec import TRANSFORMERS, load_spec
 from tests.models.test_quantised_checkpoints import FORMATS
 from tests.support.cases import slow_but
 from tests.support.models.checkpoints import LLAMA, VARIANTS, VOCAB, Checkpoint, random_tokens

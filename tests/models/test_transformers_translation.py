@@ -1,7 +1,7 @@
 """transformers' classes translated into quire's operations: right, or not at all.
 
-Covers `models/hf/lower.py`, `models/hf/follow.py`, `models/hf/terms.py`, `models/hf/rotation.py`,
-`models/hf/arrange.py`, `models/hf/merge.py`, `models/hf/steps.py`, `models/hf/norms.py`.
+Covers `models/hf/lower.py`, `models/hf/follow.py`, `models/hf/terms.py`, `models/hf/recognise.py`,
+`models/hf/arrange.py`, `models/hf/merge.py`, `models/hf/steps.py`, `models/hf/recognise.py`.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ import torch
 from torch import nn
 
 from quire.base.errors import ConfigError
-from quire.base.model_spec import load_spec
-from quire.models.cache_files import WeightCache
 from quire.models.hf import lower
 from quire.models.hf.arrange import Arrangement
 from quire.models.hf.lower import Lowering
 from quire.models.hf.modules import NamedLinear
-from quire.models.hf.norms import Norm, norm_of
+from quire.models.hf.recognise import Norm, norm_of
 from quire.models.hf.steps import Steps
 from quire.models.hf.terms import Unfollowed
-from quire.models.loading import LoadOptions, load_model
+from quire.models.load.cache_files import WeightCache
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.registry import model_spec
 from quire.ops.attention.select import make_backend
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.ops.registry import record_ops
+from quire.spec.model_spec import load_spec
 from tests.support.cases import slow_but
 from tests.support.models.checkpoints import VARIANTS, random_tokens
 from tests.support.models.paged_forward import CPU, RowPart, make_layout, make_step, run_paged

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
-from quire.base.model_spec import load_spec
-from quire.models.assembly import all_weights, empty_model
-from quire.models.cache_files import (
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.files import weight_files
+from quire.models.checkpoint.formats import AS_THEY_ARE, WeightFormats, weight_formats
+from quire.models.load.assembly import all_weights, empty_model
+from quire.models.load.cache_files import (
     HEADER,
     MAGIC,
     PAGE,
@@ -28,15 +29,14 @@ from quire.models.cache_files import (
     make_room,
     weight_cache,
 )
-from quire.models.checkpoint import weight_files
-from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
-from quire.models.layers import Linear
-from quire.models.loading import LoadOptions, load_model
-from quire.models.packing import model_bytes
-from quire.models.weight_cache import entry_of, indexed
-from quire.ops.formats import variants
-from quire.ops.native import core
-from quire.ops.pages import aligned
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes
+from quire.models.load.weight_cache import entry_of, indexed
+from quire.models.parts.layers import Linear
+from quire.ops.host.native import core
+from quire.ops.host.pages import aligned
+from quire.ops.weights.formats import variants
+from quire.spec.model_spec import load_spec
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 from tests.support.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.support.models.gguf_writer import Q8_0, convert
@@ -86,7 +86,7 @@ def forbid_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("packed again")
 
-    monkeypatch.setattr("quire.models.assembly.pack_modules", refuse)
+    monkeypatch.setattr("quire.models.load.assembly.pack_modules", refuse)
 
 
 @pytest.mark.parametrize("formats", [AS_THEY_ARE, INT8, INT4, INT4_HEAD], ids=str)
@@ -322,7 +322,7 @@ def test_a_full_disk(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("quire.models.cache_files.os.write", full)
+    monkeypatch.setattr("quire.models.load.cache_files.os.write", full)
     load(llama, cache)
     assert "No space left on device" in caplog.text
     assert list(cache.directory.iterdir()) == []
@@ -333,9 +333,9 @@ def test_short_writes_are_continued(
 ) -> None:
     write = os.write
     monkeypatch.setattr(
-        "quire.models.cache_files.os.write", lambda file, data: write(file, data[:1000])
+        "quire.models.load.cache_files.os.write", lambda file, data: write(file, data[:1000])
     )
-    monkeypatch.setattr("quire.models.cache_files.WRITTEN_AT_ONCE", 4099)
+    monkeypatch.setattr("quire.models.load.cache_files.WRITTEN_AT_ONCE", 4099)
     wanted = bits(load(llama, cache))
     forbid_packing(monkeypatch)
     assert bits(load(llama, cache)) == wanted
@@ -377,7 +377,7 @@ def place(directory: Path, name: str, size: int, used_at: int) -> Path:
 def test_what_was_used_longest_ago_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.models.cache_files.MOST_BYTES", 1000)
+    monkeypatch.setattr("quire.models.load.cache_files.MOST_BYTES", 1000)
     old, older, new = (
         place(tmp_path, name, 300, at) for name, at in (("b", 2), ("c", 1), ("a", 3))
     )
@@ -398,7 +398,7 @@ def test_what_is_in_use_is_not_removed(
     load(llama, cache)
     using = load(llama, cache)
     (file,) = files(cache)
-    monkeypatch.setattr("quire.models.cache_files.MOST_BYTES", file.stat().st_size)
+    monkeypatch.setattr("quire.models.load.cache_files.MOST_BYTES", file.stat().st_size)
     assert not make_room(cache.directory, 100, cache.directory / "x")
     assert file.exists()
     load(llama, cache, INT4)
@@ -437,7 +437,7 @@ def test_small_and_random_models_are_not_kept_by_default(
     automatic = weight_cache("auto")
     load(llama, automatic)
     assert not (tmp_path / "quire").exists()
-    monkeypatch.setattr("quire.models.cache_files.LEAST_BYTES", 1000)
+    monkeypatch.setattr("quire.models.load.cache_files.LEAST_BYTES", 1000)
     load(llama, weight_cache("auto"), load_format="dummy")
     assert not (tmp_path / "quire").exists()
     load(llama, weight_cache("auto"))

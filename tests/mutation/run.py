@@ -40,8 +40,8 @@ from tests.mutation.mutants import FUNCTIONS, Mutant, mutants_of, sample
 ROOT = Path(__file__).parents[2]
 SOURCES = (
     "src/quire/scheduler/*.py", "src/quire/scheduler/*/*.py", "src/quire/kv/*.py",
-    "src/quire/ops/sampling*.py", "src/quire/runner/sampler.py",
-    "src/quire/runner/candidates.py",
+    "src/quire/ops/sampling*.py", "src/quire/runner/sampling/sampler.py",
+    "src/quire/runner/sampling/candidates.py",
 )  # fmt: skip
 TESTS = (
     "tests/golden", "tests/scheduler", "tests/kv", "tests/ops/test_sampling.py",

@@ -1,6 +1,6 @@
 """The attention backends: all of them against a plain softmax over contiguous memory.
 
-Covers `ops/attention/batches.py` and `ops/attention/weigh.py`.
+Covers `ops/attention/batches.py` and `ops/attention/torch_cpu.py`.
 """
 
 import inspect
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, ForwardingBackend
 from quire.ops.attention.select import BACKENDS, make_backend
 from quire.ops.attention_inputs import Scores
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.spec.cache_group import CacheGroup
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,

@@ -10,7 +10,7 @@ import torch
 
 from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.select import make_backend
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.support.kernels.attention_cases import (
     Case,
     Contents,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.context_shared import ContextShared, Dealing, merge_parts, share_context
@@ -17,7 +16,8 @@ from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention_inputs import Scores
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.thread_group import run_ranks
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,
     Case,

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import KV_FORMATS, CpuBackend, variants
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention_inputs import Scores
-from quire.ops.formats import chosen_variant
-from quire.ops.native import core
-from quire.ops.threads import set_num_threads
+from quire.ops.host.native import core
+from quire.ops.host.threads import set_num_threads
+from quire.ops.weights.formats import chosen_variant
+from quire.spec.cache_group import CacheGroup
 from tests.support.cases import pairwise
 from tests.support.kernels.attention_cases import (
     HEAD_DIM,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.ops.dry import Dry, dry_penalties
+from quire.ops.sampling.dry import Dry, dry_penalties
 
 
 def expected(tokens: list[int], dry: Dry) -> dict[int, float]:

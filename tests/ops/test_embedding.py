@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from quire.ops.embedding import add_features, embedding, part_of_embedding, place
-from quire.ops.formats import Quantization
 from quire.ops.linear import pack_weight
-from quire.ops.program import here
 from quire.ops.registry import record_ops
 from quire.ops.rotary import rotary_rows
-from quire.ops.tracer import Tracer
+from quire.ops.trace.program import here
+from quire.ops.trace.tracer import Tracer
+from quire.ops.weights.formats import Quantization
 
 SIZE, SLOTS = 32, 6
 IDS = torch.tensor([3, -6, 0, -1, 7, -2, -6])

@@ -5,7 +5,9 @@ import itertools
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.ops.formats import (
+from quire.ops.host.native import core
+from quire.ops.host.native_types import WeightLayout
+from quire.ops.weights.formats import (
     CORE_DTYPES,
     FORMATS,
     GROUP_SIZES,
@@ -19,8 +21,6 @@ from quire.ops.formats import (
     panel_of,
     variants,
 )
-from quire.ops.native import core
-from quire.ops.native_types import WeightLayout
 
 SHAPES = [(1, 1), (1, 8), (3, 31), (16, 32), (17, 33), (63, 64), (64, 65), (65, 127)]
 SHAPES += [(100, 200), (97, 4097), (257, 1), (1000, 36)]

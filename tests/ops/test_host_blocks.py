@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.blocks.host_blocks import HostBlocks
 
 SHAPES = [((2, 3, 2, 5, 4, 8), 3), ((2, 5, 4, 2, 8), 1), ((5, 6), 0), ((3, 5), 1)]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quire.ops.host_memory import lazy_zeros
-from quire.ops.pages import ALIGNMENT, HUGE_PAGE
+from quire.ops.host.host_memory import lazy_zeros
+from quire.ops.host.pages import ALIGNMENT, HUGE_PAGE
 
 
 @pytest.mark.parametrize(

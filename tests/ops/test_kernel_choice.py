@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ops import formats, kernel_choice
-from quire.ops.formats import (
+from quire.ops.host.native import core
+from quire.ops.linear import linear, packing
+from quire.ops.weights import formats, kernel_choice
+from quire.ops.weights.formats import (
     FORMATS,
     Quantization,
     chosen_variant,
@@ -19,11 +21,15 @@ from quire.ops.formats import (
     panel_of,
     timed_formats,
 )
-from quire.ops.kernel_choice import KernelFile, Measurement, Speed, choose_variant, machine_facts
-from quire.ops.kernel_timing import FORMAT_S, ROUNDS, fastest, measure_kernels
-from quire.ops.linear import linear, packing
-from quire.ops.native import core
-from quire.ops.packed import pack
+from quire.ops.weights.kernel_choice import (
+    KernelFile,
+    Measurement,
+    Speed,
+    choose_variant,
+    machine_facts,
+)
+from quire.ops.weights.kernel_timing import FORMAT_S, ROUNDS, fastest, measure_kernels
+from quire.ops.weights.packed import pack
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 NAMES = ("portable", "avx2", "avx512", "avx512_bf16")

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops import formats
-from quire.ops.formats import VARIANT, Quantization, packed_form
+from quire.ops.host.native import core
+from quire.ops.host.threads import set_num_threads
 from quire.ops.linear import linear, pack_weight, packed_weight_bytes
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight, pack
-from quire.ops.quantise import quantised
-from quire.ops.stored_rows import IntegerRows
-from quire.ops.threads import set_num_threads
+from quire.ops.weights import formats
+from quire.ops.weights.formats import VARIANT, Quantization, packed_form
+from quire.ops.weights.packed import PackedWeight, pack
+from quire.ops.weights.quantise import quantised
+from quire.ops.weights.stored_rows import IntegerRows
 from tests.support.cases import pairwise
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 

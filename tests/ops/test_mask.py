@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops import native
-from quire.ops.mask import RowMasks, apply_masks, apply_masks_reference
+from quire.ops.host import native
+from quire.ops.sampling.logit_edits import RowMasks, apply_masks, apply_masks_reference
 from tests.support.kernels.sampling_oracle import random_logits
 
 PATHS = [pytest.param(apply_masks_reference, id="torch")]

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops import host_memory, pages
-from quire.ops.attention import memory_ahead
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.memory_ahead import MemoryAhead
+from quire.ops.blocks import host_blocks as memory_ahead
+from quire.ops.blocks.host_blocks import HostBlocks, MemoryAhead
+from quire.ops.host import host_memory, pages
 
 PAGE = 4096
 Span = tuple[int, int]
@@ -65,7 +64,7 @@ def test_so_many_blocks_are_ready_ahead_of_the_last_one(
 
 ENDLESS = """
 import torch
-from quire.ops.attention import memory_ahead
+from quire.ops.blocks import host_blocks as memory_ahead
 memory_ahead.PIECE_BYTES, memory_ahead.populate = 1, lambda *_: True
 memory_ahead.MemoryAhead(torch.zeros(1 << 26, 1), 0, 1 << 40).use(-1)
 print("ends")

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from quire.ops.elementwise import ClampedGate
+from quire.ops.host.native import core
 from quire.ops.linear import pack_weight
 from quire.ops.moe import moe_experts, moe_route
-from quire.ops.native import core
 from quire.ops.registry import record_ops
 
 E, C, D, F = 6, 3, 20, 12

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.ops import native_types
-from quire.ops.native import INTERFACE_VERSION, core
-from quire.ops.native_types import Core, CoreGroup, CorePlan, CoreProgram, CoreStatePlan
+from quire.ops.host import native_types
+from quire.ops.host.native import INTERFACE_VERSION, core
+from quire.ops.host.native_types import Core, CoreGroup, CorePlan, CoreProgram, CoreStatePlan
 
 PROTOCOLS = {
     "AttentionPlan": CorePlan,

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops import formats
-from quire.ops.formats import Quantization, packed_bytes, panel_of
+from quire.ops.host.native import core
+from quire.ops.host.threads import set_num_threads
 from quire.ops.linear import linear, pack_rows
-from quire.ops.native import core
-from quire.ops.packed import PackedWeight, pack_stored, packed_view, stored_group
-from quire.ops.stored_rows import Float4Rows, Float8Rows, IntegerRows, StoredRows
-from quire.ops.threads import set_num_threads
+from quire.ops.weights import formats
+from quire.ops.weights.formats import Quantization, packed_bytes, panel_of
+from quire.ops.weights.packed import PackedWeight, pack_stored, packed_view, stored_group
+from quire.ops.weights.stored_rows import Float4Rows, Float8Rows, IntegerRows, StoredRows
 from tests.ops.test_linear import quantised_activations, random
 
 if core() is None:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from quire.ops import native, philox
+from quire.ops.host import native
+from quire.ops.sampling import philox
 
 # Counter, key, result: from the test vectors of the Random123 library.
 VECTORS = [

@@ -10,7 +10,8 @@ from quire.ops.elementwise import add, relu
 from quire.ops.embedding import embedding
 from quire.ops.linear import linear
 from quire.ops.moe import moe_experts, moe_route
-from quire.ops.program import (
+from quire.ops.registry import op, record_ops
+from quire.ops.trace.program import (
     SHARED,
     Instruction,
     Kind,
@@ -18,8 +19,7 @@ from quire.ops.program import (
     Untraceable,
     View,
 )
-from quire.ops.registry import op, record_ops
-from quire.ops.tracer import Tracer
+from quire.ops.trace.tracer import Tracer
 
 TOKENS = 3
 

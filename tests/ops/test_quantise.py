@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.formats import Quantization
-from quire.ops.native import core
-from quire.ops.packed import pack
-from quire.ops.quantise import quantised
-from quire.ops.stored_rows import Float8Rows, IntegerRows
+from quire.ops.host.native import core
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.packed import pack
+from quire.ops.weights.quantise import quantised
+from quire.ops.weights.stored_rows import Float8Rows, IntegerRows
 
 SIZES = [("int8", size) for size in (0, 32, 64, 128)] + [("int4", size) for size in (32, 64, 128)]
 

@@ -5,11 +5,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from quire.ops import row_state
-from quire.ops.native import core
-from quire.ops.row_arrays import COMPUTED, NARROW, WIDE, RowArrays, gather_arrays
-from quire.ops.row_state import RowTensors
-from quire.ops.step_inputs import gather_step_reference
+from quire.ops.host.native import core
+from quire.ops.rows import row_state
+from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE, RowArrays, gather_arrays
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import gather_step_reference
 
 ROWS, LENGTH, GROUPS, BLOCKS, SIZE = 5, 23, 2, 7, 4
 NAMES = ("tokens_RM", "computed_R", "tables_GRL", "narrow_CR", "wide_CR")

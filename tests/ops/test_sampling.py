@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops import logprobs, native, sampling, top_k
-from quire.ops.log_sum_exp import log_sum_exp, log_sum_exp_reference
-from quire.ops.penalties import Penalties, apply_penalties
-from quire.ops.sampling import Filters, Streams, choose, choose_reference
+from quire.ops.host import native
+from quire.ops.sampling import choice as sampling
+from quire.ops.sampling import logprobs, top_k
+from quire.ops.sampling.choice import Filters, Streams, choose, choose_reference
+from quire.ops.sampling.logprobs import log_sum_exp, log_sum_exp_reference
+from quire.ops.sampling.penalties import Penalties, apply_penalties
 from tests.support.kernels import sampling_oracle as oracle
 from tests.support.kernels.sampling_oracle import FILTERS, random_logits
 

@@ -6,7 +6,7 @@ With equal logits the masses are whole numbers, so a boundary is met exactly, no
 import pytest
 import torch
 
-from quire.ops.sampling import choose_reference, keep_candidates
+from quire.ops.sampling.choice import choose_reference, keep_candidates
 from tests.ops.test_sampling import PATHS, draw, make_filters
 
 VOCAB = 1500  # more than are looked at first

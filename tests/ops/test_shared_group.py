@@ -15,14 +15,14 @@ import torch
 from quire.base.errors import EngineError, RankLost
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.ops.test_collectives import DTYPES, exchange_all, part
 
 pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
 
 OTHER = """
 import sys, time
-from quire.ops.native import core
+from quire.ops.host.native import core
 group = core().SharedGroup(sys.argv[1], 1, 2, 4096, 30.0)
 memory = bytearray(4096)
 import ctypes

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.ops.host.native import core
+from quire.ops.host.spare_memory import LARGE, SpareMemory
 from quire.ops.linear import linear
-from quire.ops.native import core
-from quire.ops.packed import pack
-from quire.ops.spare_memory import LARGE, SpareMemory
+from quire.ops.weights.packed import pack
 
 SIZE = LARGE + 1000
 

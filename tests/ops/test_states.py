@@ -1,5 +1,5 @@
 """Layers that remember a state, in backends, beside loops over whole sequences in float64. Covers
-`ops/attention/core_states.py`, `ops/attention/delta_chunks.py`, `ops/attention/kept_inputs.py`."""
+`ops/attention/core_states.py`, `ops/attention/states.py`, `ops/attention/states.py`."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
-from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.attention.reference import ReferenceBackend
+from quire.ops.attention.states import KeptInputs
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
-from quire.ops.threads import set_num_threads
+from quire.ops.host.threads import set_num_threads
+from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.cases import pairwise
 
 CPU = torch.device("cpu")

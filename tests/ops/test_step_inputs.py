@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops.native import core
-from quire.ops.row_state import RowTensors
-from quire.ops.step_inputs import StepInputs, gather_step, gather_step_reference
+from quire.ops.host.native import core
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import StepInputs, gather_step, gather_step_reference
 
 ROWS, TOKENS = 7, 60
 

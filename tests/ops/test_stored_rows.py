@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.ops.stored_rows import Float4Rows, Float8Rows, IntegerRows, stacked
+from quire.ops.weights.stored_rows import Float4Rows, Float8Rows, IntegerRows, stacked
 
 
 def test_integers_times_scales_in_their_order() -> None:

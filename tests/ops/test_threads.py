@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops import threads
+from quire.ops.host import threads
+from quire.ops.host.native import core
 from quire.ops.linear import linear
-from quire.ops.native import core
-from quire.ops.packed import pack
+from quire.ops.weights.packed import pack
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 
-from quire.ops import torch_import
-from quire.ops.torch_import import LEFT_OUT, import_torch
+from quire.ops.host import torch_import
+from quire.ops.host.torch_import import LEFT_OUT, import_torch
 
 # Each case is a fork of one process that has generated a token: torch is imported once for all.
 PROGRAM = """
 import importlib, os, sys, traceback
 from quire.cli.main import main
-from quire.ops.torch_import import LEFT_OUT, import_rest, import_torch, new_generator
+from quire.ops.host.torch_import import LEFT_OUT, import_rest, import_torch, new_generator
 
 def decomp_brings_the_rest(name="torch._decomp"):
     module = importlib.import_module(name)

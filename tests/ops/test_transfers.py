@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from quire.ops import gpu
-from quire.ops.attention.block_moves import copy_blocks
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.streams import Streams
-from quire.ops.row_arrays import last_writes
+from quire.ops.blocks.block_moves import copy_blocks
+from quire.ops.blocks.host_blocks import HostBlocks
+from quire.ops.blocks.streams import Streams
+from quire.ops.rows.row_arrays import last_writes
 from tests.support.kernels.late_streams import LateStreams, ThreadStreams
 
 NUM_BLOCKS, NUM_HOST = 6, 9

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.cache_group import STEP, CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.core_within_step import CoreWithinStep
 from quire.ops.attention.select import make_backend
-from quire.ops.attention.within_step import PIECE, WithinStep
+from quire.ops.attention.within_step import PIECE, CoreWithinStep, WithinStep
 from quire.ops.attention_inputs import AttentionStep, Scores
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.spec.cache_group import STEP, CacheGroup
 
 HEADS = 3
 SCALE = 0.3

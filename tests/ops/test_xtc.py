@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.ops import native
-from quire.ops.philox import DOMAIN_XTC, uniform_at_reference
-from quire.ops.sampling import Filters, Streams, choose
-from quire.ops.xtc import Xtc, choose_with_xtc
+from quire.ops.host import native
+from quire.ops.sampling.choice import Filters, Streams, choose
+from quire.ops.sampling.philox import DOMAIN_XTC, uniform_at_reference
+from quire.ops.sampling.xtc import Xtc, choose_with_xtc
 from tests.support.kernels import sampling_oracle as oracle
 from tests.support.kernels.sampling_oracle import random_logits
 

@@ -22,7 +22,7 @@ from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import STEP_FAILED, RequestError
 from quire.base.events import Stepped
 from quire.base.messages import Fork, Request
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.render.renderer import RenderedPrompt
 from tests.support.engine.image_engine import Images, finished

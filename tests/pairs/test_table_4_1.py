@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.events import Admitted, Appended, Event, Preempted, Stepped
-from quire.base.kv_transfer import KVTransfer, transfer_of
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.base.settings.kv_transfer import KVTransfer, transfer_of
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
 from quire.render.renderer import RenderedPrompt

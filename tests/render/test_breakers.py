@@ -4,7 +4,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import RequestError
-from quire.render.breakers import breaker_ids
+from quire.render.tokens.bad_words import breaker_ids
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.render.tiny_tokenizers import tokenizer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.render.call_arguments import arguments_object, arguments_text
+from quire.render.templates.conversation import arguments_object, arguments_text
 
 WHOLE = {
     "city": 'K"ö\\ln \U0001f642 \n',

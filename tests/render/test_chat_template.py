@@ -1,6 +1,6 @@
 """Chat templates: the formats of four families, compared with transformers; errors in our words.
 
-Covers `render/conversation.py`.
+Covers `render/templates/conversation.py`.
 """
 
 from datetime import datetime
@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from quire.base.errors import ConfigError, RequestError
-from quire.render.chat_template import ChatOptions, ChatTemplate, load_template
 from quire.render.renderer import Renderer
+from quire.render.templates.chat_template import ChatOptions, ChatTemplate, load_template
 from tests.support.render.chat_templates import GEMMA, LLAMA3, MISTRAL, QWEN
 from tests.support.render.tiny_tokenizers import directory, write_directory
 

@@ -7,11 +7,11 @@ import pytest
 import tokenizers as tk
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from quire.models.source import resolve_model
-from quire.render import cuts, tokenizer
-from quire.render.cuts import read_cuts
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import TokenizerFiles
+from quire.models.checkpoint.source import resolve_model
+from quire.render.tokens import cuts, tokenizer
+from quire.render.tokens.cuts import read_cuts
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import TokenizerFiles
 from tests.support.render import golden_vocabularies as vocabularies
 from tests.support.render import tiny_tokenizers as tiny
 

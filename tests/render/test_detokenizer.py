@@ -1,16 +1,16 @@
 """Incremental detokenisation equals decoding at once, for any text and any way of cutting it.
 
-Covers `render/pieces.py`.
+Covers `render/tokens/pieces.py`.
 """
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.base.sampling_params import SamplingParams
-from quire.render.detokenizer import IncrementalDetokenizer
-from quire.render.token_stream import PieceStream, WindowStream, open_stream
-from quire.render.tokenizer import Tokenizer
+from quire.base.requests.sampling_params import SamplingParams
+from quire.render.tokens.detokenizer import IncrementalDetokenizer
+from quire.render.tokens.token_stream import PieceStream, WindowStream, open_stream
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import FAMILIES, tokenizer
 
 BROKEN = "\ufffd"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import ModelError
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.render.generation import read_generation_defaults
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ModelError
-from quire.base.gguf import GGUFFile
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.render.generation import read_generation_defaults
-from quire.render.gguf_tokenizer import gguf_generation
 from quire.render.renderer import Renderer
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import has_tokenizer
+from quire.render.tokens.gguf_tokenizer import gguf_generation
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import has_tokenizer
+from quire.spec.gguf.container import GGUFFile
 from tests.support.models.gguf_writer import byte_level_metadata, write_gguf
 from tests.support.render.tiny_tokenizers import CORPUS, directory
 

@@ -1,6 +1,6 @@
 """Grammars are checked in a process of their own: what is wrong is said, what explodes is ended.
 
-The processes are real, and so are their limits: this covers `render/grammar_worker.py`.
+The processes are real, and so are their limits: this covers `render/grammars/grammar_worker.py`.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.grammars import CHECKS, Grammars
-from quire.render.job_pool import JobPool
-from quire.render.structured import grammar_of
+from quire.base.requests.structured_outputs import StructuredOutputsParams
+from quire.render.grammars.grammars import CHECKS, Grammars
+from quire.render.grammars.structured import grammar_of
+from quire.render.jobs.job_pool import JobPool
 from tests.support.render.grammar_matching import takes
 
 

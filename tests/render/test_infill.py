@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire.render.infill import FAMILIES, Infill
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import tokenizer, write_directory
 
 CODE, REST = "def f(x):\n    return", "\n\nprint(f(2))"

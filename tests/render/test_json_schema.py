@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from quire.base.errors import RequestError
-from quire.render.json_schema import MAX_DEPTH, MAX_SCHEMA_CHARS, check_size, prepared
-from quire.render.lark import WHITESPACE
+from quire.render.grammars.json_schema import MAX_DEPTH, MAX_SCHEMA_CHARS, check_size, prepared
+from quire.render.grammars.lark import WHITESPACE
 
 
 def nested(levels: int) -> dict[str, Any]:

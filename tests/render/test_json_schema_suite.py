@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.structured import grammar_of
+from quire.base.requests.structured_outputs import StructuredOutputsParams
+from quire.render.grammars.structured import grammar_of
 from tests.support.render.grammar_matching import byte_tokenizer
 
 CASES = json.loads(Path(__file__).with_name("json_schema_suite.json").read_text("utf-8"))[1:]

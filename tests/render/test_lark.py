@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from quire.render.lark import WHITESPACE, Lark, is_gbnf, regex
+from quire.render.grammars.lark import WHITESPACE, Lark, is_gbnf, regex
 from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 

@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher
 
-from quire.render.json_schema import prepared
+from quire.render.grammars.json_schema import prepared
 from tests.support.render.grammar_matching import byte_tokenizer, takes
 
 WHOLE = [0, 1, 3, -3, -1, 10, 100, -10, 1000]

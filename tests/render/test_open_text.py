@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import RequestError
-from quire.models.source import resolve_model
-from quire.render.open_text import OpenText
-from quire.render.tokenizer import Tokenizer
+from quire.models.checkpoint.source import resolve_model
+from quire.render.tokens.open_text import OpenText
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import byte_level, tokenizer
 
 # Those whose vocabulary has tokens across words (the tiny llama's and gemma's) are left out.

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.base.sampling_params import SamplingParams
-from quire.render.detokenizer import IncrementalDetokenizer
-from quire.render.stop_strings import StopStrings
+from quire.base.requests.sampling_params import SamplingParams
+from quire.render.tokens.detokenizer import IncrementalDetokenizer, StopStrings
 from tests.support.render.tiny_tokenizers import tokenizer
 
 small = st.text(alphabet="ab🙂", max_size=30)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.structured import grammar_of
+from quire.base.requests.structured_outputs import StructuredOutputsParams
+from quire.render.grammars.structured import grammar_of
 from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 ANY = {"type": "any_text"}

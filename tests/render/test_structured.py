@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.lark import Lark
-from quire.render.structured import MAX_CHARS, content_rule, grammar_of
+from quire.base.requests.structured_outputs import StructuredOutputsParams
+from quire.render.grammars.lark import Lark
+from quire.render.grammars.structured import MAX_CHARS, content_rule, grammar_of
 from tests.support.render.grammar_matching import ADDED, takes, with_tokens
 
 PERSON = {

@@ -1,6 +1,7 @@
 """Messages in the forms that a template takes: content, arguments of calls, the developer's role.
 
-The templates below are short versions of what published ones do. Covers `render/conversation.py`.
+The templates below are short versions of what published ones do. Covers
+`render/templates/conversation.py`.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import RequestError
-from quire.render.chat_template import ChatOptions, ChatTemplate
+from quire.render.templates.chat_template import ChatOptions, ChatTemplate
 
 Json = dict[str, Any]
 

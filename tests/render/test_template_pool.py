@@ -1,7 +1,7 @@
 """Templates that loop for ever or fill the memory end with an error, and others go on.
 
 The processes are real, and so are their limits; nothing here depends on how fast they are. The
-pool is that of all jobs: this covers `render/job_pool.py`.
+pool is that of all jobs: this covers `render/jobs/job_pool.py`.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.render import job_pool
-from quire.render.chat_template import ChatOptions
-from quire.render.job_process import JobProcess
-from quire.render.template_job import InThisProcess, TemplateJob, unpack
-from quire.render.template_pool import TEMPLATES, TemplatePool
+from quire.render.jobs import job_pool
+from quire.render.jobs.job_process import JobProcess
+from quire.render.templates.chat_template import ChatOptions
+from quire.render.templates.template_job import InThisProcess, TemplateJob, unpack
+from quire.render.templates.template_pool import TEMPLATES, TemplatePool
 from tests.support.processes.servers import children_of
 
 USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}

@@ -8,7 +8,7 @@ import pytest
 import tokenizers as tk
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from quire.render.text_bound import text_bound
+from quire.render.tokens.text_bound import text_bound
 from tests.support.render import golden_vocabularies as vocabularies
 from tests.support.render import tiny_tokenizers as tiny
 

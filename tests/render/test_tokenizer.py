@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from quire.base.errors import ModelError, RequestError
-from quire.render.bad_words import bad_words_token_ids
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import has_tokenizer
+from quire.render.tokens.bad_words import bad_words_token_ids
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import has_tokenizer
 from tests.support.render.tiny_tokenizers import (
     FAMILIES,
     byte_level,

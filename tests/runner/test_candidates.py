@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quire.base.plan import HostTokens, Plan, RowStart
-from quire.base.sampling_params import SamplingParams
-from quire.runner.assemble import empty_rows
+from quire.base.requests.sampling_params import SamplingParams
 from quire.runner.attachment import Attachment
-from quire.runner.candidates import PromptScores
+from quire.runner.sampling.candidates import PromptScores
+from quire.runner.setup.assemble import empty_rows
 
 
 def start(row: int, num_prompt_tokens: int, scored: int | None) -> RowStart:

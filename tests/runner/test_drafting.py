@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.events import Preempted, Stepped
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.models.source import ModelSource, resolve_model
-from quire.ops.native import core
+from quire.models.checkpoint.source import ModelSource, resolve_model
+from quire.ops.host.native import core
 from quire.runner.build import build_runner
 from quire.runner.memory_plan import spare_blocks, workspace_of
-from quire.runner.preview import preview_runner
+from quire.runner.setup.preview import preview_runner
 from quire.tools.devices import Device
 from quire.tools.fit import fit
 from tests.support.engine.attachments import drafter_of

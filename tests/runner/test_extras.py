@@ -14,11 +14,11 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.errors import RequestError
 from quire.base.messages import Request
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
 from quire.engine.recording.files import read_recording
-from quire.ops import native
-from quire.runner import extras
-from quire.runner.extras import LogitsProcessors, ProcessorError, RowProcessors
+from quire.ops.host import native
+from quire.runner.sampling import extras
+from quire.runner.sampling.extras import LogitsProcessors, ProcessorError, RowProcessors
 from quire.tools.replay import replay_all
 from tests.support.models.reference_checkpoints import checkpoint
 

@@ -11,10 +11,10 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.messages import Draft
 from quire.base.plan import Plan, RowDraft
-from quire.ops.device_guesses import NO_TOKEN, Tries, accept_guesses
-from quire.ops.native import core
-from quire.runner.assemble import empty_rows
-from quire.runner.guesses import places_of
+from quire.ops.host.native import core
+from quire.ops.sampling.device_guesses import NO_TOKEN, Tries, accept_guesses
+from quire.runner.drafting.guesses import places_of
+from quire.runner.setup.assemble import empty_rows
 from quire.scheduler.core.sequence import Sequence
 from tests.support.engine.attachments import StandIn, draft_with
 

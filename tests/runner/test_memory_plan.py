@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, OutOfMemory
-from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import Plan
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.kv.sizing import MIB
-from quire.models.loading import load_model, model_bytes
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
+from quire.models.load.loading import load_model, model_bytes
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.runner import derive, memory_plan
-from quire.runner.assemble import assemble
 from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
 from quire.runner.memory_plan import MemoryPlan, block_bytes_of, plan_cpu_memory, workspace_bytes
-from quire.runner.profile import plan_gpu_memory, worst_case_plan
+from quire.runner.setup.assemble import assemble
+from quire.runner.setup.profile import plan_gpu_memory, worst_case_plan
+from quire.spec.model_spec import ModelSpec, load_spec
 from tests.support.models.reference_checkpoints import checkpoint
 
 CPU = torch.device("cpu")

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
 from quire.engine.loop.recovery import combine, restrict
 from quire.engine.start.build import make_scheduler
-from quire.models.source import resolve_model
-from quire.ops import native
+from quire.models.checkpoint.source import resolve_model
+from quire.ops.host import native
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 from quire.scheduler.scheduler import Scheduler
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.row_masks import allowed, with_masks

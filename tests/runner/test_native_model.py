@@ -6,25 +6,25 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.cache_group import STATE, CacheGroup
-from quire.base.config import ModelConfig
-from quire.models.formats import AS_THEY_ARE, weight_formats
-from quire.models.layers import Attention
-from quire.models.loading import LoadOptions, load_model
+from quire.base.settings.config import ModelConfig
+from quire.models.checkpoint.formats import AS_THEY_ARE, weight_formats
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.parts.layers import Attention
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.attention_inputs import DeltaHeads, Scores
 from quire.ops.elementwise import add, gelu_mul, gelu_tanh_mul, scale, sigmoid_mul, soft_cap
 from quire.ops.embedding import embedding
-from quire.ops.formats import Quantization
+from quire.ops.host.native import core
+from quire.ops.host.threads import set_num_threads
 from quire.ops.linear import linear, pack_weight
 from quire.ops.moe import moe_experts, moe_route
-from quire.ops.native import core
 from quire.ops.norms import gated_norm, layer_norm
-from quire.ops.program import Kind
-from quire.ops.threads import set_num_threads
+from quire.ops.trace.program import Kind
+from quire.ops.weights.formats import Quantization
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
 from quire.runner.native_program import trace
+from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.cases import pairwise
 from tests.support.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
 from tests.support.models.paged_forward import (

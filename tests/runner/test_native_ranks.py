@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import RankLost
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
@@ -17,12 +16,13 @@ from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.elementwise import relu
 from quire.ops.embedding import embedding, part_of_embedding
+from quire.ops.host.native import core
 from quire.ops.linear import linear, pack_weight
 from quire.ops.moe import moe_experts, moe_route
-from quire.ops.native import core
-from quire.ops.program import Kind
+from quire.ops.trace.program import Kind
 from quire.runner.native_model import NativeModel, native_or_same
 from quire.runner.native_program import trace
+from quire.spec.cache_group import CacheGroup
 from tests.support.models.checkpoints import write_checkpoint
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 from tests.support.models.ranks import logits_of

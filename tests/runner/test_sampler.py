@@ -1,5 +1,5 @@
 """The sampler: what each parameter does to a row, alone and beside rows that ask for others. Covers
-`runner/edits.py`."""
+`runner/sampling/edits.py`."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ import torch
 
 from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Plan, RowFork, RowStart, StepResult
-from quire.base.sampling_params import SamplingParams
-from quire.ops import native
+from quire.base.requests.sampling_params import SamplingParams
 from quire.ops.collective import ALONE, RankGroup
-from quire.ops.logprobs import token_logprobs
-from quire.ops.step_inputs import SampleInputs
-from quire.runner.assemble import empty_rows, make_device, make_ops, make_sampler
-from quire.runner.candidates import logprob_tensors, to_candidates
+from quire.ops.host import native
+from quire.ops.rows.step_inputs import SampleInputs
+from quire.ops.sampling.logprobs import token_logprobs
 from quire.runner.rows import DeviceRows
+from quire.runner.sampling.candidates import logprob_tensors, to_candidates
+from quire.runner.sampling.vocabulary import vocabulary_of
+from quire.runner.setup.assemble import empty_rows, make_device, make_ops, make_sampler
 from quire.runner.step_ops import StepShape
 from quire.runner.steps import reasons_of, unservable
-from quire.runner.vocabulary import vocabulary_of
 from tests.ops.test_mask import words_of
 from tests.support.kernels import sampling_oracle as oracle
 

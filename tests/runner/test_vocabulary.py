@@ -7,9 +7,9 @@ import torch
 from quire.base.masks import TokenMasks
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
-from quire.ops.logprobs import token_logprobs
-from quire.ops.native import core
-from quire.runner.vocabulary import SharedVocabulary, best_of_parts
+from quire.ops.host.native import core
+from quire.ops.sampling.logprobs import token_logprobs
+from quire.runner.sampling.vocabulary import SharedVocabulary, best_of_parts
 from tests.ops.test_mask import words_of
 from tests.runner.test_sampler import Bench, Sampled
 
@@ -102,7 +102,7 @@ def test_rows_without_a_choice_fail_on_all_ranks() -> None:
 
 
 def test_without_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.ops.native.core", lambda: None)
+    monkeypatch.setattr("quire.ops.host.native.core", lambda: None)
     check(PLAIN, random_logits(4), 3)
 
 

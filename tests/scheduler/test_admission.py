@@ -5,10 +5,10 @@ import pytest
 
 from benchmarks.virtual.branching import BranchingExecutor, group_request
 from benchmarks.virtual.dry_run import dry_run
-from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted, PrefixFound
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import SchedulerConfig
 from quire.scheduler.core import admission, memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler

@@ -3,17 +3,17 @@ out of date."""
 
 import numpy as np
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.events import Stepped
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.scheduler.branching.drafts import Drafts
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.plain_scheduler import BLOCK, add, answer, scheduler_of, step
 

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.messages import Cancel, Request
 from quire.base.plan import StepResult
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.host_tier import Copies
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
 from quire.scheduler.core.extension import (
@@ -26,6 +25,7 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.reuse.offers import Offers
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.messages import Abort, Fork, Hold, Request, ResetPrefixCache, Rewind
 from quire.base.plan import MoveKind
 from quire.scheduler.reuse.held import Held
 from quire.scheduler.views import HeldView
+from quire.spec.cache_group import STATE, CacheGroup
 from tests.scheduler.test_pins import copies
 from tests.support.calls import counted_calls
 from tests.support.scheduler.fake_device import Curse, expected_tokens, make_request

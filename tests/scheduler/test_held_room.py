@@ -5,8 +5,8 @@ import msgspec
 import pytest
 
 from quire.base.errors import EngineBusy
-from quire.base.media.item import MediaItem
 from quire.base.messages import Hold, PutBack, Rewind
+from quire.base.requests.media_items import MediaItem
 from quire.scheduler.reuse import held as held_file
 from quire.scheduler.reuse.held import HeldChanges
 from quire.scheduler.scheduler import Topic

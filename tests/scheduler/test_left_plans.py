@@ -6,19 +6,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise
 from quire.base.messages import Append, Request
 from quire.base.plan import Plan, StepResult
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.base.step_outputs import StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.engine.updates import read
 from tests.support.scheduler.fake_device import (
     Curse,

@@ -6,10 +6,10 @@ Covers `base/live.py`.
 import msgspec
 import pytest
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.live import CACHED, HELD, NOBODY, PINNED, REASONS, USED
 from quire.base.messages import Append
 from quire.kv.manager import SequenceBlocks
+from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.scheduler.pinning_core import FULL, WINDOW, Bench
 from tests.support.scheduler.watched_scheduler import blocks_of, random_run, told_blocks
 

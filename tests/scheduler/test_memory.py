@@ -2,16 +2,16 @@
 
 import pytest
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Preempted
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVBlocks, KVManager
 from quire.kv.state_table import StateTable
 from quire.kv.table import Appended
 from quire.scheduler.core.memory import Memory, Needs
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.events import listen
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.plain_scheduler import answer

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.events import PrefixFound
 from quire.base.messages import Abort, MeasuredRates, Request, ResetPrefixCache
 from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.observability.prefix_words import as_data, shown_to
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
@@ -16,6 +15,7 @@ from quire.scheduler.core.names import Digester
 from quire.scheduler.policy.policies import make_block_hash
 from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import make_request
 
 BLOCK = 4

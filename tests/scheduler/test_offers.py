@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from quire.base.kv_orders import Keep, LookedUp, LookUp
-from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.messages import ResetPrefixCache
 from quire.base.plan import MoveKind, Plan
+from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.kv.manager import KVManager
 from quire.scheduler.reuse import offers as offers_file
 from quire.scheduler.reuse.offers import Offers

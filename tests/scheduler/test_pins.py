@@ -4,11 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Unpin
 from quire.base.plan import Move, Plan
 from quire.scheduler.core.plans import PlanBuilder
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import (
     Curse,
     make_request,

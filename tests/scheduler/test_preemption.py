@@ -4,17 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.messages import Abort, MeasuredRates
 from quire.base.plan import MoveKind
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.preemption import Preemption
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import expected_tokens
 from tests.support.scheduler.pinning_core import MAX_LEN, PREFIX, Bench
 from tests.support.scheduler.plain_scheduler import add, step

@@ -18,15 +18,14 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Event, Finished, Stepped
-from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.messages import Abort, Append, Draft, Drafted, Request, ResetPrefixCache, Unpin
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
+from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, KVTransfer
 from quire.base.step_outputs import StepOutputs, StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.loop.core import EngineCore
@@ -40,6 +39,7 @@ from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.policy.srtf import Srtf
 from quire.scheduler.policy.two_level import TwoLevel
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import STATE, CacheGroup
 from tests.support.engine.updates import read
 from tests.support.scheduler.fake_device import (
     VOCAB,

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.scheduler import snapshot
@@ -33,6 +32,7 @@ from quire.scheduler.snapshot import (
     encode,
     restore,
 )
+from quire.spec.cache_group import CacheGroup
 from tests.scheduler.test_scheduler_machine import (
     FULL,
     HybridStoresMachine,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.virtual.dry_run import dry_run
-from quire.base.config import SchedulerConfig
 from quire.base.events import Finished
 from quire.base.plan import Candidates, RowDraft, StepResult
+from quire.base.settings.config import SchedulerConfig
 from quire.base.step_outputs import StepOutputs
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import NUM_STOP_IDS, Sequence, State

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.events import PrefixFound
 from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Order, Remove
-from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver, KVTransfer
 from quire.base.messages import MeasuredRates
 from quire.base.plan import MoveKind, Plan, StepResult
 from quire.base.prefix import PrefixReport
+from quire.base.settings.config import SchedulerConfig
+from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver, KVTransfer
 from quire.base.step_outputs import SequenceUpdate
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import PROMPT_TAIL, Memory
 from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)

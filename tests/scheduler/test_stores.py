@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp, LookUp, Order, Remove
-from quire.base.kv_transfer import EVICTED, KVTransfer
 from quire.base.messages import Abort, KeepCached, Request, ResetPrefixCache
 from quire.base.plan import Plan
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
+from quire.base.settings.kv_transfer import EVICTED, KVTransfer
 from quire.base.step_outputs import SequenceUpdate, StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.loop.core import EngineCore
 from quire.kv.digest import extend_digests

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from quire.base.cache_group import CacheGroup
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.spec.cache_group import CacheGroup
 from tests.scheduler.test_left_plans import FULL, MAX_LEN, Driver
 from tests.support.scheduler.fake_device import (
     Curse,

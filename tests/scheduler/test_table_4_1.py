@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from quire.base.events import Preempted
-from quire.base.kv_transfer import KVTransfer
 from quire.base.messages import Append, Draft, Drafted, MeasuredRates
 from quire.base.plan import StepResult
+from quire.base.settings.kv_transfer import KVTransfer
 from quire.scheduler.core.queue import Fifo
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_stores import Lab

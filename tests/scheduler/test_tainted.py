@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.base.errors import STEP_FAILED
 from quire.base.plan import Move, Plan, RowFork, RowStart
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.core.plans import InFlightStep, SharedBlocks
 from quire.scheduler.core.queue import Fifo

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.serve.launch import remove_abandoned_sockets
+from quire.serve.processes.launch import remove_abandoned_sockets
 from quire.tools.http_client import HttpClient, HttpError
 from tests.support.processes.servers import Server, children_of, is_running, kill, wait_until
 from tests.support.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.base.outputs import CompletionOutput, Logprob
+from quire.base.requests.outputs import CompletionOutput, Logprob
 from quire.engine.executors.threaded import ThreadedExecutor
 from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
 

@@ -1,6 +1,6 @@
 """`AsyncLLM` in asyncio programs: what `LLM` gives, beside each other, and how it all ends.
 
-Covers `serve/managed_core.py`.
+Covers `serve/processes/managed_core.py`.
 """
 
 import asyncio

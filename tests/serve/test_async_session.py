@@ -1,7 +1,7 @@
 """Sessions of `AsyncLLM`: those of `LLM`, for asyncio programs; leaving early, two at once, and
 what is held in between.
 
-Covers `serve/session_tokens.py`.
+Covers `serve/python/session_tokens.py`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from quire.base.errors import RequestError
-from quire.serve.async_session import AsyncSession
+from quire.serve.python.async_session import AsyncSession
 from tests.support.models.reference_checkpoints import checkpoint
 
 SETTINGS: dict[str, Any] = {

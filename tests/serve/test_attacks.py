@@ -193,7 +193,7 @@ def test_the_end_of_a_server_that_still_loads(number: int, tmp_path: Path) -> No
 def test_directories_of_dead_servers_are_removed_and_of_living_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.serve.launch import CoreSocket, remove_abandoned_sockets
+    from quire.serve.processes.launch import CoreSocket, remove_abandoned_sockets
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, young, living = CoreSocket(), CoreSocket(), CoreSocket()

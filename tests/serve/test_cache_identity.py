@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from quire import LLM
-from quire.base.model_spec import ModelSpec, parse_spec
 from quire.models.outline import outline
 from quire.models.registry import make_model
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.spec.model_spec import ModelSpec, parse_spec
 from tests.serve.test_host_tier import PARAMS, PROMPTS
 from tests.support.models.checkpoints import VARIANTS
 from tests.support.models.reference_checkpoints import checkpoint

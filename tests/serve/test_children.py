@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.serve.children import MAX_RESTARTS, RESTART_WINDOW_S, Child, Process, Restarts
+from quire.serve.processes.children import MAX_RESTARTS, RESTART_WINDOW_S, Child, Process, Restarts
 
 
 @pytest.fixture

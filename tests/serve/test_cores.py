@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError
-from quire.ops.threads import usable_cores
+from quire.base.settings.config import EngineConfig, config_from_flat
+from quire.ops.host.threads import usable_cores
 from quire.runner.memory_plan import MEMORY_VARIABLE, available_cpu_bytes
-from quire.serve.cores import ALONE, CUDA_VARIABLE, CorePlace, core_places, gpu_shares
+from quire.serve.processes.cores import ALONE, CUDA_VARIABLE, CorePlace, core_places, gpu_shares
 
 
 def settings(num: int = 2, **more: object) -> EngineConfig:

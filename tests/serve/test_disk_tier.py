@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire.base.cache_config import CacheConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.cache_config import CacheConfig
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.serve.test_host_tier import PARAMS, PROMPTS
 from tests.serve.test_same_bits import Found, found, open_llm
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes

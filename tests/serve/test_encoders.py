@@ -1,7 +1,7 @@
 """Encoders by `LLM`, beside transformers: hidden states, embeddings, classes, scores of pairs.
 
-Covers `models/bert.py`, `models/roberta.py`, `models/modernbert.py`, `base/encoders.py`,
-`ops/attention/within_step.py`, `ops/elementwise.py`.
+Covers `models/families/bert.py`, `models/families/bert.py`, `models/families/modernbert.py`,
+`spec/encoders.py`, `ops/attention/within_step.py`, `ops/elementwise.py`.
 """
 
 import json
@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, PoolingParams
-from quire.base.cache_group import STEP
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError, RequestError
-from quire.base.model_spec import load_spec
+from quire.base.settings.config import config_from_flat
 from quire.engine.recording.files import read_recording
-from quire.models.source import resolve_source
-from quire.ops.native import core
-from quire.runner.preview import preview_runner
+from quire.models.checkpoint.source import resolve_source
+from quire.ops.host.native import core
+from quire.runner.setup.preview import preview_runner
+from quire.spec.cache_group import STEP
+from quire.spec.model_spec import load_spec
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.replay import replay_all

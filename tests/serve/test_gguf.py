@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.cli.main import main
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.support.models.gguf_writer import BF16, F32, Q8_0, byte_level_metadata, convert
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens, text_checkpoint
 

@@ -9,9 +9,9 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.ops.attention.kept_inputs import KeptInputs
-from quire.ops.native import core
-from quire.runner.guesses import GuessedStep
+from quire.ops.attention.states import KeptInputs
+from quire.ops.host.native import core
+from quire.runner.drafting.guesses import GuessedStep
 from quire.runner.memory_plan import kept_inputs_bytes
 from tests.runner.test_guesses import Oracle
 from tests.serve.test_exactness import assert_idle

@@ -1,7 +1,7 @@
 """A prompt computed in one engine, and its answer in another one: the same tokens over every store,
 only what is missing moves, and whatever is lost on the way is computed again.
 
-Covers `base/cache_config.py`, `base/kv_orders.py`, `base/kv_transfer.py` and
+Covers `base/settings/cache_config.py`, `base/kv_orders.py`, `base/settings/kv_transfer.py` and
 `scheduler/reuse/offers.py`.
 """
 
@@ -18,7 +18,7 @@ from quire.base.kv_orders import Fetch, LookUp
 from quire.engine.connectors import served
 from quire.engine.connectors import worker as worker_file
 from quire.engine.connectors.peer_wire import SECRET
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.scheduler.reuse import stores as stores_file
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.views import StoresView

@@ -10,7 +10,7 @@ import pytest
 
 from quire import SamplingParams
 from quire.base.errors import ConfigError
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.serve.test_same_bits import Found, found, open_llm
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes

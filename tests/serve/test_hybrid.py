@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.core.memory import PROMPT_TAIL
 from quire.tools.verify.precision import WholePrecision

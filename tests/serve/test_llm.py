@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quire import LLM, QuireError, RequestOutput, SamplingParams
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelNotFound, RequestError
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import Executor
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens, text_checkpoint
 from tests.support.render.chat_templates import QWEN

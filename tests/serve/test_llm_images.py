@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.base.config import ModelConfig
 from quire.base.errors import RequestError
 from quire.base.messages import Request
+from quire.base.settings.config import ModelConfig
 from quire.engine.start.text import build_text_side
-from quire.models.source import ModelSource
-from quire.serve.beam_search import BeamSearchParams
+from quire.models.checkpoint.source import ModelSource
 from quire.serve.media.local_media import LocalMedia
+from quire.serve.python.beam_search import BeamSearchParams
 from tests.render.media.test_processors import picture
 from tests.support.render.tiny_tokenizers import text_part, write_vision_model
 

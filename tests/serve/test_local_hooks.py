@@ -13,10 +13,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, HookFailed, RequestError
-from quire.base.hooks import EndRequest, HookContext, HookPiece, HookRequest
-from quire.base.outputs import RequestOutput
+from quire.base.requests.hooks import EndRequest, HookContext, HookPiece, HookRequest
+from quire.base.requests.outputs import RequestOutput
 from quire.serve.hooks import Hooks
-from quire.serve.local_hooks import LocalHooks
+from quire.serve.python.local_hooks import LocalHooks
 from tests.serve.test_llm import assert_idle
 from tests.support.processes.forks import run_forked
 

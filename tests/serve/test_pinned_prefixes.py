@@ -17,7 +17,7 @@ import pytest
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.errors import ConfigError, RequestError
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 from tests.support.processes.forks import run_forked

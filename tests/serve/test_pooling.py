@@ -1,6 +1,6 @@
 """`LLM` with models that pool, beside transformers: embeddings, classes and scores.
 
-Covers `runner/pooler.py`, `base/pooling_params.py`, `render/pooling_prompts.py`.
+Covers `runner/pooler.py`, `base/requests/pooling_params.py`, `render/pooling_prompts.py`.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, AsyncLLM, PoolingParams, SamplingParams
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, RequestError
-from quire.base.model_spec import load_spec
-from quire.base.pooling_spec import with_pooling
+from quire.base.settings.config import config_from_flat
 from quire.base.step_outputs import SequenceUpdate, StepOutputs
 from quire.engine.recording.files import read_recording
 from quire.engine.wire.wire import LENGTH, client_codec, core_codec
-from quire.models.source import resolve_source
+from quire.models.checkpoint.source import resolve_source
 from quire.render.pooling_prompts import joined
 from quire.runner.derive import derive_config
-from quire.runner.preview import preview_runner
+from quire.runner.setup.preview import preview_runner
+from quire.spec.model_spec import load_spec
+from quire.spec.pooling_spec import with_pooling
 from quire.tools.devices import CPU, Device
 from quire.tools.fit import fit
 from quire.tools.replay import replay_all

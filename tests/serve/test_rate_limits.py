@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig
 from quire.serve.rate_limits import RateLimits, make_memory
 
 Make = Callable[..., RateLimits]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.ops.native import core
+from quire.ops.host.native import core
 from tests.serve.test_exactness import prompts
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes
 

@@ -10,7 +10,7 @@ import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import RequestError
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.models.reference_checkpoints import (
     checkpoint,
     pool_bytes,

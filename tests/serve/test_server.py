@@ -1,6 +1,6 @@
 """`quire serve` through its real processes: what it answers, and how it ends.
 
-Covers `serve/core_main.py`.
+Covers `serve/processes/core_main.py`.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, RequestError
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from tests.support.models.reference_checkpoints import checkpoint
 
 SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20, "disable_log_stats": True}

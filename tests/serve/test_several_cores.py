@@ -1,6 +1,6 @@
 """data_parallel_size: `quire serve`, `LLM` and `AsyncLLM` with two cores, as their users see them.
 
-Covers `serve/core_child.py` and `serve/core_processes.py`.
+Covers `serve/processes/children.py` and `serve/processes/core_processes.py`.
 """
 
 import asyncio

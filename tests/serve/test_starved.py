@@ -143,7 +143,7 @@ class Hold:
         spec.loader.exec_module = hold_and_run
         return spec
 
-if "HELD" in os.environ and "quire.serve.core_main" in sys.orig_argv:
+if "HELD" in os.environ and "quire.serve.processes.core_main" in sys.orig_argv:
     sys.meta_path.insert(0, Hold())
 """
 

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import pytest
 
-import quire.serve.launch as launch
+import quire.serve.processes.launch as launch
 import quire.serve.supervisor as supervisor
 from quire import AsyncLLM, SamplingParams
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.plugins import CONNECTORS
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.observability.heartbeat import FIELDS
-from quire.serve.children import Child
-from quire.serve.core_child import CoreChild
-from quire.serve.cores import ALONE
+from quire.serve.processes.children import Child, CoreChild
+from quire.serve.processes.cores import ALONE
 from quire.serve.several.served import FirstRequest, ServedModel
 from tests.support.plugin_site import Site
 from tests.support.processes.servers import WAIT_S, Server
@@ -80,7 +79,7 @@ def num_kept(folder: Path) -> int:
 
 def test_a_server_keeps_what_is_cached_however_short_its_drain(folder: Path) -> None:
     """It takes longer than other processes have for their end."""
-    shorter = "from quire.serve import launch, supervisor; launch.END_S = supervisor.END_S = 2.0"
+    shorter = "from quire.serve import supervisor; from quire.serve.processes import launch; launch.END_S = supervisor.END_S = 2.0"
     store = f"slow:{folder},{1.2 * 2.0 / NUM_BLOCKS}"
     server = Server("--kv-store", store, "--shutdown-timeout", "0", before=shorter)
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
-from quire.serve.async_llm import AsyncLLM
+from quire.serve.python.async_llm import AsyncLLM
 from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint
 
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "disable_log_stats": True, "block_size": 4}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.base.secrets import MASK
+from quire.base.settings.secrets import MASK
 from quire.serve.vllm_compat import (
     SECRETS,
     VLLM_SETTINGS,

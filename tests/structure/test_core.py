@@ -20,7 +20,7 @@ FEATURES = {
 # What the files of the loop may import of this package.
 ALLOWED = (
     "quire.base.", "quire.engine.loop.", "quire.engine.executors.executor",
-    "quire.runner.step_size", "quire.scheduler.decisions", "quire.scheduler.scheduler",
+    "quire.runner.setup.step_size", "quire.scheduler.decisions", "quire.scheduler.scheduler",
     "quire.scheduler.views",
 )  # fmt: skip
 

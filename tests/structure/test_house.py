@@ -152,7 +152,7 @@ def test_import_quire_loads_nothing_heavy() -> None:
 
 def test_the_text_side_and_the_scheduler_do_without_torch() -> None:
     assert "torch" not in loaded_by("import quire.scheduler.scheduler, quire.kv.sizing")
-    assert "torch" not in loaded_by("import quire.render.renderer, quire.models.source")
+    assert "torch" not in loaded_by("import quire.render.renderer, quire.models.checkpoint.source")
 
 
 def test_llm_needs_no_server_packages() -> None:
@@ -186,9 +186,9 @@ def test_every_public_name_resolves() -> None:
 
 MOST_PARAMETERS = 8
 # Kernels take every pointer and stride; the C++ core's functions every address and size.
-WIDE = ("ops/kernels/", "ops/native_types.py")
+WIDE = ("ops/kernels/", "ops/host/native_types.py")
 # These have the parameters that callers know from other engines.
-PUBLIC = {"serve/llm.py: chat", "serve/async_llm.py: generate"}
+PUBLIC = {"serve/python/llm.py: chat", "serve/python/async_llm.py: generate"}
 
 
 def test_functions_have_few_parameters() -> None:

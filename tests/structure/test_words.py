@@ -45,7 +45,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "messages": (
         # cli
         #
-        "src/quire/cli/chat.py",
+        "src/quire/cli/commands/chat.py",
         "src/quire/cli/chat_targets.py",
         # all others
         #

@@ -8,23 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
-from quire.base.model_spec import load_spec
+from quire.base.settings.config import config_from_flat
 from quire.kv.sizing import MIB
-from quire.models import experts
-from quire.models.formats import IN_THE_DTYPE, weight_formats
-from quire.models.loading import LoadOptions, load_model
-from quire.models.packing import model_bytes, planned_bytes
-from quire.models.rank_place import RankPlace
+from quire.models.checkpoint.formats import IN_THE_DTYPE, weight_formats
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.source import ModelSource, resolve_model
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes, planned_bytes
+from quire.models.parts import experts
 from quire.models.registry import make_model
-from quire.models.source import ModelSource, resolve_model
-from quire.ops import formats, gpu, packed
+from quire.ops import gpu
 from quire.ops.collectives.thread_group import thread_groups
-from quire.ops.native import core
+from quire.ops.host.native import core
+from quire.ops.weights import formats, packed
 from quire.runner import build, derive
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     GPU_RESERVE_BYTES,
@@ -33,6 +32,8 @@ from quire.runner.memory_plan import (
     ladder,
     workspace_bytes,
 )
+from quire.runner.setup.built import BuiltRunner
+from quire.spec.model_spec import load_spec
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import Alternative, Fit, fit
 from tests.support.models.checkpoints import VARIANTS, write_checkpoint

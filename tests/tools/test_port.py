@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import load_spec
-from quire.cli.port import lines
+from quire.cli.commands.port import lines
 from quire.models import registry
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
+from quire.spec.model_spec import load_spec
 from quire.tools.port.nearest import Checkpoint, Nearest, find_nearest, read_checkpoint
 from quire.tools.port.skeleton import TINY, class_name, module_name, write_skeleton
 from tests.support.cases import slow_but

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.files import read_recording
 from quire.scheduler.decisions import Decisions

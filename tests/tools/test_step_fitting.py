@@ -7,7 +7,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.base.plan import Move, MoveKind, Plan, RowStart
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.tools.step_fitting import (
     FEATURES,
     IDLE_S,

@@ -15,12 +15,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ModelError, OutOfMemory
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.formats import IN_THE_DTYPE, weight_formats
-from quire.models.loading import LoadOptions, load_model
-from quire.ops.native import core
+from quire.base.settings.config import ModelConfig, config_from_flat
+from quire.models.checkpoint.formats import IN_THE_DTYPE, weight_formats
+from quire.models.load.loading import LoadOptions, load_model
+from quire.ops.host.native import core
+from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.verify import verify as verify_module
 from quire.tools.verify.compare import differences, tokens_chosen
 from quire.tools.verify.ours import WAYS

@@ -5,7 +5,7 @@ import numpy as np
 from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs, run_each
 from benchmarks.virtual.dry_run import dry_run
 from benchmarks.virtual.step_times import LLAMA_8B
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
 from quire.tools.simulate.run import simulate
 

@@ -6,7 +6,7 @@ from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs, run_ea
 from benchmarks.paper.settings import OPT_13B, Load
 from benchmarks.paper.systems import QUIRE, Options, serve
 from benchmarks.virtual.swap_costs import Device, Victim, Way, batched_s, per_block_s, recompute_s
-from quire.base.cache_group import CacheGroup
+from quire.spec.cache_group import CacheGroup
 from quire.tools.workloads import SHAREGPT
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -7,7 +7,7 @@ from benchmarks.scheduler.policies import Turns
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
 from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import Run, run_all
 

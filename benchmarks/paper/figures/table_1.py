@@ -2,8 +2,8 @@
 
 from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
 from benchmarks.paper.settings import OPT_13B, OPT_66B, OPT_175B, Setting
-from quire.base.config import config_from_flat
-from quire.models.source import resolve_model
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import find_gpu
 from quire.tools.fit import fit
 

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from quire.base.kv_orders import Answer
-from quire.base.kv_transfer import KVTransfer
 from quire.base.live import LiveFrame
-from quire.base.media.item import MediaItem
-from quire.base.pooling import PoolingSpec
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.pooling import PoolingSpec
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.kv_transfer import KVTransfer
 from quire.base.step_outputs import StepOutputs
 
 
@@ -53,13 +53,12 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     tenant: whom it is for; tenants share the engine evenly. timeout_s: seconds after it was
     received when it is of no use any more, and ends with finish_reason `timeout`; 0.0 is never.
     core_id: of several cores, the one that it must go to; None: whichever suits it best.
-    grammar: what its answer must be, as llguidance reads it (`render/lark.py`); empty: anything.
-    pools: what is asked for is what the prompt comes to, of a model that pools; params ask for one
-    token, which stands for it.
-    kv_transfer: its prompt is computed for another engine, or was by another one.
-    is_held_back: the core sets it: the request waits for `GrammarReady`, as one with a grammar.
-    media: the images and videos in the prompt, in its order; their spans do not overlap. A fork
-    inherits those of the tokens that it shares, and lists only those after them.
+    grammar: what its answer must be, as llguidance reads it (`render/grammars/lark.py`); empty:
+    anything. pools: what is asked for is what the prompt comes to, of a model that pools; params
+    ask for one token, which stands for it. kv_transfer: its prompt is computed for another engine,
+    or was by another one. is_held_back: the core sets it: the request waits for `GrammarReady`, as
+    one with a grammar. media: the images and videos in the prompt, in its order; their spans do not
+    overlap. A fork inherits those of the tokens that it shares, and lists only those after them.
     """
 
     request_id: str
@@ -372,8 +371,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Core to client, first on every connection: what this engine is and what it can serve.
 
     max_num_seqs: sequences that can run at the same time, so also those of one request.
-    settings: the effective configuration, flat (`quire.base.config`). memory: the memory plan as
-    one line. pooling: how the model pools; None: it generates.
+    settings: the effective configuration, flat (`quire.base.settings.config`). memory: the memory
+    plan as one line. pooling: how the model pools; None: it generates.
     """
 
     client_id: int

@@ -1,14 +1,16 @@
 """A step as data: `Plan` goes to the executor, `StepResult` comes back. Both are frozen.
 
-Shape legend: S scheduled rows, N sampling rows, W block-table writes, C candidates.
-A plan is applied in this order: released, started, forked, truncated, host tokens, block writes,
-moves (swap out, load, copy), encoder, forward pass, sampling, counters. Input ids, positions,
-lengths and slots are derived on the device from the rows. Arrays are never written after they were
-handed over.
+Shape legend: S scheduled rows, N sampling rows, W block-table writes, C candidates, k the most
+draft tokens of a row. A plan is applied in this order: released, started, forked, truncated, host
+tokens, block writes, moves (swap out, load, copy), encoder, forward pass, sampling, counters. Input
+ids, positions, lengths and slots are derived on the device from the rows. Arrays are never written
+after they were handed over.
 
 A model in stages samples on the last one alone. So a plan for several says of each row all that the
 others may not know: `computed_bound` is exact, and `last_ids` is the last known token that the row
-computes, behind which there are only guesses. Those before it came with earlier plans.
+computes; after it there are only draft tokens. Those before it came with earlier plans.
+
+Between two steps a draft model gets a `DraftOrder`, and returns a `DraftAnswer`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,8 +19,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import EncoderInput, EncoderRead, MediaItem
+from quire.base.requests.sampling_params import SamplingParams
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -238,3 +240,31 @@ class StepResult:
     lost_swaps: bool = False
     more_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     pooled: dict[int, Float64] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """The drafter computes some tokens of rows of the last step, and guesses for some of them.
+
+    rows: [S]. first, num_tokens: [S] the position of the first token and how many there are, one
+    at least. num_known: [S] tokens that the row has; guesses are what follows them. num_guesses:
+    [S] where it is not 0, the tokens are all up to the last that the drafter can compute. capacity:
+    [S] tokens that the row's own blocks hold. read_from: [S] which token of the last step the first
+    one was.
+    """
+
+    rows: Int32
+    first: Int32
+    num_tokens: Int32
+    num_known: Int32
+    num_guesses: Int32
+    capacity: Int32
+    read_from: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAnswer:
+    """token_ids: [S, k], -1 where nothing was guessed."""
+
+    token_ids: Int32
+    duration_s: float

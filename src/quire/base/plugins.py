@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError, MissingDependency, ModelError, QuireError
-from quire.base.hooks import METHODS
+from quire.base.requests.hooks import METHODS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

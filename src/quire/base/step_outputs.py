@@ -6,9 +6,9 @@ its own instead. A token's way:
 
     StepResult       the device's answer                             runner/steps.py
       StepOutputs    made by the fourth door                         scheduler/core/step_results.py
-        StepOutputs  each client's part, over its socket             engine/wire/step_routing.py
+        StepOutputs  each client's part, over its socket             engine/wire/core_server.py
           text       detokenised, ended by stop strings              engine/client/output.py
-            event    taken from a mailbox, written to the socket     serve/api/sse.py
+            event    taken from a mailbox, written to the socket     serve/api/http/sse.py
 """
 
 from typing import Self
@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from quire.base.errors import GRAMMAR_FAILED, GRAMMAR_FAULT, REQUEST_FAILED
-from quire.base.kv_transfer import HandedOver
 from quire.base.plan import Candidates, Float64, Int32
 from quire.base.prefix import PrefixReport
+from quire.base.settings.kv_transfer import HandedOver
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):

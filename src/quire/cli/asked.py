@@ -4,14 +4,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ModelConfig, config_from_flat
 from quire.cli import machine
 from quire.cli.sampling import sampling_params
 from quire.cli.settings import given_settings
 
 if TYPE_CHECKING:
-    from quire.models.source import ModelSource
+    from quire.models.checkpoint.source import ModelSource
     from quire.tools.devices import Device
 
 CONFIG = "config.json"
@@ -24,7 +24,7 @@ DEVICE_HELP = (
 
 def find_config(model: ModelConfig) -> "ModelSource":
     """Find a model's config, which may also be given as a file. Raises ModelNotFound."""
-    from quire.models.source import CONFIG_ONLY, ModelSource, resolve_source
+    from quire.models.checkpoint.source import CONFIG_ONLY, ModelSource, resolve_source
 
     path = Path(model.model)
     if path.name == CONFIG and path.is_file():
@@ -36,9 +36,9 @@ def find_config(model: ModelConfig) -> "ModelSource":
 def check_asked(arguments: argparse.Namespace, *, is_chat: bool) -> None:
     """Check all that can be known before a model is loaded in this process: settings, sampling
     options, the model's config, and for conversations its chat template. Raises QuireError."""
-    from quire.base.sampling_params import SamplingParams
+    from quire.base.requests.sampling_params import SamplingParams
     from quire.engine.start.preflight import check_before_loading, check_conversations
-    from quire.models.source import resolve_source
+    from quire.models.checkpoint.source import resolve_source
 
     sampling_params(arguments, SamplingParams())
     config = config_from_flat(**given_settings(arguments))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quire.base.errors import EngineError
 
 if TYPE_CHECKING:
-    from quire.base.sampling_params import SamplingParams
-    from quire.serve.llm import LLM
+    from quire.base.requests.sampling_params import SamplingParams
+    from quire.serve.python.llm import LLM
 
 Content = str | list[dict[str, Any]]  # a text, or parts with images
 Messages = list[dict[str, Any]]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.base.secrets import KEY_VARIABLES
+from quire.base.settings.secrets import KEY_VARIABLES
 from quire.cli.options.synonyms import SYNONYMS
 from quire.cli.served_models import ModelEntry, entry_of, join_models
 from quire.cli.settings import (

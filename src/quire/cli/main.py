@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 
-from quire.base.config import JSON_SETTINGS
 from quire.base.errors import QuireError
+from quire.base.settings.config import JSON_SETTINGS
 from quire.base.version import QUIRE_VERSION
 from quire.cli.config_file import describe, resolve
 from quire.cli.options.help_parser import HelpParser

@@ -7,7 +7,7 @@ from quire.cli.options.help_parser import HelpParser
 from quire.tools.bench.arguments import SAMPLERS
 
 if TYPE_CHECKING:
-    from quire.base.sampling_params import SamplingParams
+    from quire.base.requests.sampling_params import SamplingParams
 
 # Option -> type, what it does. The names are those of SamplingParams' fields.
 SAMPLING: dict[str, tuple[type, str]] = SAMPLERS | {

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.cli.settings import FLAG, Given
 from quire.serve.several.served import ServedModel
 

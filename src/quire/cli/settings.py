@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.base.cache_config import CacheConfig
-from quire.base.config import (
+from quire.base.errors import ConfigError
+from quire.base.settings.cache_config import CacheConfig
+from quire.base.settings.config import (
     JSON_SETTINGS,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
 )
-from quire.base.errors import ConfigError
-from quire.base.parallel import ParallelConfig
-from quire.base.secrets import MASK, Secret
-from quire.base.settings import setting
+from quire.base.settings.fields import setting
+from quire.base.settings.parallel import ParallelConfig
+from quire.base.settings.secrets import MASK, Secret
 from quire.cli.options.groups import GROUPS
 from quire.cli.options.help_parser import HelpParser
 from quire.engine.wire.logs import FORMATS

@@ -2,19 +2,19 @@
 
 A sequence has one block table per cache group. All groups grow together or not at all. A prefix hit
 is a number of leading blocks, equal for all groups. Each group has in its index those of them that
-the next token needs (base/cache_group.py).
+the next token needs (spec/cache_group.py).
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool, MakeEviction
 from quire.kv.state_table import StateTable
 from quire.kv.states import States
 from quire.kv.table import NULL, Appended, BlockTable
+from quire.spec.cache_group import STATE, CacheGroup
 
 
 @dataclass(frozen=True, slots=True)

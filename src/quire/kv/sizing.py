@@ -15,8 +15,8 @@ two for each row, fewer rows run at once.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import OutOfMemory
+from quire.spec.cache_group import STATE, CacheGroup
 
 MIB = 1 << 20
 NO_BOUND = 1 << 62

@@ -14,10 +14,10 @@ States where prefixes part stay as long as other blocks do.
 
 from collections.abc import Collection, Sequence
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.pool import BlockPool
 from quire.kv.state_table import StateTable
 from quire.kv.table import NULL, BlockTable
+from quire.spec.cache_group import STATE, CacheGroup
 
 AT_PROMPT, AT_ANSWER, WHERE_PARTED = range(3)
 MOST_LEFT = 1 << 14  # names that are remembered

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from quire.base.cache_group import STATE
-from quire.base.eagle3_spec import head_spec
 from quire.base.errors import ConfigError
-from quire.base.model_spec import QUIRE, ModelSpec
-from quire.base.speculation import EAGLE3, Speculation
+from quire.base.settings.speculation import EAGLE3, Speculation
+from quire.models.checkpoint.source import ALL_FILES, ModelSource, resolve_model
 from quire.models.eagle3 import Eagle3
-from quire.models.layers import Attention
 from quire.models.model import Model
+from quire.models.parts.layers import Attention
 from quire.models.registry import model_spec
-from quire.models.source import ALL_FILES, ModelSource, resolve_model
+from quire.spec.cache_group import STATE
+from quire.spec.eagle3_spec import head_spec
+from quire.spec.model_spec import QUIRE, ModelSpec
 
 
 def with_drafter(

@@ -20,10 +20,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from quire.base.eagle3_spec import head_options
 from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec
-from quire.models.decoder import (
+from quire.models.checkpoint.sources import Source
+from quire.models.model import Model
+from quire.models.parts.decoder import (
     DecoderAttention,
     DecoderLayer,
     GatedMLP,
@@ -31,15 +31,15 @@ from quire.models.decoder import (
     LayerStep,
     norm_of,
 )
-from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, RMSNorm
-from quire.models.model import Model
-from quire.models.options import DecoderOptions
-from quire.models.rope import Rotary
-from quire.models.sources import Source
+from quire.models.parts.layers import Embedding, Layer, Linear, LMHead, ParamFactory, RMSNorm
+from quire.models.parts.options import DecoderOptions
+from quire.models.parts.rope import Rotary
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import all_gather
 from quire.ops.elementwise import beside, fill_up
 from quire.ops.norms import rms_norm
+from quire.spec.eagle3_spec import head_options
+from quire.spec.model_spec import ModelSpec
 
 EMBEDDING, IDS = "embed_tokens", "d2t"
 
@@ -106,8 +106,8 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3(Model):
-    """A head, as runner/drafting.py asks for it; before it computes it is attached to its target.
-    target_layers: what it reads, as Reads has them. num_read: F. size: D. num_out: E."""
+    """A head, as runner/drafting/drafting.py asks for it; before it computes it is attached to its
+    target. target_layers: what it reads, as Reads has them. num_read: F. size: D. num_out: E."""
 
     ignored_tensors = ("t2d", "rotary_emb.inv_freq")
     head: LMHead

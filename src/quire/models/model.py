@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from quire.base.cuts import Cut
 from quire.base.errors import ModelError
-from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
+from quire.models.parts.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.vision.tower import VisionTower
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import Scores
 from quire.ops.elementwise import add, add_into
 from quire.ops.precision import accumulation_dtype
+from quire.spec.cuts import Cut
 
 HEADS = "num_attention_heads"  # the setting, as errors name it
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from quire.base.cuts import Cut
-from quire.base.media.encoder_size import EncoderSize
-from quire.base.model_spec import ModelSpec
-from quire.models.assembly import empty_model
-from quire.models.formats import StoredFormat, WeightFormats
-from quire.models.layers import Embedding, Layer, Linear, LMHead
+from quire.models.checkpoint.formats import StoredFormat, WeightFormats
+from quire.models.checkpoint.rank_place import WHOLE, RankPlace
+from quire.models.checkpoint.sources import Source
+from quire.models.load.assembly import empty_model
 from quire.models.model import Model
-from quire.models.rank_place import WHOLE, RankPlace
-from quire.models.sources import Source
+from quire.models.parts.layers import Embedding, Layer, Linear, LMHead
 from quire.models.vision.place import encoder_size
-from quire.ops.formats import SIZES, Packing, Quantization
+from quire.ops.weights.formats import SIZES, Packing, Quantization
+from quire.spec.cuts import Cut
+from quire.spec.media_families import EncoderSize
+from quire.spec.model_spec import ModelSpec
 
 PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
 Shape = tuple[int, ...]

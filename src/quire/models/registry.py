@@ -8,47 +8,52 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quire.base import eagle3_spec, plugins
+from quire.base import plugins
 from quire.base.errors import ConfigError, ModelError
-from quire.base.gguf import is_gguf
-from quire.base.model_spec import QUIRE, TRANSFORMERS, ModelSpec, load_spec, read_config
-from quire.base.text_config import PART_OF, text_part
-from quire.models.bert import Bert
-from quire.models.cohere2 import Cohere2
+from quire.models.checkpoint.rank_place import WHOLE, RankPlace
 from quire.models.eagle3 import Eagle3
-from quire.models.gemma2 import Gemma2
-from quire.models.gemma3 import Gemma3
-from quire.models.glm4 import Glm4
-from quire.models.gpt2 import GPT2
-from quire.models.gpt_neox import GPTNeoX
-from quire.models.gpt_oss import GptOss
-from quire.models.granite import Granite
+from quire.models.families.bert import Bert, Roberta
+from quire.models.families.cohere2 import Cohere2
+from quire.models.families.gemma import Gemma2, Gemma3
+from quire.models.families.glm4 import Glm4
+from quire.models.families.gpt2 import GPT2
+from quire.models.families.gpt_neox import GPTNeoX
+from quire.models.families.gpt_oss import GptOss
+from quire.models.families.granite import Granite
+from quire.models.families.llama import Llama
+from quire.models.families.mistral import Mistral, Mixtral
+from quire.models.families.modernbert import ModernBert
+from quire.models.families.olmo2 import Olmo2
+from quire.models.families.opt import OPT
+from quire.models.families.phi3 import Phi3
+from quire.models.families.smollm3 import SmolLM3
 from quire.models.hf.configs import EXTRA, is_available
 from quire.models.hf.spec import transformers_spec
-from quire.models.layers import ParamFactory
-from quire.models.llama import Llama
-from quire.models.mistral import Mistral
-from quire.models.mixtral import Mixtral
 from quire.models.model import Model
-from quire.models.modernbert import ModernBert
 from quire.models.multimodal.gemma3 import Gemma3Images
 from quire.models.multimodal.llava import Llava, LlavaNext
 from quire.models.multimodal.qwen2_5_vl import Qwen25VL
 from quire.models.multimodal.qwen2_vl import Qwen2VL
 from quire.models.multimodal.qwen3_vl import Qwen3VL
-from quire.models.olmo2 import Olmo2
-from quire.models.opt import OPT
-from quire.models.phi3 import Phi3
-from quire.models.qwen2 import Qwen2
-from quire.models.qwen2_moe import Qwen2Moe
-from quire.models.qwen3 import Qwen3
-from quire.models.qwen3_5 import Qwen3_5
-from quire.models.qwen3_moe import Qwen3Moe
-from quire.models.qwen3_next import Qwen3Next
-from quire.models.rank_place import WHOLE, RankPlace
-from quire.models.roberta import Roberta
-from quire.models.smollm3 import SmolLM3
+from quire.models.parts.layers import ParamFactory
+from quire.models.qwen.qwen2 import Qwen2
+from quire.models.qwen.qwen2_moe import Qwen2Moe
+from quire.models.qwen.qwen3 import Qwen3
+from quire.models.qwen.qwen3_5 import Qwen3_5
+from quire.models.qwen.qwen3_moe import Qwen3Moe
+from quire.models.qwen.qwen3_next import Qwen3Next
 from quire.models.transformers_model import TransformersModel
+from quire.spec import eagle3_spec
+from quire.spec.gguf.container import is_gguf
+from quire.spec.model_spec import (
+    PART_OF,
+    QUIRE,
+    TRANSFORMERS,
+    ModelSpec,
+    load_spec,
+    read_config,
+    text_part,
+)
 
 MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "cohere2": Cohere2,

@@ -12,17 +12,17 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from quire.base.model_spec import COMPILED, ModelSpec
+from quire.models.checkpoint.kv_scales import NAME_ENDS
 from quire.models.hf.build import Rebuilt, empty
 from quire.models.hf.configs import architecture
-from quire.models.kv_scales import NAME_ENDS
-from quire.models.layers import ParamFactory
 from quire.models.model import Model
+from quire.models.parts.layers import ParamFactory
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.program import Untraceable
-from quire.ops.threads import num_threads
-from quire.ops.torch_threads import torch_threads
+from quire.ops.host.threads import num_threads
+from quire.ops.host.torch_threads import torch_threads
+from quire.ops.trace.program import Untraceable
+from quire.spec.model_spec import COMPILED, ModelSpec
 
 MANY_TOKENS, MANY_CORES = 64, 8
 

@@ -58,7 +58,7 @@ class AttentionStep:
     of blocks that left the window, are arbitrary valid block ids or -1 and must not change the
     result.
     The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
-    guessing_S: bool, rows that leave no states: their last tokens are guesses (kept_inputs.py).
+    guessing_S: bool, rows that leave no states: their last tokens are guesses (states.py).
     groups: those whose layers run, if not all; the blocks of others are left as they are.
     ends_T: of tokens that attend in both directions, the position after the last key that each
     sees, at most its row's context length; 0 for other tokens. None: the step has only those.

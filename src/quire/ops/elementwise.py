@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.base.pooling import SECOND_TEXT
+from quire.base.requests.pooling import SECOND_TEXT
 from quire.ops.gpu import kernels_for
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op

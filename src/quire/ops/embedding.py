@@ -9,8 +9,8 @@ Shape legend: T tokens, V rows of the table, D model dim, S slots, W numbers of 
 import torch
 
 from quire.ops.gpu import kernels_for
-from quire.ops.opaque import OpaqueWeight
 from quire.ops.registry import op
+from quire.ops.weights.opaque import OpaqueWeight
 
 
 @op("embedding")

@@ -16,19 +16,22 @@ from collections.abc import Sequence
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.determinism import FixedOrderWeight
-from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
 from quire.ops.gpu import has_kernels, kernels_for
-from quire.ops.gpu_weights import (
+from quire.ops.host.host_memory import HugeMemory
+from quire.ops.host.native import address, needed_core
+from quire.ops.host.spare_memory import LARGE, SPARE
+from quire.ops.host.threads import num_threads
+from quire.ops.precision import FixedOrderWeight
+from quire.ops.registry import op
+from quire.ops.weights.formats import Packing, Quantization, check_quantization, core_packing
+from quire.ops.weights.gpu_weights import (
     GPUWeight,
     multiply,
     pack_for_gpu,
     quantise_for_gpu,
     stack_experts,
 )
-from quire.ops.host_memory import HugeMemory
-from quire.ops.native import address, needed_core
-from quire.ops.packed import (
+from quire.ops.weights.packed import (
     ELEMENTS,
     Packed,
     PackedParts,
@@ -38,10 +41,7 @@ from quire.ops.packed import (
     pack,
     pack_stored,
 )
-from quire.ops.registry import op
-from quire.ops.spare_memory import LARGE, SPARE
-from quire.ops.stored_rows import StoredRows, stacked
-from quire.ops.threads import num_threads
+from quire.ops.weights.stored_rows import StoredRows, stacked
 
 Weight = torch.Tensor | PackedWeight | PackedParts | GPUWeight
 

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.ops.determinism import FixedOrderWeight
 from quire.ops.elementwise import ClampedGate, silu_mul
 from quire.ops.gpu import kernels_for
-from quire.ops.gpu_weights import GPUWeight
 from quire.ops.linear import Weight, linear
-from quire.ops.precision import accumulation_dtype
+from quire.ops.precision import FixedOrderWeight, accumulation_dtype
 from quire.ops.registry import op
+from quire.ops.weights.gpu_weights import GPUWeight
 
 # One weight for each expert: side by side in one, or each as `pack_weight` made it.
 ExpertWeights = torch.Tensor | GPUWeight | Sequence[Weight]

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from quire.ops.opaque import OpaqueWeight
+from quire.ops.weights.opaque import OpaqueWeight
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
-from quire.base.gguf import GGUFFile, is_gguf
-from quire.base.sampling_params import SamplingParams
-from quire.render.gguf_tokenizer import gguf_generation
-from quire.render.tokenizer_files import read_json
+from quire.base.requests.sampling_params import SamplingParams
+from quire.render.tokens.gguf_tokenizer import gguf_generation
+from quire.render.tokens.tokenizer_files import read_json
+from quire.spec.config_fields import Fields
+from quire.spec.gguf.container import GGUFFile, is_gguf
 
 SAMPLING_FIELDS = {
     "temperature": "temperature",

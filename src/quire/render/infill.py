@@ -7,7 +7,7 @@ Models that can do it have tokens of their own for it, which are known by their 
 
 from dataclasses import dataclass
 
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 # Stands before a suffix where a tokenizer puts a blank before a text; its tokens are taken off.
 ANCHOR = "\n"

@@ -12,17 +12,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import RequestError
-from quire.base.media.item import MediaItem
-from quire.base.sampling_params import SamplingParams
-from quire.base.structured_outputs import FIELD, StructuredOutputsParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
-from quire.render.chat_template import ChatOptions, load_template, no_template
-from quire.render.grammars import Grammars
+from quire.render.grammars.grammars import Grammars
+from quire.render.grammars.structured import grammar_of, no_tokenizer
 from quire.render.media.parts import media_kinds
-from quire.render.structured import grammar_of, no_tokenizer
-from quire.render.template_job import InThisProcess, TemplateJob, TemplateRunner
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import has_tokenizer
+from quire.render.templates.chat_template import ChatOptions, load_template, no_template
+from quire.render.templates.template_job import InThisProcess, TemplateJob, TemplateRunner
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import has_tokenizer
 
 if TYPE_CHECKING:
     from quire.render.media.media_renderer import MediaRenderer

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # a start without torch imports this file
     import torch
 
     from quire.ops.attention_inputs import AttentionStep
-    from quire.ops.logit_edits import EditTable
-    from quire.ops.step_inputs import SampleInputs
+    from quire.ops.rows.step_inputs import SampleInputs
+    from quire.ops.sampling.logit_edits import EditTable
 
 
 class Step(Protocol):

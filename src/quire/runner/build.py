@@ -10,35 +10,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
-from quire.base.model_spec import ModelSpec
-from quire.base.pooling_spec import with_pooling
-from quire.base.speculation import NGRAM, parse_speculation
-from quire.models.cache_files import weight_cache
-from quire.models.determinism import make_deterministic
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.speculation import NGRAM, parse_speculation
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.checkpoint.kv_scales import Scales, kv_scales
+from quire.models.checkpoint.rank_place import WHOLE, RankPlace
+from quire.models.checkpoint.source import ModelSource, load_format_of
 from quire.models.draft_model import join, with_drafter
-from quire.models.formats import weight_formats
-from quire.models.kv_scales import Scales, kv_scales
-from quire.models.loading import LoadOptions, load_model
-from quire.models.packing import model_bytes
-from quire.models.pooling_layers import load_pooling_layers
-from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.load.cache_files import weight_cache
+from quire.models.load.loading import LoadOptions, load_model
+from quire.models.load.packing import model_bytes
+from quire.models.parts.determinism import make_deterministic
+from quire.models.parts.pooling_layers import load_pooling_layers
 from quire.models.registry import model_spec
-from quire.models.source import ModelSource, load_format_of
 from quire.models.vision.place import encoder_size
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import ALONE
-from quire.ops.device_guesses import Runs
-from quire.ops.find_runs import SEARCHED
-from quire.ops.row_arrays import RowArrays
-from quire.runner.assemble import as_tensors, assemble, record_graphs
-from quire.runner.built import BuiltRunner
+from quire.ops.rows.row_arrays import RowArrays
+from quire.ops.sampling.device_guesses import Runs
+from quire.ops.sampling.find_runs import SEARCHED
 from quire.runner.derive import derive_config, with_length
-from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
-from quire.runner.guesses import GuessedStep
+from quire.runner.drafting.drafting import DraftPasses, make_draft_passes, with_spare_blocks
+from quire.runner.drafting.guesses import GuessedStep
 from quire.runner.media.media import Media, make_media
 from quire.runner.memory_plan import (
     WHOLE_MACHINE,
@@ -52,7 +48,9 @@ from quire.runner.memory_plan import (
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.pooler import Pooler, PoolingStep
-from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory
+from quire.runner.setup.assemble import as_tensors, assemble, record_graphs
+from quire.runner.setup.built import BuiltRunner
+from quire.runner.setup.profile import describe_memory, free_gpu_bytes, plan_gpu_memory
 from quire.runner.stage import (
     NO_LINKS,
     StageLinks,
@@ -60,6 +58,8 @@ from quire.runner.stage import (
     check_stages,
 )
 from quire.runner.warm.keep import keep_start
+from quire.spec.model_spec import ModelSpec
+from quire.spec.pooling_spec import with_pooling
 
 MEASURED_BLOCKS = 32
 

@@ -3,13 +3,13 @@
 import dataclasses
 from pathlib import Path
 
-from quire.base.config import AUTO_LENGTH, EngineConfig
-from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError
-from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.base.speculation import parse_speculation
-from quire.ops.native import core
-from quire.runner.step_size import MOST_TOKENS
+from quire.base.settings.config import AUTO_LENGTH, EngineConfig
+from quire.base.settings.speculation import parse_speculation
+from quire.ops.host.native import core
+from quire.runner.setup.step_size import MOST_TOKENS
+from quire.spec.cuts import cut_block
+from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 
 CPU_SEQS, GPU_SEQS = 64, 256
 GPU_TOKENS = 8192

@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.base.cache_config import SERVE
-from quire.base.config import AUTO_LENGTH, EngineConfig
-from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError, OutOfMemory
-from quire.base.media.encoder_size import EncoderSize
-from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.base.speculation import most_guesses, parse_speculation, speculation_of
+from quire.base.settings.cache_config import SERVE
+from quire.base.settings.config import AUTO_LENGTH, EngineConfig
+from quire.base.settings.speculation import most_guesses, parse_speculation, speculation_of
 from quire.kv.sizing import (
     MIB,
     host_tier_blocks,
@@ -24,6 +21,9 @@ from quire.kv.sizing import (
     num_states,
     size_pools,
 )
+from quire.spec.cuts import cut_block
+from quire.spec.media_families import EncoderSize
+from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 
 CPU_POOL_SHARE = 0.25
 MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # what a process may count on, of a machine that it shares
@@ -209,7 +209,7 @@ def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bound what layers that remember a state keep of the rows that guess, until it is known which
-    guesses were right (ops/attention/kept_inputs.py)."""
+    guesses were right (ops/attention/states.py)."""
     scheduler = config.scheduler
     guesses = speculation_of(config.speculative_config, scheduler.pipeline_depth)
     if guesses is None or not spec.linear_layers:

@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 
-from quire.base.config import EngineConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan
+from quire.base.settings.config import EngineConfig
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import AttentionStep
 from quire.ops.elementwise import select_rows
-from quire.ops.step_inputs import StepInputs
+from quire.ops.rows.step_inputs import StepInputs
 from quire.runner.attachment import Step
 from quire.runner.gpu.graphs import Graphs, Recorded, UsedSizes, measured_bytes
 from quire.runner.step_ops import Needs, StepShape

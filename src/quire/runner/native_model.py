@@ -12,13 +12,13 @@ import torch
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
-from quire.ops.attention.kept_inputs import KeptInputs
-from quire.ops.native import address
-from quire.ops.native_types import CorePlan, CoreStatePlan
-from quire.ops.packed import PackedWeight
-from quire.ops.program import Instruction, ProgramDraft, Untraceable
-from quire.ops.threads import num_threads
-from quire.ops.torch_threads import torch_threads
+from quire.ops.attention.states import KeptInputs
+from quire.ops.host.native import address
+from quire.ops.host.native_types import CorePlan, CoreStatePlan
+from quire.ops.host.threads import num_threads
+from quire.ops.host.torch_threads import torch_threads
+from quire.ops.trace.program import Instruction, ProgramDraft, Untraceable
+from quire.ops.weights.packed import PackedWeight
 from quire.runner.native_program import (
     NOTHING_KEPT,
     Kept,

@@ -10,13 +10,13 @@ import torch
 
 from quire.models.model import Model
 from quire.ops.attention.cpu import CpuBackend
-from quire.ops.attention.kept_inputs import DeltaInputs, KeptInputs
+from quire.ops.attention.states import DeltaInputs, KeptInputs
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.native import address
-from quire.ops.native_types import CoreProgram
-from quire.ops.program import Kind, ProgramDraft, Untraceable, here
+from quire.ops.host.native import address
+from quire.ops.host.native_types import CoreProgram
 from quire.ops.registry import record_ops
-from quire.ops.tracer import Tracer
+from quire.ops.trace.program import Kind, ProgramDraft, Untraceable, here
+from quire.ops.trace.tracer import Tracer
 
 Kept = tuple[int, int, int, int]  # address and width of memory, address and number of tokens
 NOTHING_KEPT: Kept = (0, 0, 0, 0)

@@ -19,9 +19,9 @@ import torch
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
-from quire.base.pooling import CLS, LAST, PoolingSpec
-from quire.models.pooling_layers import PoolingLayer
-from quire.ops.host_memory import to_device
+from quire.base.requests.pooling import CLS, LAST, PoolingSpec
+from quire.models.parts.pooling_layers import PoolingLayer
+from quire.ops.host.host_memory import to_device
 from quire.runner.step_ops import Gathered, StepShape
 from quire.runner.steps import PlainStep, StepRunner
 

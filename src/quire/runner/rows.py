@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import Plan, RowFork, RowStart
-from quire.ops.row_arrays import COMPUTED, NARROW, WIDE
+from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
 from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.step_ops import (
     NUM_RESULTS,

@@ -29,17 +29,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, RankLost
 from quire.base.masks import MaskPromise
-from quire.base.model_spec import ModelSpec
 from quire.base.plan import HostTokens, Plan, StepResult
-from quire.base.sampling_params import SamplingParams
-from quire.base.speculation import parse_speculation
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.speculation import parse_speculation
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.precision import accumulation_dtype
 from quire.runner.native_model import expert_pairs_of, native_or_same
 from quire.runner.steps import StepRunner
+from quire.spec.model_spec import ModelSpec
 
 GREEDY = SamplingParams(temperature=0.0)
 HEAD = struct.Struct("<iii")

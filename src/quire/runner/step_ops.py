@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import RowStart
-from quire.ops.row_arrays import last_writes
+from quire.ops.rows.row_arrays import last_writes
 from quire.runner.device import Arrival
 
 if TYPE_CHECKING:  # a start without torch imports this file
     import torch
 
-    from quire.ops.logit_edits import EditTable
-    from quire.ops.step_inputs import SampleInputs, StepInputs
+    from quire.ops.rows.step_inputs import SampleInputs, StepInputs
+    from quire.ops.sampling.logit_edits import EditTable
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -40,8 +40,8 @@ NUM_RESULTS = 8  # steps whose tokens are on their way
 
 @dataclass
 class RowUpdates:
-    """What a plan changes of the rows, in its order: deltas [K, 4] (`quire.ops.row_arrays`) and
-    tokens of rows (row, position, tokens)."""
+    """What a plan changes of the rows, in its order: deltas [K, 4] (`quire.ops.rows.row_arrays`)
+    and tokens of rows (row, position, tokens)."""
 
     deltas: list[Int32] = field(default_factory=list)
     runs: list[tuple[int, int, Int32]] = field(default_factory=list)
@@ -270,7 +270,7 @@ class StepOps(Protocol):
 
     def prepare_masks(self, places: Int32, words: Int32) -> Update:
         """Get token masks ready, [M] places among the step's sampling rows and [M, W] words
-        (`quire.ops.mask`), for `edit` to apply."""
+        (`quire.ops.sampling.logit_edits`), for `edit` to apply."""
         ...
 
     def gather(self, shape: StepShape) -> Gathered:

@@ -31,7 +31,7 @@ from quire.base.plan import Plan, StepResult
 from quire.runner.attachment import Attachment, ForwardPart, SamplingPart, Step, Work
 from quire.runner.device import Arrival, Device, Tensors
 from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Sampler
+from quire.runner.sampling.sampler import Sampler
 from quire.runner.step_ops import (
     NO_UPDATE,
     Asked,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # a start without torch imports this file
     import torch
 
     from quire.ops.attention.base import AttentionBackend
-    from quire.ops.step_inputs import StepInputs
+    from quire.ops.rows.step_inputs import StepInputs
 
 Int32 = npt.NDArray[np.int32]
 

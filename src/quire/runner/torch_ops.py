@@ -2,7 +2,7 @@
 CPU: only the rows that ask for something cost anything. What the kernels are tested against.
 
 Nothing waits for the device, but for filters that may leave more than the largest logits on a CPU
-(`ops/sampling.py`), which is the host.
+(`ops/sampling/choice.py`), which is the host.
 
 Shape legend: S scheduled rows, N sampling rows, V vocabulary, M a row's token places, F forks.
 """
@@ -11,15 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops import row_state
-from quire.ops.host_memory import to_device
-from quire.ops.logit_edits import EditTable, apply_edits
-from quire.ops.mask import RowMasks, apply_masks
-from quire.ops.penalties import Penalties, apply_penalties
-from quire.ops.row_state import RowTensors
-from quire.ops.sampling import Filters, Streams, choose, scores_of_part
-from quire.ops.step_inputs import SampleInputs, gather_step
-from quire.ops.top_k import arg_max
+from quire.ops.host.host_memory import to_device
+from quire.ops.rows import row_state
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import SampleInputs, gather_step
+from quire.ops.sampling.choice import Filters, Streams, choose, scores_of_part
+from quire.ops.sampling.logit_edits import EditTable, RowMasks, apply_edits, apply_masks
+from quire.ops.sampling.penalties import Penalties, apply_penalties
+from quire.ops.sampling.top_k import arg_max
 from quire.runner.device import Device
 from quire.runner.rows import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.step_ops import (

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.base.cache_group import STATE
 from quire.kv.inspection import check_invariants
 from quire.kv.manager import KVManager, SequenceBlocks
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.rows import Rows
 from quire.scheduler.core.sequence import State
+from quire.spec.cache_group import STATE
 
 
 def check_memory(

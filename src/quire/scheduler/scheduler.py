@@ -12,10 +12,10 @@ A feature that is added here attaches as these do (extension.py); the core stays
 
 import enum
 
-from quire.base.config import SchedulerConfig
-from quire.base.kv_transfer import EVICTED
 from quire.base.live import LiveState
 from quire.base.messages import Fork, HeldRequest, PinnedPrefix
+from quire.base.settings.config import SchedulerConfig
+from quire.base.settings.kv_transfer import EVICTED
 from quire.scheduler.branching.branching import Branching
 from quire.scheduler.branching.drafts import Drafts
 from quire.scheduler.core.extension import CacheListener, of_kind
@@ -45,7 +45,7 @@ class Topic(enum.Enum):
 
 class Scheduler(SchedulerCore):
     """See SchedulerCore. num_stores: stores that are asked for blocks; kept: what they get
-    (base/kv_transfer.py). takes_media: the model takes images or videos."""
+    (base/settings/kv_transfer.py). takes_media: the model takes images or videos."""
 
     drafts: Drafts
     media: MediaInputs | None = None  # a snapshot of an earlier version has none

@@ -28,21 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from quire.base import (
-    cache_group,
-    events,
-    kv_orders,
-    kv_transfer,
-    messages,
-    plan,
-    prefix,
-    repetition,
-    sampling_params,
-    step_outputs,
-)
+from quire.base import events, kv_orders, messages, plan, prefix, step_outputs
 from quire.base.errors import EngineError
-from quire.base.media import item as media_item
-from quire.base.media.item import MediaItem
+from quire.base.requests import media_items as media_item
+from quire.base.requests import repetition, sampling_params
+from quire.base.requests.media_items import MediaItem
+from quire.base.settings import kv_transfer
 from quire.kv import host_tier, manager, pool, state_table, states, table
 from quire.scheduler import beams, scheduler, suspects, time_limits
 from quire.scheduler.branching import branching, drafts
@@ -64,6 +55,7 @@ from quire.scheduler.core import (
 from quire.scheduler.media import encoder_cache, media_inputs
 from quire.scheduler.policy import lfu, srtf, two_level
 from quire.scheduler.reuse import held, miss_report, offers, pinned, pins, stores
+from quire.spec import cache_group
 
 STATE_VERSION = 16  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
-from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Media, RenderedPrompt, Renderer, is_conversation
+from quire.render.templates.chat_template import ChatOptions
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, Lanes
 
 INT64 = 2**63

@@ -12,13 +12,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.base.config import EngineConfig, ServerConfig
 from quire.base.errors import ConfigError, EngineDead
+from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.engine.client.fleet import client_of
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
 from quire.engine.wire.child import collecting_rarely
-from quire.models.source import ModelSource, resolve_source
+from quire.models.checkpoint.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.app_caller import AppCaller
 from quire.serve.api.batches.input_index import InputIndex
@@ -27,7 +27,7 @@ from quire.serve.api.batches.line_runner import LineOptions, LineRunner
 from quire.serve.api.batches.slots import Slots
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks
-from quire.serve.managed_core import ManagedCores
+from quire.serve.processes.managed_core import ManagedCores
 from quire.serve.progress import BatchBar
 
 logger = logging.getLogger("quire")

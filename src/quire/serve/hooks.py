@@ -1,7 +1,7 @@
 """The operator's hooks around requests: made once, asked in order, each answer checked.
 
 `Hooks` are those of a process, `RequestHooks` what they are for one request. What they are shown is
-in base/hooks.py, how they are called in serve/hook_calls.py.
+in base/requests/hooks.py, how they are called in serve/hook_calls.py.
 """
 
 import logging
@@ -17,7 +17,8 @@ from quire.base.errors import (
     HookFailed,
     RequestError,
 )
-from quire.base.hooks import (
+from quire.base.plugins import HOOKS, load_plugin
+from quire.base.requests.hooks import (
     CONTENT_FILTER,
     METHODS,
     EndRequest,
@@ -27,7 +28,6 @@ from quire.base.hooks import (
     HookRequest,
     Kind,
 )
-from quire.base.plugins import HOOKS, load_plugin
 from quire.serve.hook_calls import Caller, CallLanes, TooLong, Unavailable
 
 logger = logging.getLogger("quire")

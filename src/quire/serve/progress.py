@@ -5,7 +5,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Self
 
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -18,16 +18,16 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from quire.base.config import EngineConfig, ServerConfig, config_from_flat
 from quire.base.errors import ConfigError, MissingDependency
+from quire.base.settings.config import EngineConfig, ServerConfig, config_from_flat
 from quire.engine.client.fleet import client_of
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import TextSide, build_text_side
-from quire.models.source import ModelSource, resolve_source
+from quire.models.checkpoint.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks
-from quire.serve.managed_core import ManagedCores
+from quire.serve.processes.managed_core import ManagedCores
 from quire.serve.vllm_compat import drop_vllm_settings
 
 if TYPE_CHECKING:

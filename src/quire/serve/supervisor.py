@@ -11,16 +11,19 @@ clients of a core that is started anew only wait. It imports neither torch nor F
     a core dies          the others end, exit status 1; with --restart-engine it is started anew,
                          and other cores go on
     a core is stuck      it is killed, which is the case above
-    dies too often       (serve/children.py) the others end; exit status 1
+    dies too often       (serve/processes/children.py) the others end; exit status 1
     could not start      the others end; exit status 3
     kill -9 of this one  the kernel kills the children (engine/wire/child.py)
 
 With several models (serve/several/) a core that dies or cannot start takes no other with it: the
 server ends when there is none left.
+
+Whether traces can be sent: `--otlp-traces-endpoint` needs packages that quire does without.
 """
 
 import contextlib
 import errno
+import importlib.util
 import logging
 import os
 import resource
@@ -33,17 +36,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.base.config import EngineConfig, ServerConfig
-from quire.base.durations import bounded_wait_s
+from quire.base.clock import bounded_wait_s
 from quire.base.errors import ConfigError
+from quire.base.settings.config import EngineConfig, ServerConfig
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.wire.child import NO_START
 from quire.engine.wire.spawn import start_child
-from quire.models.source import resolve_source
-from quire.serve.children import READY, Child, Process
-from quire.serve.core_child import NEVER, CoreChild
-from quire.serve.cores import CorePlace, core_places
-from quire.serve.launch import (
+from quire.models.checkpoint.source import resolve_source
+from quire.serve.processes.children import NEVER, READY, Child, CoreChild, Process
+from quire.serve.processes.cores import CorePlace, core_places
+from quire.serve.processes.launch import (
     END_S,
     CoreSocket,
     core_end_s,
@@ -59,11 +61,35 @@ from quire.serve.several.served import (
     own_record,
     start_lines,
 )
-from quire.serve.tracing_package import check_tracing
 from quire.serve.usage_log import check_usage_log
 
 if TYPE_CHECKING:
     from quire.serve.several.keeper import Keeper
+
+
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
+
+def check_tracing(endpoint: str | None) -> None:
+    """Raise ConfigError for an endpoint that is no URL, or if a package is missing."""
+    if endpoint is None:
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"otlp_traces_endpoint must be a URL of OTLP over HTTP, such as"
+            f" http://localhost:4318/v1/traces, got {endpoint!r}."
+        )
+    for name in PACKAGES:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # of what it is a part of
+            found = None
+        if found is None:
+            raise ConfigError(
+                f"otlp_traces_endpoint needs the package {name}; install quire with it:"
+                " pip install 'quire[otel]'."
+            )
+
 
 logger = logging.getLogger("quire")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.base.secrets import MASK
+from quire.base.settings.secrets import MASK
 from quire.serve.vllm_flags import FLAGS, VllmSetting
 
 VLLM_SETTINGS: dict[str, VllmSetting] = {

@@ -1,7 +1,7 @@
 """What of a model fits a device: weights, KV pool and requests, before anything is loaded.
 
-The plan is the engine's own (runner/memory_plan.py, kv/sizing.py, ops/formats.py), made of the
-config and the headers of the files; no weight is read. A GPU's workspace, which the engine
+The plan is the engine's own (runner/memory_plan.py, kv/sizing.py, ops/weights/formats.py), made of
+the config and the headers of the files; no weight is read. A GPU's workspace, which the engine
 measures, is taken from the model's shape here.
 """
 
@@ -9,21 +9,18 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from quire.base.cache_group import STATE
-from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
-from quire.base.gguf import GGUFFile, is_gguf
-from quire.base.gguf_rope import OF_CONFIG
-from quire.base.model_spec import ModelSpec
-from quire.base.pooling_spec import with_pooling
-from quire.base.speculation import parse_speculation
+from quire.base.settings.config import AUTO_LENGTH, EngineConfig
+from quire.base.settings.speculation import parse_speculation
 from quire.kv.sizing import MIB, least_pool_bytes, sequences_that_fit
-from quire.models.checkpoint import has_weights, listed, safetensors_shapes, weight_files
+from quire.models.checkpoint.files import has_weights, listed, safetensors_shapes, weight_files
+from quire.models.checkpoint.formats import AS_THEY_ARE, weight_formats
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.source import CONFIG_ONLY, ModelSource
 from quire.models.draft_model import with_drafter
-from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.gguf.names import our_names
 from quire.models.gguf.stored import stored_formats_of_parts
-from quire.models.loading import check_files
+from quire.models.load.loading import check_files
 from quire.models.outline import (
     FormatBytes,
     Outline,
@@ -32,11 +29,9 @@ from quire.models.outline import (
     planned_weights,
 )
 from quire.models.quantised.parts import quantised_parts
-from quire.models.rank_place import RankPlace
 from quire.models.registry import model_spec
-from quire.models.source import CONFIG_ONLY, ModelSource
 from quire.ops.collective import FirstOf
-from quire.ops.formats import Packing, core_packing
+from quire.ops.weights.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
@@ -53,6 +48,11 @@ from quire.runner.memory_plan import (
     workspace_of,
 )
 from quire.runner.stage import check_stages
+from quire.spec.cache_group import STATE
+from quire.spec.gguf.container import GGUFFile, is_gguf
+from quire.spec.gguf.metadata import OF_CONFIG
+from quire.spec.model_spec import ModelSpec
+from quire.spec.pooling_spec import with_pooling
 from quire.tools.devices import CPU, Device
 
 LENGTHS = (512, 2048, 8192)

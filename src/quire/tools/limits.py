@@ -17,13 +17,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from quire.base.model_spec import ModelSpec
-from quire.models.experts import ExpertList
-from quire.models.formats import AS_THEY_ARE, WeightFormats
-from quire.models.layers import Linear, LMHead
+from quire.models.checkpoint.formats import AS_THEY_ARE, WeightFormats
+from quire.models.parts.experts import ExpertList
+from quire.models.parts.layers import Linear, LMHead
 from quire.models.registry import make_model
-from quire.ops.formats import Quantization
 from quire.ops.linear import Weight, linear, pack_weight, packed_weight_bytes
+from quire.ops.weights.formats import Quantization
+from quire.spec.model_spec import ModelSpec
 
 ROUNDS = 7
 NUM_PIECES = 8

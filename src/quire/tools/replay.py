@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.config import SchedulerConfig, most_tokens
 from quire.base.errors import EngineError, RecordingDamaged
 from quire.base.events import Event, PrefixFound
 from quire.base.kv_orders import Order
-from quire.base.kv_transfer import EVICTED
 from quire.base.plan import Plan
+from quire.base.settings.config import SchedulerConfig, most_tokens
+from quire.base.settings.kv_transfer import EVICTED
 from quire.engine.recording.calls import (
     ADD,
     CALLS,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, EngineError
 from quire.base.kv_orders import Fetched
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import config_from_flat
 from quire.engine.executors.executor import Executor
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.loop.bell import Bell
@@ -23,7 +23,7 @@ from quire.engine.recording.calls import UPDATE
 from quire.engine.recording.files import Segment
 from quire.engine.start.build import STORE_SETTINGS, build_core, ended_if_raised, start_ranks
 from quire.kv.manager import KVManager
-from quire.models.source import resolve_source
+from quire.models.checkpoint.source import resolve_source
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored

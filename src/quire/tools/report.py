@@ -27,7 +27,7 @@ def machine_facts() -> dict[str, Any]:
     """Collect machine and software for the head of a report."""
     import torch
 
-    from quire.ops.threads import num_threads
+    from quire.ops.host.threads import num_threads
 
     return plain_facts() | {
         "threads": num_threads(),

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.paper.reserving import Max, Oracle, Pow2, Reserving
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 
 MAX_LEN, NUM_BLOCKS = 64, 16  # of 16 tokens: four chunks of 64
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
+from quire.base.settings.config import config_from_flat
 from quire.cli.config_file import resolve
 from quire.cli.main import COMMANDS, _parse
 from quire.cli.options.synonyms import COMMANDS as THEIR_COMMANDS

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from quire.base.errors import ConfigError, MissingDependency
-from quire.base.kv_events import KVEventsConfig
+from quire.base.settings.kv_events import KVEventsConfig
 from quire.engine.attachments import event_publisher
 from quire.engine.attachments.event_publisher import END_SEQ, EventPublisher
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.media.item import MediaItem
 from quire.base.messages import Fork, HeldRequest, PutBack
+from quire.base.requests.media_items import MediaItem
 from quire.engine.attachments.held_files import HeldFiles
 from quire.engine.recording.files import read_recording
 from quire.tools.replay import replay_all

@@ -16,12 +16,11 @@ import zmq
 from hypothesis.stateful import invariant
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.cache_group import CacheGroup
-from quire.base.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.base.errors import ConfigError
-from quire.base.media.item import MediaItem
 from quire.base.messages import Control, Request, ResetPrefixCache
 from quire.base.plan import StepResult
+from quire.base.requests.media_items import MediaItem
+from quire.base.settings.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.attachments.event_encoding import EventMaker
 from quire.engine.attachments.kv_events import KVEvents, publish_events
 from quire.engine.loop.attachment import Given
@@ -31,8 +30,9 @@ from quire.scheduler.core.memory import Memory
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.reuse.index_changes import IndexDelta
 from quire.scheduler.scheduler import Scheduler, Topic
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.serve.vllm_compat import VLLM_SETTINGS
+from quire.spec.cache_group import CacheGroup
 from tests.scheduler.test_scheduler_machine import (
     BLOCK,
     FULL,

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import config_from_flat
 from quire.base.errors import EngineBusy, RequestError
+from quire.base.settings.config import config_from_flat
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.client.remote import RemoteClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.engine.client.test_remote import SETTINGS, Served, request, token_ids
 from tests.support.engine.attachments import attached
 from tests.support.models.reference_checkpoints import checkpoint

@@ -12,7 +12,7 @@ from quire import LLM
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.calls import CONTROL, calls_of
 from quire.engine.recording.files import read_recording, segment_paths
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.scheduler.reuse.stores import Stores
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import config_from_flat, flat_settings
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.messages import Ready
+from quire.base.settings.config import config_from_flat, flat_settings
 from quire.engine.client.async_client import pin
 from quire.engine.client.fleet import FleetClient, client_of, difference
 from quire.engine.client.remote import RemoteClient
@@ -27,7 +27,7 @@ from quire.engine.observability.timeline import Timelines
 from quire.engine.start.build import build_core
 from quire.engine.wire.core_choice import weight
 from quire.engine.wire.core_server import CoreReports, CoreServer
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.engine.client.test_remote import (
     MAX_LEN,
     PROMPT,

@@ -5,12 +5,12 @@ import pytest
 
 from quire.base.errors import STEP_FAILED, RequestError
 from quire.base.messages import Abort, Request
-from quire.base.outputs import Logprob, RequestOutput
 from quire.base.plan import Candidates
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.outputs import Logprob, RequestOutput
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
 from quire.engine.client.output import OutputProcessor
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")

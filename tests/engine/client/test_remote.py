@@ -11,19 +11,19 @@ import msgspec
 import pytest
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import config_from_flat
 from quire.base.errors import EngineBusy, EngineDead, RequestError
-from quire.base.media.item import MediaItem
 from quire.base.messages import Ready, Request
-from quire.base.outputs import RequestOutput
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.settings.config import config_from_flat
 from quire.engine.client import remote
 from quire.engine.client.remote import RemoteClient
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
 from quire.engine.wire.core_server import CoreReports, CoreServer
 from quire.engine.wire.wire import core_codec
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.support.models.reference_checkpoints import checkpoint, reference_tokens
 from tests.support.render.tiny_tokenizers import tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Abort
-from quire.base.repetition import RepetitionDetectionParams
+from quire.base.requests.repetition import RepetitionDetectionParams
 from quire.engine.client.sample import RepetitionWatch
 from tests.engine.client.test_sample import DELTA, DOG, Client, part
 

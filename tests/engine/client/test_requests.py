@@ -3,12 +3,12 @@
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.sampling_params import SamplingParams
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.engine.client.requests import RequestMaker
 from quire.render.generation import GenerationDefaults
+from quire.render.grammars.structured import grammar_of
 from quire.render.renderer import RenderedPrompt
-from quire.render.structured import grammar_of
 from tests.support.render.tiny_tokenizers import tokenizer
 
 TOK = tokenizer("byte_level")

@@ -5,9 +5,9 @@ import pytest
 
 from quire.base.errors import STEP_FAILED
 from quire.base.messages import Abort, Request
-from quire.base.outputs import RequestOutput
 from quire.base.plan import Candidates
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
 from quire.engine.client.output import OpenRequest, OutputProcessor
 from quire.engine.client.requests import RequestMaker

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from benchmarks.virtual.dry_run import dry_request
-from quire.base.kv_transfer import KVTransfer
+from quire.base.settings.kv_transfer import KVTransfer
 from quire.engine.connectors.named_peers import NamedPeers
 
 STORES = ("shm:a", "peer://one:7400", "peer://[::1]:7400?via=nixl", "redis://r:6379", "peer:two:1")

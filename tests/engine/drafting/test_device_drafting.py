@@ -12,7 +12,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.events import Event, Planned, Stepped
-from quire.base.sampling_params import StructuredOutputsParams
+from quire.base.requests.sampling_params import StructuredOutputsParams
 from quire.engine.drafting.device_drafting import AheadDrafting
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.recording.files import read_recording

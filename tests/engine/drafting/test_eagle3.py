@@ -11,13 +11,13 @@ import torch
 import transformers
 
 from quire import LLM, SamplingParams
-from quire.base.config import config_from_flat
 from quire.base.errors import ModelError
 from quire.base.events import Stepped
 from quire.base.messages import Draft, Drafted
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
+from quire.base.settings.config import config_from_flat
 from quire.engine.drafting.draft_pace import StepTimes
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.tools.fit import Device, fit
 from tests.support.models.eagle_heads import (
     DEMO_SHAPE,

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
-from quire.base.config import config_from_flat
 from quire.base.events import Preempted, Stepped
 from quire.base.messages import Request
+from quire.base.settings.config import config_from_flat
 from quire.engine.drafting import drafting as drafting_module
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.calls import Tool
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.answers.parts import CallArguments, CallBegun
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 from tests.support.engine.attachments import drafter_of
 
 PLACE = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}},

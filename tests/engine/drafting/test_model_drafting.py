@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, ModelNotFound, OutOfMemory
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.recording.files import read_recording
 from quire.engine.start.build import make_scheduler
+from quire.models.checkpoint.source import ModelSource, resolve_model
 from quire.models.draft_model import with_drafter
-from quire.models.source import ModelSource, resolve_model
 from quire.runner.build import build_runner
 from quire.tools.replay import replay_all
 from quire.tools.replay_model import replay_with_model

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.drafting.ngrams import repeated
-from quire.ops.find_runs import find_runs, find_runs_reference
-from quire.ops.native import core
+from quire.engine.drafting.drafting import repeated
+from quire.ops.host.native import core
+from quire.ops.sampling.find_runs import find_runs, find_runs_reference
 
 Find = Callable[..., np.ndarray]
 FINDS: list[Find] = [find_runs_reference] if core() is None else [find_runs_reference, find_runs]

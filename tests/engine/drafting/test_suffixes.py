@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quire.base.speculation import Suffixes
+from quire.base.settings.speculation import Suffixes
 from quire.engine.drafting import ngram_index as places
 from quire.engine.drafting.ngram_index import LONG, SHORT
 from quire.engine.drafting.suffixes import BULK, OWN_TOKENS, PIECE, Answers, SuffixGuesser

@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.executors.executor import failed_step
 from quire.engine.executors.threaded import DeviceThread, ThreadedExecutor
 from quire.engine.loop.core import EngineCore

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken
 
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
-from quire.render.structured import grammar_of
-from quire.render.tokenizer import Tokenizer
+from quire.render.grammars.structured import grammar_of
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import byte_level, gemma, llama, tokenizer
 
 FAMILIES = ["demo", "byte_level", "llama", "gemma"]

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
-from quire.render.structured import grammar_of
-from quire.render.tokenizer import Tokenizer
+from quire.render.grammars.structured import grammar_of
+from quire.render.tokens.tokenizer import Tokenizer
 
 NUM_STEPS = 14
 NUM_WALKS = 4

@@ -18,20 +18,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.errors import GRAMMAR_FAILED, ConfigError, RequestError
 from quire.base.events import Event, Preempted
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, GrammarReady
 from quire.base.plan import Plan
-from quire.base.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.base.requests.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.base.settings.config import config_from_flat
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.grammars import compiler as grammar_compiler
 from quire.engine.grammars.matchers import Follower, Guided
 from quire.engine.observability.timeline import Timelines
 from quire.engine.recording.files import read_recording
 from quire.engine.start.build import build_engine
-from quire.render.structured import grammar_of
+from quire.render.grammars.structured import grammar_of
 from quire.tools.replay import replay_all
 from tests.support.engine.guided_engine import END, TEXTS, GuidedBench, lark, text_of, vocabulary
 from tests.support.engine.recorded_runs import begin_segment

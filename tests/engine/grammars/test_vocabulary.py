@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError, MissingDependency
 from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.matchers import Wanted
 from quire.engine.grammars.vocabulary import make_vocabulary, num_words
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.tiny_tokenizers import tokenizer
 from tests.support.scheduler.fake_device import make_request
 

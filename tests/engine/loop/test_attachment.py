@@ -13,24 +13,24 @@ import numpy as np
 import pytest
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig, config_from_flat
 from quire.base.errors import EngineError, RequestError
 from quire.base.messages import Abort, Drafted, Request
 from quire.base.plan import StepResult
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig, config_from_flat
 from quire.base.step_outputs import StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.attachments.order import Order
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.loop.attachment import Attachment, DoorWatcher, Given, Pending
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import build_core
 from quire.kv.manager import KVManager
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.engine.attachments import attached
 from tests.support.engine.fake_attachment import FakeAttachment
 from tests.support.engine.token_limit import TokenLimit

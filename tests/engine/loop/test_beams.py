@@ -10,11 +10,11 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
-from quire.base.model_spec import load_spec
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import BeamOutput
 from quire.scheduler.core import planning
 from quire.scheduler.core.plans import PlanBuilder
+from quire.spec.model_spec import load_spec
 from tests.support.cases import pairwise
 from tests.support.engine.failing_core import Bench
 from tests.support.engine.updates import error_of, read

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.engine.loop.recovery import bisect_step, combine, leave_out, restrict
 from tests.support.cases import pairwise

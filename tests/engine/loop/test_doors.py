@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.errors import EngineError
 from quire.base.messages import MeasuredRates, Request
 from quire.base.plan import StepResult
-from quire.base.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.base.requests.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.base.settings.config import config_from_flat
 from quire.engine.attachments.drafting import DraftingAttachment
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.held_files import HeldFiles
@@ -20,7 +20,7 @@ from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.loop.attachment import DoorWatcher, Loop
 from quire.engine.observability.live import LiveFrames
 from quire.engine.start.build import build_engine
-from quire.ops.native import core as native_core
+from quire.ops.host.native import core as native_core
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, Deferred, dump, encode

@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from tests.support.engine.updates import run_to_end
 

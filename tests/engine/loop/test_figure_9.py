@@ -4,17 +4,17 @@ import dataclasses
 
 import numpy as np
 
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import VOCAB, FakeDevice, FakeExecutor, make_request
 
 FULL = CacheGroup("full", (0,), 1, 8)

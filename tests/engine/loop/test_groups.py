@@ -10,7 +10,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Request
 from quire.base.plan import Plan
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from tests.support.cases import pairwise
 from tests.support.engine.failing_core import Bench
 from tests.support.engine.updates import read

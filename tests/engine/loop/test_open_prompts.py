@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
 from quire.engine.start.build import Engine, build_engine
 from quire.render.renderer import RenderedPrompt
 

@@ -14,7 +14,7 @@ import pytest
 
 from quire.base.events import Event, Preempted
 from quire.base.messages import Request, Unpin
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate
 from tests.support.engine.failing_core import Bench, prompt, with_poison
 from tests.support.engine.updates import read

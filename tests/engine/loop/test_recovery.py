@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.config import config_from_flat
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, Append, Request, Unpin
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import config_from_flat
 from quire.base.step_outputs import SequenceUpdate, StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.executors.executor import Executor, InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 from tests.support.engine.failing_core import prompt
 from tests.support.engine.updates import read, run_to_end
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes

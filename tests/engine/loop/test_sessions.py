@@ -12,14 +12,14 @@ import msgspec
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.cache_config import CacheConfig
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Fork, HeldRequest, Request
-from quire.base.outputs import RequestOutput
-from quire.base.sampling_params import RequestOutputKind
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.sampling_params import RequestOutputKind
+from quire.base.settings.cache_config import CacheConfig
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.render.renderer import RenderedPrompt
 from quire.scheduler.reuse import held
 from tests.support.models.checkpoints import random_tokens

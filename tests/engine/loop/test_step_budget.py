@@ -1,6 +1,6 @@
 """Tokens of a step follow how long steps take: on a virtual clock, with CPUs of several speeds.
 
-Covers `runner/step_size.py`.
+Covers `runner/setup/step_size.py`.
 """
 
 import itertools
@@ -14,17 +14,17 @@ import pytest
 
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig, config_from_flat
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, MeasuredRates
 from quire.base.plan import Plan, StepResult
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig, config_from_flat
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.loop.core import EngineCore
 from quire.engine.recording.files import read_recording
-from quire.ops.formats import variants
+from quire.ops.weights.formats import variants
 from quire.runner.derive import derive_config
-from quire.runner.step_size import (
+from quire.runner.setup.step_size import (
     FEWEST_TOKENS,
     MOST_TOKENS,
     STEP_S,
@@ -32,7 +32,7 @@ from quire.runner.step_size import (
     bounded_tokens,
     first_budget,
 )
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.tools.replay import replay_all
 from tests.runner.test_memory_plan import shape
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quire.base.messages import Abort, MeasuredRates
-from quire.ops.attention import host_blocks
+from quire.ops.blocks import host_blocks
 from tests.engine.loop.test_groups import Groups
 from tests.support.kernels.late_streams import LateStreams
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes, reference_tokens

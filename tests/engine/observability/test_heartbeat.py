@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig, config_from_flat
 from quire.base.plan import Plan
+from quire.base.settings.config import SchedulerConfig, config_from_flat
 from quire.engine.observability.beating import BeatingExecutor
 from quire.engine.observability.heartbeat import (
     LEAST_S,

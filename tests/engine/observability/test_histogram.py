@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.engine.observability.histogram import REQUEST_S, TOKEN_S, Histogram, tokens_up_to
+from quire.engine.observability.metrics import REQUEST_S, TOKEN_S, Histogram, tokens_up_to
 
 
 def test_a_bound_is_in_its_bucket_and_the_last_bucket_has_none() -> None:

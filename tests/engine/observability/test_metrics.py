@@ -9,9 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.cache_config import CacheConfig
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.events import (
     Admitted,
     Event,
@@ -22,6 +20,8 @@ from quire.base.events import (
     Stepped,
 )
 from quire.base.messages import Abort
+from quire.base.settings.cache_config import CacheConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.base.step_outputs import StepReader
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics, RequestTimes

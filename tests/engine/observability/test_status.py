@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.config import SchedulerConfig
 from quire.base.events import Admitted, Finished, Planned, Preempted, Queued, Stepped
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.observability.status import StatusLine
 from quire.scheduler.scheduler import Scheduler

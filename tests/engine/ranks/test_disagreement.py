@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import quire.engine.ranks.executor
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import config_from_flat
 from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.ranks import launch
 from quire.engine.ranks.executor import RankSteps

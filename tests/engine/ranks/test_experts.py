@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.base.cache_config import CacheConfig
+from quire.base.settings.cache_config import CacheConfig
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.ranks.executor import RankExecutor

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from quire.engine.observability.heartbeat import LEAST_S, StepLimit
-from quire.engine.ranks.beat import Beats
 from quire.engine.ranks.lateness import CONFIRM_S, SHARE, Lateness
 from quire.engine.ranks.messages import Beat
+from quire.engine.ranks.rank_main import Beats
 
 
 def lateness(*beats: Beat, in_stage: int = 2, expected_s: float = 0.0) -> Lateness:

@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError
 from quire.base.masks import TokenMasks
-from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
 from quire.base.plan import (
     BlockWrites,
     Candidates,
+    DraftAnswer,
+    DraftOrder,
     HostTokens,
     Move,
     MoveKind,
@@ -23,7 +23,8 @@ from quire.base.plan import (
     RowStart,
     StepResult,
 )
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import EncoderInput, EncoderRead, MediaItem
+from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.ranks.messages import (
     Done,
     Guessed,

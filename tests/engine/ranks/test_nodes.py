@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, EngineError, RankLost
-from quire.base.parallel import ParallelConfig
+from quire.base.settings.config import config_from_flat
+from quire.base.settings.parallel import ParallelConfig
 from quire.engine.ranks.alike import contradictions, given_settings_of
 from quire.engine.ranks.dial_in import Address, Door
 from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep

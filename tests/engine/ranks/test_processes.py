@@ -15,7 +15,6 @@ import pytest
 
 import quire.engine.observability.heartbeat
 from quire import LLM, SamplingParams
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import (
     ConfigError,
     EngineError,
@@ -25,8 +24,9 @@ from quire.base.errors import (
     RequestError,
 )
 from quire.base.messages import Request
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.ranks.launch import Ranks
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.support.engine.scenarios import COMMON, WORDS
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.processes.servers import children_of, is_running, kill, wait_until

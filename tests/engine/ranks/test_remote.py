@@ -14,10 +14,10 @@ import pytest
 
 import quire.engine.start.build
 from quire import LLM
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, EngineError, RankLost
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.ranks.launch import Ranks
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.support.engine.remote_ranks import LocalStarter
 from tests.support.engine.scenarios import COMMON, alone, answers_of
 from tests.support.models.reference_checkpoints import checkpoint, text_checkpoint

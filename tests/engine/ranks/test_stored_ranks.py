@@ -13,7 +13,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.cli.main import main
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.render.renderer import RenderedPrompt
 from tests.models.test_rank_formats import INNER, OF_TYPE
 from tests.support.engine.scenarios import COMMON, WORDS

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from quire.base.config import config_from_flat
+from quire.base.settings.config import config_from_flat
 from quire.engine.start.build import make_scheduler
-from quire.models.source import resolve_model
-from quire.ops.formats import variants
+from quire.models.checkpoint.source import resolve_model
+from quire.ops.weights.formats import variants
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 from tests.support.models.reference_checkpoints import checkpoint
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError
+from quire.base.settings.config import config_from_flat
 from quire.engine.start.build import build_core, build_engine
 from quire.engine.start.preflight import check_before_loading
-from quire.models.source import resolve_model, resolve_source
+from quire.models.checkpoint.source import resolve_model, resolve_source
 from tests.support.commands import run
 
 CONFIG = {
@@ -150,7 +150,7 @@ def test_a_server_says_it_before_it_starts_a_process(
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a process is started")
 
-    monkeypatch.setattr("quire.serve.launch.start_child", refuse)
+    monkeypatch.setattr("quire.serve.processes.launch.start_child", refuse)
     monkeypatch.setattr("quire.serve.supervisor.start_child", refuse)
     for models in (["demo"], ["a=demo", "b=demo"]):
         status, _, err = run(capsys, "serve", *models, "--port", "0", *arguments)

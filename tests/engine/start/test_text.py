@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.base.config import ModelConfig
+from quire.base.settings.config import ModelConfig
 from quire.engine.start.text import build_text_side
-from quire.models.source import ModelSource
+from quire.models.checkpoint.source import ModelSource
 from quire.render.renderer import Renderer
 from tests.support.render.tiny_tokenizers import write_vision_model
 

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.base.errors import RequestError
-from quire.base.media.item import MediaItem
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.observability.heartbeat import Heartbeat, HeartbeatReader, LoadReport
 from quire.engine.wire.core_choice import (
     EVERY_BLOCK,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.base.secrets import Secret, SecretUrl
+from quire.base.settings.secrets import Secret, SecretUrl
 from quire.engine.wire.logs import (
     FORMAT_VARIABLE,
     JSON,

@@ -15,7 +15,7 @@ from quire.base.messages import (
 )
 from quire.base.plan import Candidates
 from quire.base.prefix import PrefixReport
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import (
     BeamOutput,
     Failure,

@@ -1,6 +1,6 @@
 """Checkpoints of models that read images: names of tensors, configs, ranks, stages, quantisation.
 
-Covers `models/multimodal/`, `models/vision/model.py`, `base/media/families.py`.
+Covers `models/multimodal/`, `models/vision/model.py`, `spec/media_families.py`.
 """
 
 import json
@@ -12,19 +12,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
-from quire.base.media.families import FAMILIES
-from quire.base.model_spec import load_spec
-from quire.base.text_config import text_part
-from quire.models.formats import WeightFormats
-from quire.models.loading import LoadOptions, load_model
-from quire.models.rank_place import RankPlace
+from quire.models.checkpoint.formats import WeightFormats
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.registry import MULTIMODAL, model_class, model_spec
 from quire.models.vision.tower import VisionTower
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
-from quire.ops.formats import Quantization
-from quire.ops.packed import PackedWeight
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.packed import PackedWeight
+from quire.spec.media_families import FAMILIES
+from quire.spec.model_spec import load_spec, text_part
 from tests.support.models import quantised_writers as writers
 from tests.support.models.multimodal import (
     Prompt,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.model_spec import ModelSpec
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from quire.models.registry import model_spec
+from quire.spec.model_spec import ModelSpec
 from quire.tools.verify.paged import CPU
 from tests.support.models.multimodal import (
     Prompt,

@@ -1,6 +1,6 @@
 """Models that read images: the logits of prompts with several images are transformers'.
 
-Covers `models/multimodal/`, `models/vision/model.py`, `base/media/families.py`.
+Covers `models/multimodal/`, `models/vision/model.py`, `spec/media_families.py`.
 """
 
 from functools import cache
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.model_spec import ModelSpec
-from quire.models.loading import load_model
+from quire.models.load.loading import load_model
 from quire.models.registry import model_spec
+from quire.spec.model_spec import ModelSpec
 from quire.tools.verify.paged import CPU
 from tests.support.models.multimodal import (
     Prompt,

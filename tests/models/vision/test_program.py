@@ -13,7 +13,7 @@ import torch
 from quire.models.vision.attention import RangeAttention, axial_rotary_rows
 from quire.models.vision.program import BlockProgram, trace_blocks
 from quire.models.vision.tower import VisionTower
-from quire.ops.native import core
+from quire.ops.host.native import core
 from quire.ops.registry import op
 from tests.models.vision.test_tower import FAMILIES, images_of, wide_checkpoint
 from tests.support.models.vision_checkpoints import checkpoint

@@ -8,7 +8,7 @@ from quire.base.errors import ConfigError
 from quire.render.answers import table
 from quire.render.answers.detect import check_names
 from quire.render.answers.format import AnswerFormat, detect_format, special_token_ids_in
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.support.render.answers import reasoning_row
 
 THINKS = "{% if '</think>' in content %}{% endif %}"

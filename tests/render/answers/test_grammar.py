@@ -6,7 +6,7 @@ Covers `render/answers/table.py` and `render/answers/schema_types.py` with them.
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK

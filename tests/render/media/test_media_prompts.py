@@ -26,15 +26,15 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
 from quire.base.errors import RequestError
-from quire.render.chat_template import ChatOptions
 from quire.render.media.placeholders import Placeholder, Placeholders
 from quire.render.media.prepared import PreparedMedia, media_item
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.videos import Frames
+from quire.render.pooling_prompts import truncated
 from quire.render.renderer import RenderedPrompt, Renderer
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import TokenizerFiles
-from quire.render.truncation import truncated
+from quire.render.templates.chat_template import ChatOptions
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import TokenizerFiles
 from tests.render.media.test_processors import picture
 from tests.support.render.tiny_tokenizers import (
     BUILDERS,

@@ -17,7 +17,7 @@ from quire.render.media.prepared import MediaCache, PreparedMedia
 from quire.render.media.processors import media_settings
 from quire.render.media.qwen_vl import QwenImages
 from quire.render.media.videos import Frames, QwenVideos
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.render.media.test_processors import encoded, picture
 from tests.support.render.tiny_tokenizers import renderer_of, write_vision_model
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from quire.base.errors import RequestError
-from quire.render.job_pool import JobPool
+from quire.render.jobs.job_pool import JobPool
 from quire.render.media.image_files import ImageLimits
 from quire.render.media.media_worker import IMAGES, pack_job, unpack_answer
 from quire.render.media.processor import ProcessedImage

@@ -15,7 +15,7 @@ from quire.render.media.media_renderer import MediaRenderer
 from quire.render.media.media_worker import pack_job, unpack_answer, work
 from quire.render.media.model_files import takes_images
 from quire.render.renderer import Renderer
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from tests.render.media.test_processors import encoded, picture
 from tests.support.plugin_site import Site
 from tests.support.render.tiny_tokenizers import IMAGE_PART, write_vision_model

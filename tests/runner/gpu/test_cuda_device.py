@@ -10,34 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.config import config_from_flat
 from quire.base.errors import EngineError, OutOfMemory
 from quire.base.plan import RowStart
-from quire.base.sampling_params import SamplingParams
-from quire.models.source import resolve_model
-from quire.ops.attention import streams
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.streams import CudaStreams, device_ids
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
 from quire.ops.attention_inputs import Scores
-from quire.ops.host_memory import to_device
-from quire.ops.kernels import (
-    attention,
-    attention_plan,
-    blocks,
-    matmul,
-    moe,
-    moe_sort,
-    row_deltas,
-    step_inputs,
-)
+from quire.ops.blocks import streams
+from quire.ops.blocks.host_blocks import HostBlocks
+from quire.ops.blocks.streams import CudaStreams, device_ids
+from quire.ops.host.host_memory import to_device
+from quire.ops.kernels import matmul, moe, moe_sort, row_deltas, step_inputs
+from quire.ops.kernels.attention import attention, attention_plan, blocks
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner import edits, memory_plan, profile
-from quire.runner.assemble import make_device
+from quire.runner import memory_plan
 from quire.runner.build import build_runner
 from quire.runner.device import HostDevice
 from quire.runner.gpu import graphs
 from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.pieces import CutAtAttention, Pieces
+from quire.runner.sampling import edits
+from quire.runner.setup import profile
+from quire.runner.setup.assemble import make_device
 from tests.runner.gpu.test_kernel_ops import KINDS, devices, run, run_on_the_host  # noqa: F401 (a fixture)
 from tests.runner.gpu.test_model_runner import SETTINGS
 from tests.support.models.reference_checkpoints import checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ops.step_inputs import StepInputs
+from quire.ops.rows.step_inputs import StepInputs
 from quire.runner.gpu import graphs
 from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size, UsedSizes
 from quire.runner.gpu.pieces import record

@@ -7,7 +7,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.events import Planned, Stepped
-from quire.base.sampling_params import StructuredOutputsParams
+from quire.base.requests.sampling_params import StructuredOutputsParams
 from quire.engine.drafting.draft_pace import StepTimes
 from tests.runner.gpu.test_kernel_ops import devices, told  # noqa: F401 (a fixture)
 from tests.support.models.reference_checkpoints import text_checkpoint

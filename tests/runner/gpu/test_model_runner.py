@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.config import config_from_flat
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
 from quire.base.step_outputs import StepReader
 from quire.engine.loop.recovery import combine
 from quire.engine.start.build import make_scheduler
-from quire.models import formats
-from quire.models.source import resolve_model
+from quire.models.checkpoint import formats
+from quire.models.checkpoint.source import resolve_model
 from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
 from quire.runner.gpu import slots
 from quire.runner.gpu.pieces import Pieces
+from quire.runner.setup.built import BuiltRunner
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.support.cases import slow_but
 from tests.support.engine.updates import read

@@ -10,7 +10,7 @@ import pytest
 from quire.engine.executors.launching import LaunchingExecutor
 from quire.engine.executors.threaded import DeviceThread
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 from tests.engine.loop.test_recovery import PLACES, Cell, Engine, assert_same, run_program
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.support.models.reference_checkpoints import checkpoint, pool_bytes

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from quire.base.plan import BlockWrites, HostTokens, Plan, RowFork, RowStart
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner.assemble import empty_rows
 from quire.runner.device import HostDevice
 from quire.runner.gpu.kernel_ops import KernelOps
 from quire.runner.rows import PROMPT_COLUMN, DeviceRows
+from quire.runner.setup.assemble import empty_rows
 from quire.runner.step_ops import Asked, SamplingFlags, StepOps
 from quire.runner.torch_ops import TorchOps
 from tests.support.runner.late_device import LateDevice

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.errors import OutOfMemory
-from quire.base.media.encoder_size import EncoderSize
-from quire.base.model_spec import load_spec
-from quire.cli.fit import _lines, as_data
-from quire.models.packing import model_bytes
-from quire.models.source import resolve_model
+from quire.base.settings.config import config_from_flat
+from quire.cli.commands.fit import _lines, as_data
+from quire.models.checkpoint.source import resolve_model
+from quire.models.load.packing import model_bytes
 from quire.runner import build
 from quire.runner.derive import derive_config
 from quire.runner.memory_plan import largest_item, workspace_of
-from quire.runner.preview import preview_runner
+from quire.runner.setup.preview import preview_runner
 from quire.runner.warm.conditions import can_be_kept
+from quire.spec.media_families import EncoderSize
+from quire.spec.model_spec import load_spec
 from quire.tools.devices import Device
 from quire.tools.fit import fit
 from tests.support.models.reference_checkpoints import checkpoint

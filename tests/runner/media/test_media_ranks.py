@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.config import EngineConfig, config_from_flat
-from quire.base.model_spec import load_spec
 from quire.base.plan import Plan
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.ranks.messages import Step, rank_codec
-from quire.models.layers import ParamFactory
-from quire.models.rank_place import RankPlace
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.source import ModelSource, resolve_model
+from quire.models.parts.layers import ParamFactory
 from quire.models.registry import make_model
-from quire.models.source import ModelSource, resolve_model
 from quire.models.vision.place import encoder_size
 from quire.ops.collective import RankGroup
 from quire.ops.collectives.thread_group import run_ranks
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
+from quire.spec.model_spec import load_spec
 from tests.runner.media.test_media_steps import check
 from tests.support.engine.stages import StagesExecutor, build_stages
 from tests.support.models.reference_checkpoints import checkpoint

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from quire.base.messages import Draft, Drafted
-from quire.base.model_spec import load_spec
 from quire.base.plan import Plan, StepResult
 from quire.engine.loop.recovery import bisect_step
-from quire.models.loading import load_model
-from quire.ops.device_guesses import Runs
-from quire.ops.find_runs import SEARCHED
-from quire.runner.guesses import GuessedStep
+from quire.models.load.loading import load_model
+from quire.ops.sampling.device_guesses import Runs
+from quire.ops.sampling.find_runs import SEARCHED
+from quire.runner.drafting.guesses import GuessedStep
+from quire.spec.model_spec import load_spec
 from tests.support.models.paged_forward import CPU, run_paged
 from tests.support.models.reference_checkpoints import checkpoint
 from tests.support.runner.media_engine import ITEMS, NUM_TOKENS, SECOND, Engine, Found, WholeModel

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.base.media.item import MediaItem
 from quire.base.plan import Plan, RowFork, RowStart
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.sampling_params import SamplingParams
 from quire.models.vision.positions import frame_interval, mrope_positions
 from quire.runner.media.positions import PositionRule, RowOffsets
 

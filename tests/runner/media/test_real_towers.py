@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.base.media.item import MediaItem
-from quire.ops.native import core
+from quire.base.requests.media_items import MediaItem
+from quire.ops.host.native import core
 from quire.runner.native_model import NativeModel
 from tests.runner.media.test_media_ranks import StagedEngine
 from tests.support.models.multimodal import Prompt, prompt_of, reference_logits, write_multimodal

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.base.media.item import MediaItem
 from quire.base.plan import Plan, RowFork, RowStart
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.sampling_params import SamplingParams
 from quire.runner.media.media import Media
 from quire.runner.media.spans import RowSpans, key_ends
 from tests.support.models.paged_forward import RowPart, make_step

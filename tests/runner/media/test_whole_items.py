@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.base.media.item import MediaItem
+from quire.base.requests.media_items import MediaItem
 from tests.support.models.multimodal import Prompt, prompt_of, reference_logits, write_multimodal
 from tests.support.runner.media_engine import Engine
 

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.messages import Abort, Request
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.engine.attachments.loading import Loading
 from quire.engine.start.build import BuiltCore, build_core
-from quire.models.cache_files import STARTS, WEIGHTS, weight_cache
-from quire.models.source import resolve_model
-from quire.ops.native import core
+from quire.models.checkpoint.source import resolve_model
+from quire.models.load.cache_files import STARTS, WEIGHTS, weight_cache
+from quire.ops.host.native import core
 from quire.runner.warm import start_file
 from quire.runner.warm.conditions import path_for
 from quire.runner.warm.model import LOAD_S, WarmModel, start_warm
@@ -110,9 +110,9 @@ def config_of(folder: Path, cache: Path, **settings: Any) -> EngineConfig:
 
 
 def block_bytes(config: EngineConfig) -> int:
-    from quire.base.model_spec import load_spec
     from quire.runner.derive import derive_config
     from quire.runner.memory_plan import block_bytes_of
+    from quire.spec.model_spec import load_spec
 
     spec = load_spec(Path(config.model.model))
     return sum(block_bytes_of(derive_config(config, spec, "cpu"), spec))

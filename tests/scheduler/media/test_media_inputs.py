@@ -7,17 +7,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.media.item import MediaItem
 from quire.base.messages import Abort, Request
 from quire.base.plan import Plan
+from quire.base.requests.media_items import MediaItem
+from quire.base.settings.config import SchedulerConfig
 from quire.engine.loop.recovery import restrict
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import make_request
 from tests.support.scheduler.plain_scheduler import answer
 

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.config import SchedulerConfig
-from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.plan import Plan
+from quire.base.requests.media_items import MediaItem
+from quire.base.settings.config import SchedulerConfig
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
 from tests.support.scheduler.fake_device import FakeDevice, FakeExecutor
 from tests.support.scheduler.fake_stores import content

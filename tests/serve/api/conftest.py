@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig, config_from_flat
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import Engine, build_engine
 from quire.serve.api.api_process import ApiServer, uvicorn_config
 from quire.serve.api.app import create_app

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig
 from quire.serve.api.app import create_app
-from quire.serve.api.auth import has_key
 from quire.serve.api.context import ApiContext
+from quire.serve.api.http.auth import has_key
 from tests.serve.api.conftest import MakeContext, serving
 
 KEYS = ("first-key", "second-key")

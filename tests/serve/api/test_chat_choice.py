@@ -5,18 +5,18 @@ from typing import Any
 import pytest
 
 from quire.base.messages import Request
-from quire.base.outputs import CompletionOutput, RequestOutput
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.outputs import CompletionOutput, RequestOutput
+from quire.base.requests.sampling_params import SamplingParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer
 from quire.render.answers.syntax import Tool
 from quire.render.answers.table import HERMES, THINK
-from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.renderer import RenderedPrompt
-from quire.serve.api.answers import UsageCounter, usage_json
-from quire.serve.api.chat_choice import ChatChoice, ReasoningCount
-from quire.serve.api.jobs import PromptJob
-from quire.serve.api.logprobs_json import TokenNames
-from quire.serve.api.protocol import ChatCompletionRequest
+from quire.render.tokens.detokenizer import IncrementalDetokenizer
+from quire.serve.api.bodies.logprobs_json import TokenNames
+from quire.serve.api.bodies.protocol import ChatCompletionRequest
+from quire.serve.api.openai.answers import UsageCounter, usage_json
+from quire.serve.api.openai.chat_choice import ChatChoice, ReasoningCount
+from quire.serve.api.openai.jobs import PromptJob
 from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'

@@ -1,12 +1,12 @@
 """/v1/chat/completions through HTTP with the official client, against the engine itself.
 
-Covers `serve/api/chat_completions.py`, which all endpoints of conversations share.
+Covers `serve/api/openai/chat_completions.py`, which all endpoints of conversations share.
 """
 
 import openai
 import pytest
 
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 from tests.support.serve.direct_engine import direct
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

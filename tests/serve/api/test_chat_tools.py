@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 from tests.support.serve.direct_engine import direct
 
 TOOLS: list[dict[str, Any]] = [

@@ -88,7 +88,7 @@ def test_the_limit_is_of_what_comes_out(small: TestClient, size: int | None) -> 
 def test_a_bomb_is_not_unpacked(small: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 MB no more is made than is allowed."""
     made: list[int] = []
-    from quire.serve.api.limits import Decoder
+    from quire.serve.api.http.limits import Decoder
 
     take = Decoder.take
 

@@ -1,6 +1,6 @@
 """/v1/completions through HTTP with the official client, against the engine without a server.
 
-Covers `serve/api/answers.py`.
+Covers `serve/api/openai/answers.py`.
 """
 
 import openai

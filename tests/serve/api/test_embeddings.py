@@ -1,6 +1,6 @@
 """/v1/embeddings and /classify of apps over small models that pool, and of one that generates.
 
-Covers `serve/api/pooled.py`, `serve/api/pooling_protocol.py`.
+Covers `serve/api/pooling/pooled.py`, `serve/api/bodies/pooling_protocol.py`.
 """
 
 import base64
@@ -14,8 +14,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig, config_from_flat
-from quire.base.hooks import EndRequest, HookRequest
+from quire.base.requests.hooks import EndRequest, HookRequest
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext

@@ -1,5 +1,5 @@
 """Other engines' fields: those that change the text are taken or refused, never left out
-(`serve/api/foreign_fields.py`)."""
+(`serve/api/bodies/foreign_fields.py`)."""
 
 import re
 from pathlib import Path
@@ -10,11 +10,11 @@ from starlette.testclient import TestClient
 
 from quire import SamplingParams
 from quire.base.errors import RequestError
+from quire.serve.api.bodies.foreign_fields import FOREIGN, check_foreign
+from quire.serve.api.bodies.open_body import IGNORED_HEADER, OpenBody
+from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.api.errors import ApiError
-from quire.serve.api.foreign_fields import FOREIGN, check_foreign
 from quire.serve.api.messages.protocol import MessagesRequest
-from quire.serve.api.open_body import IGNORED_HEADER, OpenBody
-from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.api.responses.body import ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

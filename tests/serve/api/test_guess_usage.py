@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.events import Stepped
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app

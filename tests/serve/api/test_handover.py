@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig, config_from_flat
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.start.build import build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.base.hooks import EndRequest, HookCall, HookPiece
-from quire.serve.api.hooked_answer import HookedAnswer, Json
+from quire.base.requests.hooks import EndRequest, HookCall, HookPiece
+from quire.serve.api.openai.hooked_answer import HookedAnswer, Json
 from quire.serve.hooks import Hooks
 
 SECRET = "swordfish"

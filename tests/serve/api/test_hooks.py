@@ -1,6 +1,6 @@
 """Hooks of a server, through HTTP and WebSocket: what clients are told, and what the engine does.
 
-Covers `serve/api/hooked_prompt.py`.
+Covers `serve/api/openai/hooked_prompt.py`.
 """
 
 import json
@@ -13,8 +13,8 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.hooks import EndRequest, HookCall, HookPiece, HookRequest
-from quire.render.chat_template import ChatOptions
+from quire.base.requests.hooks import EndRequest, HookCall, HookPiece, HookRequest
+from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks

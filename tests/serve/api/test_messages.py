@@ -10,9 +10,9 @@ import pytest
 from httpx2 import Response
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig
-from quire.base.hooks import EndRequest, HookCall, HookPiece, HookRequest
-from quire.render.chat_template import ChatOptions
+from quire.base.requests.hooks import EndRequest, HookCall, HookPiece, HookRequest
+from quire.base.settings.config import ServerConfig
+from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.hooks import Hooks

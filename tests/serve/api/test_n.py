@@ -8,7 +8,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.context import ApiContext
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS, arguments_of
 from tests.support.serve.direct_engine import direct

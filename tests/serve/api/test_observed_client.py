@@ -1,6 +1,6 @@
 """Usage and limits of keys, through the app: what the ledger says, and who is let in.
 
-Covers `serve/api/observers.py` and `serve/api/rate_gate.py`.
+Covers `serve/api/observers.py` and `serve/api/http/rate_gate.py`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from quire.base.clock import FakeClock
-from quire.base.config import ServerConfig
+from quire.base.settings.config import ServerConfig
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.observers import Observers

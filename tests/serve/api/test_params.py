@@ -5,20 +5,24 @@ from typing import Any
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
-from quire.serve.api import protocol
-from quire.serve.api.errors import ApiError
-from quire.serve.api.open_body import check_neutral, unsupported_fields
-from quire.serve.api.params import (
+from quire.serve.api.bodies import protocol
+from quire.serve.api.bodies.open_body import check_neutral, unsupported_fields
+from quire.serve.api.bodies.params import (
     SAME,
     chat_params,
     completion_params,
     room_beside,
     truncated,
 )
-from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from quire.serve.api.bodies.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from quire.serve.api.errors import ApiError
 
 RULES = unsupported_fields(CompletionRequest) | unsupported_fields(ChatCompletionRequest)
 DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})

@@ -15,8 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import PinnedPrefix, Unpin
+from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
 from quire.engine.start.build import Engine, build_engine

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
-from quire.serve.api import reading
+from quire.serve.api.bodies import reading
+from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.api.errors import ApiError, ShortRepr
-from quire.serve.api.prefixes import PrefixBody
-from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.api.native.prefixes import PrefixBody
 from quire.serve.api.utility import DetokenizeBody, TokenizeBody
 
 JSON = {"Content-Type": "application/json"}

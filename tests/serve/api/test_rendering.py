@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 
 from quire.engine.start.build import Engine
 from quire.render.renderer import Renderer
-from quire.render.tokenizer import Tokenizer
-from quire.serve.api import rendering
+from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
+from quire.serve.api.openai import rendering
 from quire.serve.lanes import MAX_CHARS_SHORT, Lanes
 from tests.serve.api.conftest import MODEL, MakeContext
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ModelConfig, ServerConfig, config_from_flat
 from quire.base.errors import ConfigError
-from quire.cli.serve import keys_of_environment
+from quire.base.settings.config import ModelConfig, ServerConfig, config_from_flat
+from quire.cli.commands.serve import keys_of_environment
 from quire.engine.start.text import build_text_side
-from quire.models.source import resolve_model
-from quire.render.chat_template import ChatOptions
+from quire.models.checkpoint.source import resolve_model
+from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.app import create_app
 from quire.serve.supervisor import bind_unix
 

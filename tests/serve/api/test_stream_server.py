@@ -185,7 +185,7 @@ def test_only_the_head_of_a_handshake_is_timed(
     make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of one is given up; a connection that was made stays, whatever came before it."""
-    monkeypatch.setattr("quire.serve.api.http.HEAD_S", 0.2)
+    monkeypatch.setattr("quire.serve.api.http.http.HEAD_S", 0.2)
     with serving(make_context()) as url, opened(url) as line:
         address = urlsplit(url)
         for before in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.grammars import CHECKS, Grammars
+from quire.base.requests.structured_outputs import StructuredOutputsParams
+from quire.render.grammars.grammars import CHECKS, Grammars
+from quire.serve.api.bodies.protocol import CompletionRequest
+from quire.serve.api.bodies.structured import structured_outputs_of
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError
-from quire.serve.api.protocol import CompletionRequest
-from quire.serve.api.structured import structured_outputs_of
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}

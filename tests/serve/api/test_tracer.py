@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig
 from quire.base.errors import ConfigError
+from quire.base.settings.config import ServerConfig
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.observed_client import ObservedClient, ObservedRequest
 from quire.serve.api.observers import Observers
-from quire.serve.tracing_package import check_tracing
+from quire.serve.supervisor import check_tracing
 from tests.serve.api.conftest import MakeContext
 from tests.support.processes.servers import wait_until
 from tests.support.serve.fake_client import FakeClient
@@ -152,6 +152,6 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     check_tracing("https://collector")
     with pytest.raises(ConfigError, match="must be a URL of OTLP over HTTP.*'collector:4317'"):
         check_tracing("collector:4317")
-    monkeypatch.setattr("quire.serve.tracing_package.PACKAGES", ("no_such_package.sdk",))
+    monkeypatch.setattr("quire.serve.supervisor.PACKAGES", ("no_such_package.sdk",))
     with pytest.raises(ConfigError, match=r"pip install 'quire\[otel\]'"):
         check_tracing("https://collector")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.base import durable
+from quire.base import files as durable
 from quire.serve.api.batches import batches, file_store
 from quire.serve.api.batches.batch_store import BatchStore
 from quire.serve.api.batches.directory import FilesDirectory

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.serve.children import Child
-from quire.serve.core_child import CoreChild
+from quire.serve.processes.children import Child, CoreChild
 from quire.serve.several import residency as residency_file
 from quire.serve.several.keeper import Keeper
 from quire.serve.several.messages import FAILED, LOADED, LOADING

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.base.config import ServerConfig, config_from_flat
-from quire.models.source import ModelSource, resolve_source
+from quire.base.settings.config import ServerConfig, config_from_flat
+from quire.models.checkpoint.source import ModelSource, resolve_source
 from quire.serve.several.served import FirstRequest, ServedModel, first_request, start_lines
 
 CHAT = FirstRequest("/v1/chat/completions", {"model": "it's"})

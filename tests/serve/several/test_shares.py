@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import OutOfMemory, QuireError
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.kv.sizing import MIB
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES
 from quire.serve.several.shares import ModelNeeds, Needs, described, pool_budget, split

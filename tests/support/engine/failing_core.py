@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from quire.base.clock import FakeClock
-from quire.base.config import config_from_flat
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import config_from_flat
 from quire.base.step_outputs import SequenceUpdate, StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.executors.executor import InProcessExecutor
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.build import make_scheduler
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
 from tests.support.engine.stages import StagesExecutor, build_stages, with_runner
 from tests.support.engine.updates import read, reason_of, run_to_end
 from tests.support.models.reference_checkpoints import reference_tokens

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.base.step_outputs import SequenceUpdate, StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.executors.executor import Executor
 from quire.engine.executors.threaded import ThreadedExecutor
@@ -19,7 +19,7 @@ from quire.engine.grammars.grammars import Grammars
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary, num_words
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 from quire.scheduler.beams import BeamSearch
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler

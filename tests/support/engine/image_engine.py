@@ -16,8 +16,8 @@ import tokenizers as tk
 import torch
 
 from quire import LLM, RequestOutput, SamplingParams
-from quire.base.media.item import MediaItem
 from quire.base.messages import Request
+from quire.base.requests.media_items import MediaItem
 from quire.render.renderer import RenderedPrompt
 from tests.support.models.multimodal import (
     Prompt,

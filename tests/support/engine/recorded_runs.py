@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from quire.base.clock import FakeClock
-from quire.base.config import flat_settings
 from quire.base.messages import Abort, Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import flat_settings
 from quire.engine.attachments.recorder import Recorder
 from quire.engine.recording.files import read_recording
 from quire.tools.replay import Outcome, replay_all

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 
-from quire.base.config import EngineConfig
+from quire.base.settings.config import EngineConfig
 from quire.engine.ranks.dial_in import Address
 
 KEEP = """

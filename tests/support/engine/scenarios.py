@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.base.outputs import RequestOutput
 from quire.base.plan import Plan, StepResult
+from quire.base.requests.outputs import RequestOutput
 from quire.engine.executors.executor import Executor
 from tests.support.models.reference_checkpoints import pool_bytes, text_checkpoint
 

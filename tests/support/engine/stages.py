@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from quire.base.config import EngineConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import EngineConfig
 from quire.engine.executors.executor import failed_step
-from quire.models.rank_place import RankPlace
-from quire.models.source import ModelSource
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.source import ModelSource
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 from quire.runner.stage import StageLinks
 from tests.support.scheduler.fake_device import QueueExecutor
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
+from quire.spec.cache_group import CacheGroup
 from tests.support.models.paged_forward import CPU, RowPart, make_step
 
 HEAD_DIM = 32

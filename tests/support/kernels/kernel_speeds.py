@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.ops import formats
-from quire.ops.formats import FORMATS
-from quire.ops.kernel_choice import Measurement, Speed
+from quire.ops.weights import formats
+from quire.ops.weights.formats import FORMATS
+from quire.ops.weights.kernel_choice import Measurement, Speed
 
 
 def keep_figures(faster: Mapping[str, str], tile_flops: float = 1e11) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from quire.ops.attention.streams import Int32, Mark, Stream, TaskMark
+from quire.ops.blocks.streams import Int32, Mark, Stream, TaskMark
 
 
 class LateMark:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from quire.base.model_spec import ModelSpec, load_spec
+from quire.spec.model_spec import ModelSpec, load_spec
 from quire.tools.verify.precision import WholePrecision
 
 OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # theirs are 1 + weight

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from quire.base.model_spec import ModelSpec, parse_spec
+from quire.spec.model_spec import ModelSpec, parse_spec
 
 AUTHORS, SPECULATORS = "authors", "speculators"
 LAYER = {

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.torch import load_file
 
-from quire.models.checkpoint import weight_files
+from quire.models.checkpoint.files import weight_files
 from tests.support.models.gguf_facts import (
     ARCHITECTURES,
     arranged,

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.base.model_spec import ModelSpec
 from quire.models.vision.positions import mrope_positions
 from quire.ops.attention_inputs import Int32
 from quire.render.media.llava import LlavaNextImages
+from quire.spec.model_spec import ModelSpec
 from quire.tools.verify.paged import PagedRun, Paging
 from quire.tools.verify.precision import WholePrecision
 from tests.support.models.checkpoints import EAGER

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from quire.base.model_spec import ModelSpec
 from quire.ops.attention.base import KVLayout
+from quire.spec.model_spec import ModelSpec
 from quire.tools.verify import paged
 from quire.tools.verify.paged import CPU, Paging, RowPart, make_step, run_step
 

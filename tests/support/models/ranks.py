@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from quire.base.model_spec import ModelSpec
-from quire.models.loading import LoadOptions, load_model
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.load.loading import LoadOptions, load_model
 from quire.models.model import Model
-from quire.models.rank_place import RankPlace
 from quire.ops.collective import RankGroup
+from quire.spec.model_spec import ModelSpec
 from tests.support.models.checkpoints import random_tokens
 from tests.support.models.paged_forward import CPU, run_paged
 

@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from quire.base.model_spec import load_spec
-from quire.models.source import resolve_model
+from quire.models.checkpoint.source import resolve_model
+from quire.spec.model_spec import load_spec
 from tests.support.render.tiny_tokenizers import fresh_directory, write_directory
 
 MAX_POSITION = 128

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers.masking_utils import sdpa_mask
 
-from quire.base.model_spec import ModelSpec
 from quire.models.registry import model_spec
+from quire.spec.model_spec import ModelSpec
 from tests.support.models.checkpoints import EXPERTS, LLAMA, VOCAB, Checkpoint, Made
 
 SMALL = LLAMA | {"pad_token_id": 0}

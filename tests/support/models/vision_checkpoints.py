@@ -14,9 +14,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from quire.base.config_fields import Fields
-from quire.models.assembly import Assembly, EmptyParamFactory
-from quire.models.formats import AS_THEY_ARE
+from quire.models.checkpoint.formats import AS_THEY_ARE
+from quire.models.load.assembly import Assembly, EmptyParamFactory
 from quire.models.model import Model
 from quire.models.vision.clip import LlavaNextTower, LlavaTower, LlavaVisionSpec
 from quire.models.vision.qwen2_5_vl import Qwen25VLTower, Qwen25VLVisionSpec
@@ -24,6 +23,7 @@ from quire.models.vision.qwen2_vl import Qwen2VLTower, Qwen2VLVisionSpec
 from quire.models.vision.qwen3_vl import Qwen3VLTower, Qwen3VLVisionSpec
 from quire.models.vision.siglip import Gemma3Tower, Gemma3VisionSpec
 from quire.models.vision.tower import VisionTower
+from quire.spec.config_fields import Fields
 from quire.tools.verify.precision import WholePrecision
 
 HIDDEN = 24  # of the text models

@@ -50,9 +50,9 @@ MAX_ORDER_BYTES = 1 << 18
 MAX_FDS = 100
 FIRST_SPARE_FD = 400  # descriptors wait there for their final numbers
 IMPORTS = (  # what the processes of a server run, and what they import late
-    "quire.cli.serve",
+    "quire.cli.commands.serve",
     "quire.serve.supervisor",
-    "quire.serve.core_main",
+    "quire.serve.processes.core_main",
     "quire.serve.api.api_process",
     "quire.engine.ranks.rank_main",
 )

@@ -24,7 +24,7 @@ from unittest import mock
 
 from transformers import PreTrainedTokenizerFast
 
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 
 ROOT = Path(__file__).parents[2] / "render" / "golden"
 FORMATS = ("llama3", "qwen3", "mistral", "gemma")

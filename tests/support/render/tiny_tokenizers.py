@@ -27,7 +27,7 @@ from tokenizers import (
 
 from quire.render.media.media_renderer import MediaRenderer
 from quire.render.renderer import Renderer
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",

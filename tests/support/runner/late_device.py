@@ -22,10 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from quire.ops import gpu, native
-from quire.ops.attention import host_blocks
-from quire.runner import assemble
+from quire.ops import gpu
+from quire.ops.blocks import host_blocks
+from quire.ops.host import native
 from quire.runner.device import HostDevice
+from quire.runner.setup import assemble
 
 Call = Callable[[], None]
 

@@ -15,24 +15,24 @@ from unittest import mock
 import numpy as np
 import torch
 
-from quire.base.config import EngineConfig, config_from_flat
-from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
 from quire.base.messages import Request
-from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import EncoderInput, EncoderRead, MediaItem
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import EngineConfig, config_from_flat
 from quire.engine.start.build import make_scheduler
 from quire.models import registry
-from quire.models.layers import ParamFactory
-from quire.models.llama import Llama
-from quire.models.source import ModelSource, resolve_model
+from quire.models.checkpoint.source import ModelSource, resolve_model
+from quire.models.families.llama import Llama
+from quire.models.parts.layers import ParamFactory
 from quire.models.vision.positions import mrope_positions
 from quire.models.vision.tower import VisionTower
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.program import Untraceable
+from quire.ops.trace.program import Untraceable
 from quire.runner.build import build_runner
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.model_spec import ModelSpec
 from tests.support.models.reference_checkpoints import checkpoint
 
 MERGE = 2

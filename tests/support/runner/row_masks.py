@@ -8,7 +8,7 @@ import numpy as np
 
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.plan import Plan
-from quire.ops.mask import num_words
+from quire.ops.sampling.logit_edits import num_words
 from quire.scheduler.scheduler import Scheduler
 
 SHARE = 0.2  # of the tokens is allowed

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.base.events import Event
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import GrammarReady, Request
 from quire.base.plan import Candidates, Plan, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.executors.executor import failed_step
 from quire.kv.table import NULL
 from quire.scheduler.core.sequence import Sequence, State
+from quire.spec.cache_group import STATE, CacheGroup
 
 Work = tuple[Plan, MaskPromise | None]
 

@@ -5,20 +5,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.messages import Request
 from quire.base.plan import Plan
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.config import SchedulerConfig
 from quire.base.step_outputs import StepReader
-from quire.base.validation import RequestLimits
 from quire.engine.loop.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.sequence import Sequence
 from quire.scheduler.reuse.pinned import Pin
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.engine.updates import read, run_to_end
 from tests.support.scheduler.fake_device import (
     FakeDevice,

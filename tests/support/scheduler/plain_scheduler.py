@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from quire.base.cache_group import CacheGroup
-from quire.base.config import SchedulerConfig
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.queue import MakePolicy
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.fake_device import make_request
 
 BLOCK, MAX_LEN = 4, 512

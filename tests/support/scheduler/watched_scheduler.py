@@ -6,11 +6,11 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import RequestError
 from quire.base.live import CACHED, FREE, HELD, NOBODY, PINNED, USED, LiveState
 from quire.base.messages import Abort, Hold, Unpin
 from quire.kv.table import NULL
+from quire.spec.cache_group import CacheGroup
 from tests.support.scheduler.pinning_core import FULL, WINDOW, Bench
 
 

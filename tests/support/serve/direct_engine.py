@@ -6,11 +6,11 @@ Answers come from a twin of the server's engine: that one is stepped by the serv
 from functools import cache
 from typing import Any
 
-from quire.base.config import config_from_flat
-from quire.base.outputs import RequestOutput
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import config_from_flat
 from quire.engine.start.build import Engine, build_engine
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 
 
 @cache

@@ -14,7 +14,7 @@ from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
 from quire.base.events import Event
 from quire.base.live import LiveFrame
 from quire.base.messages import Cancel, HeldRequest, Hold, Live, Ready, Request, Rewind
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.client.remote import Mailbox
 from quire.engine.loop.core import EngineCore

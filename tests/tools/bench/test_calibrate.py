@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire.cli.main import main
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.tools.bench.calibrate import MOST_OUTPUT, Driver, StepListener, draw_batch
 
 

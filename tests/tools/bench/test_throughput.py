@@ -9,8 +9,8 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.events import Planned
-from quire.base.model_spec import parse_spec
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
+from quire.spec.model_spec import parse_spec
 from quire.tools.bench import throughput as bench
 from quire.tools.bench.arguments import add_throughput_arguments
 from quire.tools.bench.datasets import BenchRequest

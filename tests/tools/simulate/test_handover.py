@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
 from quire.base.kv_orders import Remove
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVManager
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.cache_group import CacheGroup
 from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
 from quire.tools.simulate.handover import DECODES, HandedOver, Link, Offered, Roles, join_legs
 from quire.tools.simulate.replica import Replica

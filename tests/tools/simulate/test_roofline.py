@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from quire.base.config import config_from_flat
 from quire.base.plan import Move, MoveKind, Plan
-from quire.models.source import resolve_model
+from quire.base.settings.config import config_from_flat
+from quire.models.checkpoint.source import resolve_model
 from quire.tools.devices import SPEEDS, find_gpu
 from quire.tools.fit import Fit, fit
 from quire.tools.simulate import roofline

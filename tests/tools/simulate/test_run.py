@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import FakeClock
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
 from quire.tools.simulate.replica import Replica
 from quire.tools.simulate.run import Run, run_all, simulate

@@ -3,13 +3,10 @@
 import xml.etree.ElementTree as ET
 
 from benchmarks.virtual.dry_run import dry_run
-from quire.base.config import SchedulerConfig
+from quire.base.settings.config import SchedulerConfig
 from quire.tools.bench.wanted import Wanted
 from quire.tools.simulate.arrivals import Arrival, simulated_request
-from quire.tools.simulate.plot import charts_of
-from quire.tools.simulate.results import results_of
-from quire.tools.simulate.run import simulate
-from quire.tools.simulate.svg import (
+from quire.tools.simulate.plot import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -19,8 +16,11 @@ from quire.tools.simulate.svg import (
     BarChart,
     Line,
     LineChart,
+    charts_of,
     sheet,
 )
+from quire.tools.simulate.results import results_of
+from quire.tools.simulate.run import simulate
 from quire.tools.step_times import Roofline
 
 SVG = "{http://www.w3.org/2000/svg}"

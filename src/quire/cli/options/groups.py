@@ -5,7 +5,7 @@ Every setting is in exactly one group. The settings of `USUAL` are the ones that
 
 from dataclasses import dataclass
 
-from quire.base.secrets import KEY_VARIABLES
+from quire.base.settings.secrets import KEY_VARIABLES
 from quire.engine.wire.logs import FORMAT_VARIABLE
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.base.config import JSON_SETTINGS
+from quire.base.settings.config import JSON_SETTINGS
 from quire.cli.options.groups import GROUPS, OTHER_VARIABLES, VARIABLES, Group
 from quire.cli.options.synonyms import COMMANDS, FLAGS, Synonym
 from quire.cli.settings import ENGINE, SHORT_FLAGS, Option, all_options, options_of

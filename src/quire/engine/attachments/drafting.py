@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from quire.base.messages import Control, Draft, Drafted
 from quire.base.plan import StepResult
-from quire.base.validation import RequestLimits
+from quire.base.requests.validation import RequestLimits
 from quire.engine.attachments.order import Order
 from quire.engine.drafting.drafting import Guesses
 from quire.engine.loop.attachment import NOTHING_PENDING, Attachment, Given, Pending, Phase

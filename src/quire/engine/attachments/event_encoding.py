@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from quire.base.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
 from quire.base.messages import Request
 from quire.kv.pool import TAKEN
 from quire.scheduler.core.sequence import Int32
 from quire.scheduler.reuse.index_changes import IndexDelta
+from quire.spec.cache_group import CHUNKED, FULL, LATENT, STATE, WINDOW, CacheGroup
 
 DEVICE, HOST = "GPU", "CPU"  # vLLM's names of where blocks are, whatever the device
 KINDS = {  # and of what cache groups keep

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError, MissingDependency
-from quire.base.kv_events import KVEventsConfig, is_bound, shifted
+from quire.base.settings.kv_events import KVEventsConfig, is_bound, shifted
 
 if TYPE_CHECKING:  # an extra
     import zmq

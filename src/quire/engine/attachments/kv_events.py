@@ -7,10 +7,10 @@ import time
 import weakref
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
-from quire.base.kv_events import NAME, parse_kv_events
 from quire.base.messages import KeepCached
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.kv_events import NAME, parse_kv_events
 from quire.engine.attachments.event_encoding import EventMaker
 from quire.engine.attachments.event_publisher import EventPublisher
 from quire.engine.attachments.order import Order

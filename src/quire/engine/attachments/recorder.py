@@ -25,12 +25,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
-from quire.base.kv_transfer import EVICTED
 from quire.base.messages import Control, KeepCached, Request
 from quire.base.plan import Int32, StepResult
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.kv_transfer import EVICTED
 from quire.base.version import QUIRE_VERSION
 from quire.engine.attachments.order import Order
 from quire.engine.loop.attachment import DoorWatcher, Loop

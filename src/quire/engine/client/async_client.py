@@ -12,7 +12,7 @@ from typing import Protocol, cast
 from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.live import LiveFrame
 from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 
 
 class AsyncClient(Protocol):

@@ -18,11 +18,11 @@ from quire.base.messages import (
     Rewind,
     Unpin,
 )
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Finish
 from quire.engine.client.output import ABORTED, OpenRequest, OutputProcessor
 from quire.engine.loop.core import EngineCore
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 
 class InProcessClient:

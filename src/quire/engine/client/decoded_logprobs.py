@@ -1,8 +1,8 @@
 """Log-probabilities of one position, from the device's candidates to what users see."""
 
-from quire.base.outputs import Logprob
 from quire.base.plan import Candidates
-from quire.render.token_stream import TokenStream
+from quire.base.requests.outputs import Logprob
+from quire.render.tokens.token_stream import TokenStream
 
 
 def logprobs_of(

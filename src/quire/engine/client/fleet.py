@@ -18,13 +18,13 @@ from quire.base.clock import Clock
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.live import LiveFrame
 from quire.base.messages import HeldRequest, PinnedPrefix, Ready, Request, ResetPrefixCache
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.remote import RemoteClient, limits_of
 from quire.engine.observability.heartbeat import HeartbeatReader
 from quire.engine.observability.merged_metrics import merged
 from quire.engine.wire.core_choice import CoreChoice, OpenLoad, SeenLoad, check_core
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 

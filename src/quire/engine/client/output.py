@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.base.kv_transfer import answer_params
 from quire.base.messages import Abort, Request, Rewind
-from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.plan import Float64
 from quire.base.prefix import PrefixReport
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.kv_transfer import answer_params
 from quire.base.step_outputs import (
     CANCELLED,
     BeamOutput,
@@ -24,11 +25,10 @@ from quire.base.step_outputs import (
     StepOutputs,
     StepReader,
 )
-from quire.base.validation import RequestLimits
 from quire.engine.client.decoded_logprobs import PromptLogprobCollector
 from quire.engine.client.sample import Sample
-from quire.render.token_stream import open_stream
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.token_stream import open_stream
+from quire.render.tokens.tokenizer import Tokenizer
 
 FAILED = ("error", "timeout")
 ABORTED = Finish("abort")

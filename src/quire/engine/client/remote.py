@@ -49,14 +49,14 @@ from quire.base.messages import (
     ToCore,
     Unpin,
 )
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.validation import RequestLimits
 from quire.base.step_outputs import Failure, Finish, StepOutputs
-from quire.base.validation import RequestLimits
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.output import ABORTED, OpenRequest, OutputProcessor
 from quire.engine.wire.core_choice import check_core
 from quire.engine.wire.wire import LENGTH, body_length, client_codec
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 

@@ -6,18 +6,17 @@ import secrets
 import msgspec
 
 from quire.base.errors import RequestError
-from quire.base.kv_transfer import FIELD as FIELD_OF_TRANSFER
-from quire.base.kv_transfer import transfer_of
 from quire.base.messages import Request
-from quire.base.pooling import SECOND_TEXT
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.base.structured_outputs import FIELD, StructuredOutputsParams
-from quire.render.bad_words import bad_words_token_ids
-from quire.render.breakers import breaker_ids
+from quire.base.requests.pooling import SECOND_TEXT
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
+from quire.base.settings.kv_transfer import FIELD as FIELD_OF_TRANSFER
+from quire.base.settings.kv_transfer import transfer_of
 from quire.render.generation import GenerationDefaults
+from quire.render.grammars.structured import grammar_of, no_tokenizer
 from quire.render.renderer import RenderedPrompt
-from quire.render.structured import grammar_of, no_tokenizer
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.bad_words import bad_words_token_ids, breaker_ids
+from quire.render.tokens.tokenizer import Tokenizer
 
 MAKER_STRIDE = 1 << 40  # requests of one maker
 

@@ -5,14 +5,14 @@ The token that ended a sequence is among its token ids, but not in its text.
 
 import numpy as np
 
-from quire.base.outputs import CompletionOutput, Logprob
 from quire.base.plan import Candidates
-from quire.base.repetition import RepetitionDetectionParams
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.outputs import CompletionOutput, Logprob
+from quire.base.requests.repetition import RepetitionDetectionParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
 from quire.engine.client.decoded_logprobs import logprobs_of
-from quire.render.detokenizer import IncrementalDetokenizer
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.detokenizer import IncrementalDetokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 REPEATED = "repetition_detected"  # the stop_reason of such an end
 

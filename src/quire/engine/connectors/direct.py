@@ -61,7 +61,7 @@ class DirectTransfer(Protocol):
 
 
 class DirectMemory(Protocol):
-    """Host memory with addresses (ops/attention/host_blocks.py)."""
+    """Host memory with addresses (ops/blocks/host_blocks.py)."""
 
     def regions(self) -> list[Region]: ...
     def address(self, group: int, block: int) -> int: ...

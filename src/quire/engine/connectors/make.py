@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError, QuireError
 from quire.base.plugins import CONNECTORS, TRANSFERS, all_names, load_plugin
-from quire.base.secrets import SecretUrl
+from quire.base.settings.secrets import SecretUrl
 from quire.engine.connectors.direct import DirectTransfer
 from quire.engine.connectors.disk import DiskStore, shared_memory_store
 from quire.engine.connectors.peer import PeerStore
@@ -41,7 +41,7 @@ def _peer(address: str, max_bytes: int) -> PeerStore:
 BUILT_IN: Mapping[str, Make] = MappingProxyType(
     {"dir": DiskStore, "shm": shared_memory_store, "peer": _peer}
 )
-NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (start/connect_stores.py)
+NAMES = (*BUILT_IN, "serve")  # the latter is no store of its own (start/build.py)
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:

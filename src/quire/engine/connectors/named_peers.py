@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.base.cache_config import SERVE
 from quire.base.clock import MonotonicClock
 from quire.base.messages import Request
+from quire.base.settings.cache_config import SERVE
 from quire.engine.connectors.make import VIA
 from quire.engine.observability.log_throttle import ThrottledLog
 

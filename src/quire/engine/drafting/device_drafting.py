@@ -1,10 +1,10 @@
 """Guesses that the device makes, so that plans follow each other: which sequences try how many.
 
 Where several plans are in flight the host does not know the last token, so n-grams are looked for
-on the device, with each step that is to try some (`ops/device_guesses.py`). The host says for whom:
-those whose known tokens end as they did before, since who goes on copying will still do so some
-tokens later; and how many, by how often the guesses of a sequence were right, and by the times from
-one result to the next of steps with guesses and of others.
+on the device, with each step that is to try some (`ops/sampling/device_guesses.py`). The host says
+for whom: those whose known tokens end as they did before, since who goes on copying will still do
+so some tokens later; and how many, by how often the guesses of a sequence were right, and by the
+times from one result to the next of steps with guesses and of others.
 
 What is not the device's matter is guessed by the host as ever, which lets the plans in flight end
 first: what grammars force, and rows of which the host looks at the text before
@@ -15,7 +15,7 @@ import time
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
-from quire.base.speculation import Speculation
+from quire.base.settings.speculation import Speculation
 from quire.engine.drafting.draft_pace import Chance, lengths
 from quire.engine.drafting.drafting import Drafting, Guesser
 from quire.engine.grammars.grammars import Grammars

@@ -1,8 +1,13 @@
-"""What sequences are to try next: the engine's side of guessing (scheduler/branching/drafts.py).
+"""Propose draft tokens for sequences: the engine's side of speculation.
 
-Who guesses sees known tokens only, and what is guessed reaches the scheduler by `control`, so a
-replay of a recording needs none of this. What a grammar forces is guessed first: it is right. Other
-guesses at an answer with a grammar end where the grammar forbids them.
+The scheduler's side is scheduler/branching/drafts.py. Drafters see known tokens only, and draft
+tokens reach the scheduler by `control`, so a replay of a recording needs none of this. Tokens that
+a grammar forces come first: they are right. Other drafts under a grammar end where it forbids them.
+
+N-grams ("prompt lookup"): of the last n tokens, for n from the most to the fewest that is set, the
+newest earlier place where they stand; the tokens after it are the draft. Where that is the
+sequence's own end, the sequence repeats itself, and so does the draft. Nothing is kept: all
+sequences of a step are searched in one call.
 """
 
 import time
@@ -14,7 +19,7 @@ import numpy.typing as npt
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan, StepResult
-from quire.base.speculation import FORCED, NGRAM, SUFFIX, Speculation
+from quire.base.settings.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.drafting.draft_pace import (
     KEPT_OF_ALL,
     Chance,
@@ -23,10 +28,32 @@ from quire.engine.drafting.draft_pace import (
     lengths,
     tries_of,
 )
-from quire.engine.drafting.ngrams import NGrams, repeated
 from quire.engine.drafting.suffixes import Answers, SuffixGuesser
 from quire.engine.grammars.grammars import Grammars
+from quire.ops.sampling.find_runs import SEARCHED, find_runs
 from quire.scheduler.core.sequence import RowTable, Sequence, State
+
+
+class NGrams:
+    """fewest, most: tokens of the run."""
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self._fewest, self._most = fewest, most
+
+    def places(self, table: RowTable, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Find [N] where the last tokens of these rows stood before: the place behind them; -1 if
+        they are new."""
+        bounds = self._fewest, self._most, SEARCHED
+        return find_runs(table.tokens, rows, table.known[rows], *bounds)
+
+
+def repeated(tokens: npt.NDArray[np.int32], place: int, num: int) -> list[int]:
+    """Return `num` tokens that may come next if they go on as behind a place."""
+    followed: list[int] = tokens[place : place + num].tolist()
+    while len(followed) < num:
+        followed += followed[: num - len(followed)]
+    return followed
+
 
 PATIENCE = 4  # looks one by one that found nothing to guess, before a rest
 MOST_REST = 4  # steps

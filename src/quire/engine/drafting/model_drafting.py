@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.base.draft_order import DraftAnswer, DraftOrder, Int32
 from quire.base.messages import Draft
-from quire.base.plan import Plan, StepResult
-from quire.base.speculation import MOST_TOKENS
+from quire.base.plan import DraftAnswer, DraftOrder, Int32, Plan, StepResult
+from quire.base.settings.speculation import MOST_TOKENS
 from quire.engine.drafting.draft_pace import Chance, StepTimes, Tried, lengths, tries_of
 from quire.engine.drafting.drafting import Int64
 from quire.engine.grammars.grammars import Grammars

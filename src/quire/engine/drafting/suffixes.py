@@ -18,7 +18,7 @@ from itertools import count
 
 import numpy as np
 
-from quire.base.speculation import Suffixes
+from quire.base.settings.speculation import Suffixes
 from quire.engine.drafting.ngram_index import (
     LONG,
     MASK,

@@ -22,8 +22,8 @@ from quire.engine.executors.executor import check_usable, failed_step
 from quire.engine.executors.threaded import DeviceThread
 
 if TYPE_CHECKING:
-    from quire.runner.built import BuiltRunner
     from quire.runner.model_runner import ModelRunner
+    from quire.runner.setup.built import BuiltRunner
 
 logger = logging.getLogger("quire")
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.base.config import EngineConfig
-from quire.base.model_spec import ModelSpec
-from quire.models.source import ModelSource
+from quire.base.settings.config import EngineConfig
+from quire.models.checkpoint.source import ModelSource
 from quire.runner.memory_plan import MemoryPlan
+from quire.spec.model_spec import ModelSpec
 
 
 class LoadedModel(Protocol):

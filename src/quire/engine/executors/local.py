@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.base.draft_order import DraftAnswer, DraftOrder
+from quire.base.plan import DraftAnswer, DraftOrder
 from quire.engine.executors.executor import Executor, InProcessExecutor, check_usable
 from quire.engine.executors.launching import LaunchingExecutor
 from quire.engine.executors.threaded import DeviceThread, ThreadedExecutor
 from quire.runner.build import choose_device
-from quire.runner.built import BuiltRunner
+from quire.runner.setup.built import BuiltRunner
 
 Draft = Callable[[DraftOrder], DraftAnswer]
 Build = Callable[[], BuiltRunner]

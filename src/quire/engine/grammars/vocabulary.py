@@ -19,7 +19,7 @@ import numpy as np
 
 from quire.base.errors import ConfigError, MissingDependency
 from quire.base.plan import Int32
-from quire.render.tokenizer import Tokenizer, is_mark
+from quire.render.tokens.tokenizer import Tokenizer, is_mark
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -20,15 +20,15 @@ from quire.base.clock import Clock
 from quire.base.errors import EngineError
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.base.requests.validation import RequestLimits
 from quire.base.step_outputs import StepOutputs
-from quire.base.validation import RequestLimits
 from quire.engine.executors.executor import Executor
 from quire.engine.loop.attachment import Phase
 from quire.engine.loop.bell import Bell
 from quire.engine.loop.front import Attachments, Front
 from quire.engine.loop.in_flight import NO_SAMPLING, InFlight, Sampling, StepInFlight, StepRates
 from quire.engine.loop.recovery import combine, leave_out, reduce_plan, repeat_step
-from quire.runner.step_size import StepBudget
+from quire.runner.setup.step_size import StepBudget
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")

@@ -11,7 +11,7 @@ from quire.base.errors import EngineError, RequestError
 from quire.base.events import Event
 from quire.base.messages import Control, HeldRequest, PinnedPrefix, Request
 from quire.base.plan import StepResult
-from quire.base.validation import RequestLimits, check_fork
+from quire.base.requests.validation import RequestLimits, check_fork
 from quire.engine.loop.attachment import (
     Attachment,
     Doors,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from quire.base.masks import MaskPromise
 from quire.base.messages import MeasuredRates
 from quire.base.plan import Plan, StepResult
-from quire.runner.step_size import StepBudget
+from quire.runner.setup.step_size import StepBudget
 
 Sampling = npt.NDArray[np.object_]
 NO_SAMPLING: Sampling = np.empty(0, object)

@@ -19,8 +19,8 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
-from quire.base.cache_config import CacheConfig
-from quire.base.secrets import MASK, public_value
+from quire.base.settings.cache_config import CacheConfig
+from quire.base.settings.secrets import MASK, public_value
 from quire.engine.observability.metrics import HISTOGRAMS, EngineMetrics
 from quire.engine.observability.rank_times import RankTimes
 from quire.scheduler.views import SchedulerView

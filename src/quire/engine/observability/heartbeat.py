@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.base.config import EngineConfig
+from quire.base.settings.config import EngineConfig
 from quire.engine.observability.starvation import ReadThreads, Starvation, no_threads
 
 FIELDS = struct.Struct("<dq")

@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from quire.base.config import EngineConfig, flat_settings
-from quire.base.gguf import is_gguf
-from quire.base.secrets import public_value
+from quire.base.settings.config import EngineConfig, flat_settings
+from quire.base.settings.secrets import public_value
 from quire.base.version import QUIRE_VERSION
-from quire.models.source import ModelSource, load_format_of
+from quire.models.checkpoint.source import ModelSource, load_format_of
+from quire.spec.gguf.container import is_gguf
 
 OWN = ("node_rank",)  # settings that each machine has for itself
 # What a machine may call otherwise than machine 0 does, or has otherwise.

@@ -18,10 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
-from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError, RankLost
 from quire.base.masks import MaskPromise
-from quire.base.plan import Plan, StepResult
+from quire.base.plan import DraftAnswer, DraftOrder, Plan, StepResult
 from quire.base.step_progress import StepProgress
 from quire.engine.observability.heartbeat import StepLimit
 from quire.engine.observability.rank_times import RankTimes

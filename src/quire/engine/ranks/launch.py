@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from quire.base import errors
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError, RankLost
-from quire.base.parallel import ParallelConfig
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.parallel import ParallelConfig
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.observability.heartbeat import expected_step_s
 from quire.engine.ranks.alike import different, facts_of
@@ -36,8 +36,8 @@ from quire.engine.ranks.rank_set import Listener, RankSet
 from quire.engine.ranks.ray.starter import RayStarter
 from quire.engine.ranks.remote import RankStarter, RemoteRanks
 from quire.engine.wire.spawn import spin_settings
-from quire.models.source import ModelSource
-from quire.ops.cores import share_cores
+from quire.models.checkpoint.source import ModelSource
+from quire.ops.host.threads import share_cores
 
 logger = logging.getLogger("quire")
 

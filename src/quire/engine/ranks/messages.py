@@ -18,14 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.config import EngineConfig
-from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.masks import TokenMasks
-from quire.base.plan import Int32, Plan, StepResult
-from quire.base.secrets import reveal_secret
+from quire.base.plan import DraftAnswer, DraftOrder, Int32, Plan, StepResult
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.secrets import reveal_secret
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.wire.wire import Codec
-from quire.models.source import ModelSource
+from quire.models.checkpoint.source import ModelSource
 
 MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step's candidates may be many
 MAX_KEEPER_BYTES = 1 << 24

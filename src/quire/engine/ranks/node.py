@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError
-from quire.base.parallel import ParallelConfig
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.parallel import ParallelConfig
 from quire.engine.ranks.alike import given_settings_of
 from quire.engine.ranks.dial_in import Address, Unreachable
 from quire.engine.ranks.keeper import CORE_ENDED, LEFT, Ending, Place, keep

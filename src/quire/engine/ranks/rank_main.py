@@ -3,7 +3,7 @@
 It loads its part of the model and carries out what comes through the socket that it inherits, until
 that ends. On a CPU everything is done on one thread: a step that needs masks reads the socket for
 them. On a GPU one thread reads, one launches, one waits for results
-(engine/executors/launching.py).
+(engine/executors/launching.py). A further thread sends heartbeats, which say what the rank does.
 """
 
 import argparse
@@ -13,24 +13,29 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from quire.base.config import EngineConfig
+import quire
 from quire.base.errors import EngineError, QuireError
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.plan import StepResult
+from quire.base.settings.config import EngineConfig
 from quire.engine.executors.executor import failed_step
 from quire.engine.executors.loaded import LoadedElsewhere
 from quire.engine.executors.local import LocalModel, build_local
+from quire.engine.observability.starvation import Starvation, read_threads
 from quire.engine.ranks.alike import facts_of
-from quire.engine.ranks.beat import Beats
 from quire.engine.ranks.messages import (
+    Beat,
     Begin,
     Done,
     Failed,
@@ -50,8 +55,8 @@ from quire.engine.ranks.messages import (
 )
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.engine.wire.wire import Stream
-from quire.models.rank_place import RankPlace
-from quire.models.source import resolve_source
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.source import resolve_source
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.runner.build import build_runner, choose_device
@@ -60,6 +65,69 @@ from quire.runner.stage import SocketLink, StageLinks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+BEAT_S = 0.5  # between two of them
+OURS = str(Path(quire.__file__).parent)
+MOST_THREADS = 4
+MOST_PARTS = 3  # of a path
+
+
+class Beats:
+    """Sent until `send` raises that nobody listens (gone). number: of the step that the rank has
+    begun last, which its owner sets; -1 before the first. counts: how often it has met others, and
+    how often tokens were sent to its experts; asked on a thread of this object's."""
+
+    def __init__(
+        self,
+        send: Callable[[Beat], None],
+        counts: Callable[[], tuple[int, int]],
+        gone: type[Exception],
+    ) -> None:
+        self.number = -1
+        self._send, self._counts, self._gone = send, counts, gone
+        threading.Thread(target=self._run, name="quire-beats", daemon=True).start()
+
+    def _run(self) -> None:
+        pid = os.getpid()
+        starvation = Starvation(lambda: read_threads(pid), time.monotonic())
+        while True:
+            try:
+                num_exchanges, expert_pairs = self._counts()
+                starvation.look(time.monotonic())
+                starved_s = starvation.starved_s
+                self._send(Beat(self.number, num_exchanges, places(), expert_pairs, starved_s))
+            except self._gone:
+                return
+            time.sleep(BEAT_S)
+
+
+def places() -> str:
+    """Say where the other threads of this process are, those first that were started first."""
+    own, frames = threading.get_ident(), sys._current_frames()
+    others = [thread for thread in threading.enumerate() if thread.ident not in (own, None)]
+    found = [
+        f"{thread.name} at {place_of(frames[thread.ident])}"
+        for thread in others[:MOST_THREADS]
+        if thread.ident in frames
+    ]
+    return "; ".join(found)
+
+
+def place_of(frame: FrameType) -> str:
+    """Say where a frame is, and where in our own code, if it is not."""
+    here, each = _line(frame), frame
+    while not each.f_code.co_filename.startswith(OURS) and each.f_back is not None:
+        each = each.f_back
+    ours = _line(each)
+    return here if here == ours else f"{here}, from {ours}"
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    path = "/".join(Path(code.co_filename).parts[-MOST_PARTS:])
+    return f"{path}:{frame.f_lineno} ({code.co_name})"
+
 
 logger = logging.getLogger("quire")
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from quire.base.config import EngineConfig
 from quire.base.errors import EngineError, RankLost
+from quire.base.settings.config import EngineConfig
 from quire.engine.ranks.alike import contradictions
 from quire.engine.ranks.dial_in import Address, Arrival, Door, Role
 from quire.engine.ranks.meeting import MeetingTable, table_codec

@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.cache_config import CacheConfig
-from quire.base.config import EngineConfig, ModelConfig, SchedulerConfig
-from quire.base.media.item import MediaItem
 from quire.base.messages import Request
 from quire.base.plan import Candidates
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.media_items import MediaItem
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.cache_config import CacheConfig
+from quire.base.settings.config import EngineConfig, ModelConfig, SchedulerConfig
 from quire.scheduler.scheduler import Scheduler
 
 NEUTRAL = -2  # stands for a token that does not end its sequence; -1 pads lists of stop ids

@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.config import EngineConfig, public_settings
-from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
-from quire.base.media.families import whole_fields
-from quire.base.model_spec import ModelSpec, read_config
-from quire.base.speculation import (
+from quire.base.kv_orders import Answer
+from quire.base.plan import DraftAnswer, DraftOrder
+from quire.base.requests.validation import RequestLimits
+from quire.base.settings.cache_config import SERVE, CacheConfig
+from quire.base.settings.config import EngineConfig, public_settings
+from quire.base.settings.secrets import SecretUrl
+from quire.base.settings.speculation import (
     DRAFT_MODEL,
     FORCED,
     NGRAM,
@@ -22,7 +25,6 @@ from quire.base.speculation import (
     speculation_of,
 )
 from quire.base.step_progress import StepProgress
-from quire.base.validation import RequestLimits
 from quire.engine.attachments.drafting import DraftingAttachment
 from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.held_files import HeldFiles, keep_held
@@ -31,8 +33,15 @@ from quire.engine.attachments.loading import Loading
 from quire.engine.attachments.on_demand import OnDemand
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable, make_directory
+from quire.engine.attachments.stores import StoresAttachment
 from quire.engine.client.client import InProcessClient
 from quire.engine.client.requests import RequestMaker
+from quire.engine.connectors.connections import Connections, Worker
+from quire.engine.connectors.direct import DirectSource
+from quire.engine.connectors.host_index import HostIndex
+from quire.engine.connectors.make import make_store, split_via
+from quire.engine.connectors.served import ServedBlocks
+from quire.engine.connectors.worker import StoreWorker
 from quire.engine.drafting.device_drafting import AheadDrafting
 from quire.engine.drafting.drafting import Drafting
 from quire.engine.drafting.model_drafting import DrafterTraits, ModelDrafting
@@ -44,27 +53,76 @@ from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.rank_times import RankTimes
 from quire.engine.ranks.launch import Ranks
-from quire.engine.start.connect_stores import connect_stores
 from quire.engine.start.identity import fingerprint_of
 from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
 from quire.engine.start.text import build_text_side, check_same_tokens, read_vocabulary
 from quire.kv.manager import KVManager
-from quire.models.checkpoint import checkpoint_files
-from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
-from quire.ops.threads import num_threads
-from quire.ops.torch_import import import_torch
+from quire.models.checkpoint.files import checkpoint_files
+from quire.models.checkpoint.source import (
+    ModelSource,
+    load_format_of,
+    resolve_model,
+    resolve_source,
+)
+from quire.ops.host.threads import num_threads
+from quire.ops.host.torch_import import import_torch
 from quire.render.renderer import Renderer
 from quire.runner.memory_plan import MemoryPlan, block_bytes_of
-from quire.runner.step_size import StepBudget, first_budget
+from quire.runner.setup.step_size import StepBudget, first_budget
 from quire.runner.warm.model import WarmModel, start_warm
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.media_families import whole_fields
+from quire.spec.model_spec import ModelSpec, read_config
 
 if TYPE_CHECKING:
-    from quire.ops.attention.host_blocks import HostBlocks
+    from quire.ops.blocks.host_blocks import HostBlocks
+
+
+def connect_stores(
+    core: EngineCore,
+    cache: CacheConfig,
+    memory: "HostBlocks | None",
+    backend_name: str,
+    clock: Clock,
+) -> None:
+    """Open the stores and attach them. memory: from which they take blocks. Raises
+    ConfigError for one that cannot be opened, and for an attention backend whose blocks cannot be
+    read."""
+    settings = cache.stores
+    if not settings:
+        return
+    if core.scheduler.stores is None:
+        raise ConfigError(
+            f"{settings[0]} has no effect without prefix caching; remove it, or set"
+            " enable_prefix_caching."
+        )
+    if memory is None:
+        raise ConfigError(
+            f"the attention backend {backend_name} does not share its blocks, which {settings[0]}"
+            " needs; remove it, or use another attention_backend."
+        )
+    memory.keep_ready()
+    answers: SimpleQueue[Answer] = SimpleQueue()
+    most_bytes, fingerprint = int(cache.kv_disk_gb * 1e9), core.scheduler.memory.names.fingerprint
+    workers: list[Worker] = []
+    for setting in settings:
+        if setting.startswith(SERVE):
+            index = HostIndex(fingerprint, memory, core.scheduler.memory.kv.host_pools)
+            address, transfer = split_via(setting.removeprefix(SERVE).removeprefix("//"))
+            direct = None if transfer is None else DirectSource(transfer, memory)
+            workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
+        else:
+            store = make_store(setting, most_bytes)
+            scrub = SecretUrl(setting).scrub
+            workers.append(
+                StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring, scrub=scrub)
+            )
+    core.attach(StoresAttachment(Connections(workers, answers), clock, settings))
+
 
 logger = logging.getLogger("quire")
 

@@ -5,15 +5,15 @@ of their tokens. These chains begin with the fingerprint made here, so what it l
 as another model's keys and values. It is better that it covers too much: then there is a miss.
 """
 
-from quire.base.config import EngineConfig
+from quire.base.settings.config import EngineConfig
 from quire.engine.executors.loaded import LoadedModel
 from quire.kv.digest import cache_fingerprint
-from quire.models.checkpoint import checkpoint_files
-from quire.models.file_identity import file_identity
-from quire.models.formats import weight_formats
-from quire.models.source import ModelSource, load_format_of
-from quire.ops.formats import ATTENTION, FORMATS, chosen_variants
-from quire.ops.native_types import BLOCK_LAYOUT
+from quire.models.checkpoint.files import checkpoint_files
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.checkpoint.source import ModelSource, load_format_of
+from quire.models.load.cache_files import file_identity
+from quire.ops.host.native_types import BLOCK_LAYOUT
+from quire.ops.weights.formats import ATTENTION, FORMATS, chosen_variants
 
 
 def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from quire.base.cache_config import CacheConfig
 from quire.base.errors import ConfigError, RequestError
 from quire.base.messages import Request
+from quire.base.settings.cache_config import CacheConfig
 from quire.engine.loop.core import EngineCore
 from quire.engine.start.text import TextSide
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 
 logger = logging.getLogger("quire")
 

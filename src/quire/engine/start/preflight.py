@@ -4,15 +4,14 @@ Everything that starts an engine looks here first, so that a wrong path costs no
 no other package is imported: the supervisor looks before it starts its processes.
 """
 
-from quire.base.config import EngineConfig, ModelConfig
-from quire.base.config_defaults import DEFAULTS
-from quire.base.model_spec import TRANSFORMERS, load_spec, read_config
-from quire.base.text_config import text_part
-from quire.models.checkpoint import checkpoint_files
-from quire.models.source import TEXT_FILES, ModelSource, load_format_of, resolve_model
+from quire.base.settings.config import EngineConfig, ModelConfig
+from quire.models.checkpoint.files import checkpoint_files
+from quire.models.checkpoint.source import TEXT_FILES, ModelSource, load_format_of, resolve_model
 from quire.render.answers.detect import check_names
-from quire.render.chat_template import load_template, no_template
-from quire.render.tokenizer_files import DEFAULT_TEMPLATE, chat_templates
+from quire.render.templates.chat_template import load_template, no_template
+from quire.render.tokens.tokenizer_files import DEFAULT_TEMPLATE, chat_templates
+from quire.spec.config_defaults import DEFAULTS
+from quire.spec.model_spec import TRANSFORMERS, load_spec, read_config, text_part
 
 
 def check_before_loading(config: EngineConfig, source: ModelSource) -> None:

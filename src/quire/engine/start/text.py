@@ -4,21 +4,21 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import TRANSFORMERS
-from quire.base.settings import json_object
+from quire.base.settings.config import ModelConfig
+from quire.base.settings.fields import json_object
 from quire.engine.client.requests import RequestMaker
 from quire.engine.grammars.vocabulary import Vocabulary, make_vocabulary
 from quire.engine.start.preflight import tokenizer_place
-from quire.models.source import ModelSource
+from quire.models.checkpoint.source import ModelSource
 from quire.render.answers.detect import check_names
 from quire.render.generation import read_generation_defaults
 from quire.render.media.model_files import takes_images
 from quire.render.renderer import Renderer
-from quire.render.template_pool import TemplatePool
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import has_tokenizer
+from quire.render.templates.template_pool import TemplatePool
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import has_tokenizer
+from quire.spec.model_spec import TRANSFORMERS
 
 if TYPE_CHECKING:
     from quire.render.media.media_renderer import MediaRenderer

@@ -1,9 +1,9 @@
 """A core that serves clients over a Unix socket: one thread, one plain loop.
 
-It waits in one place, in `select`: for what clients send, for the executor's bell, and for the time
-to plan the next step; never for long, so that its heartbeat shows at rest too that it lives. A
-request that comes while a step runs is in the next plan. It sends each client one message per step.
-When a client is gone, its requests end.
+It waits in one place, in `select`: for messages of clients, for the executor's bell, and for the
+time to plan the next step; never for long, so that its heartbeat shows at rest too that it lives. A
+request that comes while a step runs is in the next plan. It sends each client one message per step,
+with the outputs of that client's requests. When a client is gone, its requests end.
 """
 
 import contextlib
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from quire.base.clock import Clock
-from quire.base.durations import bounded_wait_s
+from quire.base.clock import Clock, bounded_wait_s
 from quire.base.errors import EngineBusy, EngineError, RequestError
 from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.messages import (
@@ -46,8 +47,51 @@ from quire.engine.loop.core import EngineCore
 from quire.engine.observability.heartbeat import Heartbeat
 from quire.engine.observability.live import LiveFrames
 from quire.engine.wire.core_choice import OpenLoad
-from quire.engine.wire.step_routing import StepRouter
 from quire.engine.wire.wire import NO_RESOURCES, CoreConnection, core_codec
+
+NOBODY = -1
+
+
+class StepRouter:
+    """Splits the outputs of each step by client.
+
+    owner_of: the client of a request id; None if nobody wants its tokens any more.
+    """
+
+    def __init__(self, num_rows: int, owner_of: Callable[[str], int | None]) -> None:
+        self._owner_of = owner_of
+        self._owner_of_row = np.full(num_rows, NOBODY, np.int64)
+
+    def split(self, outputs: StepOutputs) -> dict[int, StepOutputs]:
+        """Return the outputs by client; clients that get nothing are left out."""
+        named = [self._owner(name.request_id) for name in outputs.names]
+        for name, owner in zip(outputs.names, named, strict=True):
+            self._owner_of_row[name.row] = owner
+        detailed = [self._owner(update.request_id) for update in outputs.details]
+        owners = self._owner_of_row[outputs.rows]
+        clients = _distinct(owners) | {*named, *detailed}
+        if len(clients) == 1:
+            return dict.fromkeys(clients - {NOBODY}, outputs)
+        return {
+            client: StepOutputs(
+                outputs.rows[owners == client],
+                outputs.token_ids[owners == client],
+                [n for n, owner in zip(outputs.names, named, strict=True) if owner == client],
+                [u for u, owner in zip(outputs.details, detailed, strict=True) if owner == client],
+            )
+            for client in clients - {NOBODY}
+        }
+
+    def _owner(self, request_id: str) -> int:
+        owner = self._owner_of(request_id)
+        return NOBODY if owner is None else owner
+
+
+def _distinct(owners: npt.NDArray[np.int64]) -> set[int]:
+    if len(owners) and (owners == owners[0]).all():
+        return {int(owners[0])}
+    return set(np.unique(owners).tolist())
+
 
 logger = logging.getLogger("quire")
 

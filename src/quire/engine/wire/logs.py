@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.base.secrets import Secret
+from quire.base.settings.secrets import Secret
 
 FORMAT_VARIABLE = "QUIRE_LOG_FORMAT"  # child processes inherit it
 FORMATS = TEXT, JSON = "text", "json"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from quire.base.secrets import KEY_VARIABLES, reveal_secret
+from quire.base.settings.secrets import KEY_VARIABLES, reveal_secret
 
 KILL_S = 5.0  # for a killed child to end
 # How long OpenMP's threads spin before they sleep (GNU's default is thirty times as long): the core

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.gguf import TensorKind
+from quire.spec.gguf.container import TensorKind
 
 Records = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]

@@ -4,8 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.base.gguf import TensorPlace
-from quire.base.model_spec import ModelSpec
+from quire.spec.gguf.container import TensorPlace
+from quire.spec.model_spec import ModelSpec
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 EXPERT = "{}"  # stands for an expert's number where a tensor holds all experts of a layer

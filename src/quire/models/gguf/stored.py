@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 
-from quire.base.gguf import GGUFFile, TensorKind
-from quire.base.model_spec import ModelSpec
-from quire.models.formats import StoredFormat
+from quire.models.checkpoint.formats import StoredFormat
 from quire.models.gguf.names import our_names
 from quire.models.gguf.value_heads import kept_kind
 from quire.models.outline import PLAIN, Part
 from quire.models.quantised.sizes import check_inputs
-from quire.ops.formats import SIZES, Quantization
+from quire.ops.weights.formats import SIZES, Quantization
+from quire.spec.gguf.container import GGUFFile, TensorKind
+from quire.spec.model_spec import ModelSpec
 
 FORMATS = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16", 32)} | {
     name: Quantization(name.lower(), SIZES[name.lower()].group)

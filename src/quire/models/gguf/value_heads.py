@@ -10,8 +10,8 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.gguf import KINDS, TensorKind, TensorPlace
-from quire.base.model_spec import ModelSpec
+from quire.spec.gguf.container import KINDS, TensorKind, TensorPlace
+from quire.spec.model_spec import ModelSpec
 
 Order = npt.NDArray[np.int64]
 

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 
 from quire.base.errors import ModelError
-from quire.base.gguf import GGUFFile, TensorKind
-from quire.base.gguf_rope import OF_CONFIG
-from quire.base.linear_attention import HYBRID_TYPES
-from quire.base.model_spec import ModelSpec
-from quire.models.formats import StoredFormat
+from quire.models.checkpoint.formats import StoredFormat
+from quire.models.checkpoint.sources import Part, Source
 from quire.models.gguf.dequantise import dequantise
 from quire.models.gguf.names import IN_LAYER, our_names
 from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.gguf.value_heads import column_order, row_order
-from quire.models.layers import Embedding, Linear, LMHead
+from quire.models.parts.layers import Embedding, Linear, LMHead
 from quire.models.quantised.sizes import check_inputs
-from quire.models.sources import Part, Source
+from quire.spec.gguf.container import GGUFFile, TensorKind
+from quire.spec.gguf.metadata import OF_CONFIG
+from quire.spec.linear_attention import HYBRID_TYPES
+from quire.spec.model_spec import ModelSpec
 
 PERMUTED = ("llama", "granite", "smollm3")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # a row that files hold as a vector

@@ -27,12 +27,12 @@ from quire.models.hf.modules import (
     stored_buffers,
 )
 from quire.models.hf.names import CheckpointNames
-from quire.models.hf.norms import is_gelu_by_tanh, norm_of
+from quire.models.hf.recognise import is_gelu_by_tanh, norm_of
 from quire.models.hf.steps import Steps
 from quire.models.hf.watch import Watch, watch
-from quire.models.layers import Layer, ParamFactory
+from quire.models.parts.layers import Layer, ParamFactory
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.torch_import import import_rest
+from quire.ops.host.torch_import import import_rest
 
 logger = logging.getLogger(__name__)
 

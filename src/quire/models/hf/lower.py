@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from quire.models.hf import terms as algebra
 from quire.models.hf.arrange import Buffer, Call, Columns, Operand
 from quire.models.hf.follow import Follower
-from quire.models.hf.rotation import Column, rotation
+from quire.models.hf.recognise import Column, rotation
 from quire.models.hf.steps import ATTEND, EMBEDDING, LAYER, ROTARY, ROW_WISE, SCALE
 from quire.models.hf.terms import NOTHING, ONE, Terms, Unfollowed
 from quire.ops.attention_inputs import Scores

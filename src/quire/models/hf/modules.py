@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from quire.models.checkpoint.sources import Source, rows_of
 from quire.models.hf.names import CheckpointNames
-from quire.models.layers import (
+from quire.models.parts.layers import (
     Embedding,
     Layer,
     LayerNorm,
@@ -24,7 +25,6 @@ from quire.models.layers import (
     ParamFactory,
     RMSNorm,
 )
-from quire.models.sources import Source, rows_of
 from quire.ops.elementwise import scale
 from quire.ops.linear import linear
 from quire.ops.norms import rms_norm

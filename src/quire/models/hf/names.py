@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from quire.base.errors import ModelError
-from quire.models.hf.text_model import PLAIN_HEADS
-from quire.models.sources import Source
+from quire.models.checkpoint.sources import Source
+from quire.models.hf.configs import PLAIN_HEADS
 
 # Of larger models, before the names of their text part: what it is called without them.
 PARTS = (
@@ -161,7 +161,7 @@ class CheckpointNames:
 
 def _of_whole(model: Any) -> list[Any]:
     """Return the conversions, but for renamings, of the whole that a text part is of, where
-    transformers has none for the part (text_model.py)."""
+    transformers has none for the part (configs.py)."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
-from quire.base.model_options import refuse_what_is_ignored
-from quire.base.model_spec import COMPILED, DTYPE_BYTES, TRANSFORMERS, ModelSpec
-from quire.base.quantization_config import quantization_config
-from quire.base.text_config import PART_OF, TIES
-from quire.models.checkpoint import weight_files
-from quire.models.contents import tensor_names
+from quire.models.checkpoint.files import weight_files
 from quire.models.hf.build import empty
 from quire.models.hf.configs import Architecture, architecture
+from quire.models.load.contents import tensor_names
+from quire.spec.config_fields import Fields
+from quire.spec.model_options import refuse_what_is_ignored
+from quire.spec.model_spec import COMPILED, DTYPE_BYTES, PART_OF, TIES, TRANSFORMERS, ModelSpec
+from quire.spec.quantization_config import quantization_config
 
 HEAD = "lm_head.weight"  # the end of its name, in every layout of a larger model
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")

@@ -5,12 +5,11 @@ their `MediaItem` is whole, and the step says where what they see ends (`ops/att
 Only the embeddings of text are scaled.
 """
 
-from quire.base.model_spec import ModelSpec
-from quire.models.gemma2 import Gemma2Layer
-from quire.models.gemma3 import gemma3_options
-from quire.models.layers import ParamFactory
+from quire.models.families.gemma import Gemma2Layer, gemma3_options
+from quire.models.parts.layers import ParamFactory
 from quire.models.vision.model import VisionDecoder
 from quire.models.vision.siglip import Gemma3Tower, Gemma3VisionSpec
+from quire.spec.model_spec import ModelSpec
 
 
 class Gemma3Images(VisionDecoder):

@@ -1,10 +1,10 @@
 """LLaVA 1.5 (arXiv 2310.03744) and LLaVA-NeXT: Llama, Mistral or Qwen 2 with CLIP."""
 
-from quire.base.model_spec import ModelSpec
-from quire.models.layers import ParamFactory
-from quire.models.options import DecoderOptions
+from quire.models.parts.layers import ParamFactory
+from quire.models.parts.options import DecoderOptions
 from quire.models.vision.clip import LlavaNextTower, LlavaTower, LlavaVisionSpec
 from quire.models.vision.model import VisionDecoder
+from quire.spec.model_spec import ModelSpec
 
 
 class Llava(VisionDecoder):

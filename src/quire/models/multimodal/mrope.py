@@ -5,9 +5,9 @@ Source: Qwen2-VL, arXiv 2409.12191. Each frequency turns by the position on one 
 
 from dataclasses import replace
 
-from quire.base.model_spec import ModelSpec
-from quire.base.rope_options import RopeOptions, own_fields
 from quire.models.vision.model import VisionDecoder
+from quire.spec.model_spec import ModelSpec
+from quire.spec.rope_options import RopeOptions, own_fields
 
 NUM_AXES = 3
 SECTION, INTERLEAVED = "mrope_section", "mrope_interleaved"

@@ -2,11 +2,11 @@
 
 from typing import Any, ClassVar
 
-from quire.base.model_spec import ModelSpec
-from quire.models.layers import ParamFactory
 from quire.models.multimodal.mrope import MropeDecoder, mrope_options
-from quire.models.options import DecoderOptions
+from quire.models.parts.layers import ParamFactory
+from quire.models.parts.options import DecoderOptions
 from quire.models.vision.qwen2_vl import Qwen2VLTower, Qwen2VLVisionSpec
+from quire.spec.model_spec import ModelSpec
 
 SECTIONS = (16, 24, 24)  # frequencies of frames, rows and columns, if the config names none
 

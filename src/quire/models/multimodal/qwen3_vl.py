@@ -3,13 +3,13 @@ features of the tower that are added after the first layers (DeepStack)."""
 
 from torch import nn
 
-from quire.base.model_spec import ModelSpec
-from quire.models.decoder import DecoderLayer, LayerPlace, feed_forward
-from quire.models.experts import ExpertForm, SparseMLP
-from quire.models.layers import ParamFactory
 from quire.models.multimodal.mrope import MropeDecoder, mrope_options
-from quire.models.options import DecoderOptions
+from quire.models.parts.decoder import DecoderLayer, LayerPlace, feed_forward
+from quire.models.parts.experts import ExpertForm, SparseMLP
+from quire.models.parts.layers import ParamFactory
+from quire.models.parts.options import DecoderOptions
 from quire.models.vision.qwen3_vl import Qwen3VLTower, Qwen3VLVisionSpec
+from quire.spec.model_spec import ModelSpec
 
 SECTIONS = (24, 20, 20)  # frequencies of frames, rows and columns, if the config names none
 

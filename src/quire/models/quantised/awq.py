@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
     INPUTS,
     OUTPUTS,
@@ -24,7 +23,8 @@ from quire.models.quantised.tensors import (
     signed,
     unpacked,
 )
-from quire.ops.stored_rows import IntegerRows
+from quire.ops.weights.stored_rows import IntegerRows
+from quire.spec.quantization_config import StoredWeight
 
 OF_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each output in its word, counted from the lowest bits

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from quire.base.cuts import Cut
 from quire.models.quantised.tensors import INPUTS, OUTPUTS, Shape, Wanted
+from quire.spec.cuts import Cut
 
 Tensors = Mapping[str, torch.Tensor]
 Take = Callable[[torch.Tensor, int, int], torch.Tensor]

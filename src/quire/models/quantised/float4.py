@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
     INPUTS,
     NEITHER,
@@ -21,7 +20,8 @@ from quire.models.quantised.tensors import (
     Wanted,
     unused,
 )
-from quire.ops.stored_rows import FLOAT4_BLOCK, Float4Rows
+from quire.ops.weights.stored_rows import FLOAT4_BLOCK, Float4Rows
+from quire.spec.quantization_config import StoredWeight
 
 BYTES = FLOAT4_BLOCK // 2
 AXES = (OUTPUTS, 1), (INPUTS, FLOAT4_BLOCK)  # of scales; blocks of all experts are cut one by one

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
     INPUTS,
     OUTPUTS,
@@ -27,7 +26,8 @@ from quire.models.quantised.tensors import (
     scale_shapes,
     unused,
 )
-from quire.ops.stored_rows import Float8Rows
+from quire.ops.weights.stored_rows import Float8Rows
+from quire.spec.quantization_config import StoredWeight
 
 SCALE = ".weight_scale_inv"
 

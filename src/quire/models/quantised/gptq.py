@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import torch
 
 from quire.base.errors import ModelError
-from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
     INPUTS,
     OUTPUTS,
@@ -30,7 +29,8 @@ from quire.models.quantised.tensors import (
     sorted_by_group,
     unpacked,
 )
-from quire.ops.stored_rows import IntegerRows
+from quire.ops.weights.stored_rows import IntegerRows
+from quire.spec.quantization_config import StoredWeight
 
 ONES = {4: 0x11111111, 8: 0x01010101}
 

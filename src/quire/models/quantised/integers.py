@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import torch
 
-from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
     INPUTS,
     OUTPUTS,
@@ -24,7 +23,8 @@ from quire.models.quantised.tensors import (
     scale_shapes,
     unused,
 )
-from quire.ops.stored_rows import IntegerRows
+from quire.ops.weights.stored_rows import IntegerRows
+from quire.spec.quantization_config import StoredWeight
 
 
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:

@@ -12,18 +12,18 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from quire.base import quantization_config as forms
 from quire.base.errors import ModelError
-from quire.base.quantization_config import QuantizationConfig, StoredWeight
-from quire.models.checkpoint import TensorHeader, listed
-from quire.models.layers import Linear, LMHead
+from quire.models.checkpoint.files import TensorHeader, listed
+from quire.models.checkpoint.sources import Source
+from quire.models.parts.layers import Linear, LMHead
 from quire.models.quantised import awq, float4, float8, gptq, integers, packed
 from quire.models.quantised.cutting import step_of, take_inputs, take_outputs
 from quire.models.quantised.sizes import check_inputs, quantization_of
 from quire.models.quantised.tensors import INPUTS, Shape, Wanted
-from quire.models.sources import Source
-from quire.ops.formats import Quantization
-from quire.ops.stored_rows import StoredRows, selected
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.stored_rows import StoredRows, selected
+from quire.spec import quantization_config as forms
+from quire.spec.quantization_config import QuantizationConfig, StoredWeight
 
 WEIGHT = ".weight"
 PLAIN = ("F64", "F32", "F16", "BF16")

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 import torch
 
 from quire.base.errors import ModelError
-from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
     INPUTS,
     OUTPUTS,
@@ -33,7 +32,8 @@ from quire.models.quantised.tensors import (
     unpacked,
     unused,
 )
-from quire.ops.stored_rows import IntegerRows
+from quire.ops.weights.stored_rows import IntegerRows
+from quire.spec.quantization_config import StoredWeight
 
 
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
-from quire.base.model_spec import ModelSpec
-from quire.base.quantization_config import QuantizationConfig, StoredWeight
-from quire.models.formats import StoredFormat
+from quire.models.checkpoint.formats import StoredFormat
 from quire.models.outline import HEAD, LINEAR, Part
 from quire.models.quantised.sizes import quantization_of
+from quire.spec.model_spec import ModelSpec
+from quire.spec.quantization_config import QuantizationConfig, StoredWeight
 
 WEIGHT = ".weight"
 

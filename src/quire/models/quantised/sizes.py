@@ -1,11 +1,11 @@
 """What weights that stay quantised are packed as, foretold from how they are stored."""
 
-from quire.base.cuts import Cut
 from quire.base.errors import ConfigError
-from quire.base.quantization_config import FLOAT4, FLOAT4_BLOCKS, FLOAT8, StoredWeight
-from quire.ops.formats import Quantization
-from quire.ops.packed import stored_group
-from quire.ops.stored_rows import FLOAT4_BLOCK
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.packed import stored_group
+from quire.ops.weights.stored_rows import FLOAT4_BLOCK
+from quire.spec.cuts import Cut
+from quire.spec.quantization_config import FLOAT4, FLOAT4_BLOCKS, FLOAT8, StoredWeight
 
 KINDS = {"F16": "_f16", "F32": "_f32"}  # of scales, in the names of the core's formats
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.base.quantization_config import StoredWeight
-from quire.ops.stored_rows import IntegerRows
+from quire.ops.weights.stored_rows import IntegerRows
+from quire.spec.quantization_config import StoredWeight
 
 Shape = tuple[int, ...]
 

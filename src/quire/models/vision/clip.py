@@ -13,8 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from quire.base.config_fields import Fields
-from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory
+from quire.models.parts.layers import Embedding, LayerNorm, Linear, ParamFactory
 from quire.models.vision.attention import BlockAttention
 from quire.models.vision.fields import VISION_ACTIVATIONS, function_of
 from quire.models.vision.layers import NamedVector, PatchLinear, VisionMLP
@@ -27,6 +26,7 @@ from quire.models.vision.squares import (
 )
 from quire.models.vision.tower import ImageArrays, VisionTower
 from quire.ops.elementwise import add
+from quire.spec.config_fields import Fields
 
 MODEL_TYPE = "clip_vision_model"
 PROJECTOR = "multi_modal_projector"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from quire.base.config_fields import Fields
-from quire.models.layers import ACTIVATIONS, GATES
+from quire.models.parts.layers import ACTIVATIONS, GATES
 from quire.models.vision.layers import Activation
 from quire.ops.elementwise import quick_gelu
+from quire.spec.config_fields import Fields
 
 VISION_ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {**ACTIVATIONS, "quick_gelu": quick_gelu}

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quire.models.layers import Layer, Linear, ParamFactory
-from quire.models.sources import Part, Source
+from quire.models.checkpoint.sources import Part, Source
+from quire.models.parts.layers import Layer, Linear, ParamFactory
 from quire.models.vision.attention import BlockAttention
 from quire.ops.attention_inputs import Scores
 from quire.ops.elementwise import add

@@ -7,13 +7,13 @@ reads them in place of embeddings (`ops/embedding.py`). Text alone computes noth
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quire.base.media.families import whole_fields
-from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder
-from quire.models.layers import Linear, ParamFactory
-from quire.models.options import DecoderOptions
-from quire.models.rank_place import WHOLE
+from quire.models.checkpoint.rank_place import WHOLE
+from quire.models.parts.decoder import Decoder
+from quire.models.parts.layers import Linear, ParamFactory
+from quire.models.parts.options import DecoderOptions
 from quire.models.vision.tower import VisionTower
+from quire.spec.media_families import whole_fields
+from quire.spec.model_spec import ModelSpec
 
 AROUND = "language_model."  # what checkpoints put around the text part
 

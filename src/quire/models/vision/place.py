@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from quire.base.media.encoder_size import EncoderSize
-from quire.base.model_spec import ModelSpec
+from quire.models.checkpoint.rank_place import RankPlace
 from quire.models.model import Model
-from quire.models.rank_place import RankPlace
+from quire.spec.media_families import EncoderSize
+from quire.spec.model_spec import ModelSpec
 
 
 def encoder_size(model: Any, spec: ModelSpec, place: RankPlace) -> EncoderSize | None:

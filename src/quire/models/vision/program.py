@@ -16,21 +16,21 @@ from typing import Self
 import numpy as np
 import torch
 
-from quire.base.cache_group import STEP, CacheGroup
 from quire.models.vision.attention import BlockAttention
 from quire.ops.attention.base import KVLayout
-from quire.ops.attention.core_within_step import CoreWithinStep
 from quire.ops.attention.cpu import why_not
 from quire.ops.attention.traced import TracedAttention
+from quire.ops.attention.within_step import CoreWithinStep
 from quire.ops.attention_inputs import AttentionStep
 from quire.ops.elementwise import add_into
-from quire.ops.native import address
-from quire.ops.native_types import CoreProgram
-from quire.ops.program import Kind, ProgramDraft, Untraceable, here
-from quire.ops.program_parts import ProgramParts
+from quire.ops.host.native import address
+from quire.ops.host.native_types import CoreProgram
+from quire.ops.host.threads import num_threads
 from quire.ops.registry import record_ops
-from quire.ops.threads import num_threads
-from quire.ops.tracer import Tracer
+from quire.ops.trace.program import Kind, ProgramDraft, Untraceable, here
+from quire.ops.trace.program_parts import ProgramParts
+from quire.ops.trace.tracer import Tracer
+from quire.spec.cache_group import STEP, CacheGroup
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.base.config_fields import Fields
-from quire.models.layers import ParamFactory, RMSNorm
+from quire.models.parts.layers import ParamFactory, RMSNorm
 from quire.models.vision.attention import BlockAttention, Int64
 from quire.models.vision.fields import VISION_GATES, vision_fields
 from quire.models.vision.qwen_vl import (
@@ -30,6 +29,7 @@ from quire.models.vision.qwen_vl import (
     read_common,
 )
 from quire.models.vision.tower import ImageArrays
+from quire.spec.config_fields import Fields
 
 FRAMES, WINDOWS = range(2)  # the cuts of an image's patches
 DEFAULTS: dict[str, Any] = {

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from quire.base.config_fields import Fields
-from quire.models.layers import ParamFactory
+from quire.models.parts.layers import ParamFactory
 from quire.models.vision.fields import vision_fields
 from quire.models.vision.qwen_vl import (
     PatchMerger,
@@ -22,6 +21,7 @@ from quire.models.vision.qwen_vl import (
     read_common,
 )
 from quire.models.vision.tower import ImageArrays
+from quire.spec.config_fields import Fields
 
 DEFAULTS: dict[str, Any] = {
     "depth": 32,

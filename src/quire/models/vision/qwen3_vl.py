@@ -16,8 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from quire.base.config_fields import Fields
-from quire.models.layers import Embedding, ParamFactory
+from quire.models.parts.layers import Embedding, ParamFactory
 from quire.models.vision.attention import BlockAttention, Int64
 from quire.models.vision.fields import vision_fields
 from quire.models.vision.qwen_vl import (
@@ -34,6 +33,7 @@ from quire.models.vision.qwen_vl import (
 from quire.models.vision.tower import ImageArrays
 from quire.ops.elementwise import add
 from quire.ops.precision import accumulation_dtype
+from quire.spec.config_fields import Fields
 
 Float64 = npt.NDArray[np.float64]
 

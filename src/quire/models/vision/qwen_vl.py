@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quire.base.config_fields import Fields
-from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm
+from quire.models.parts.layers import LayerNorm, Linear, ParamFactory, StreamNorm
 from quire.models.vision.attention import Int64, axial_rotary_rows
 from quire.models.vision.fields import (
     VISION_ACTIVATIONS,
@@ -34,6 +33,7 @@ from quire.models.vision.layers import (
 )
 from quire.models.vision.tower import ImageArrays, VisionTower, numbers_of_patch
 from quire.ops.elementwise import gelu
+from quire.spec.config_fields import Fields
 
 NORM_EPS = 1e-6
 DEPTH = ("depth", "num_hidden_layers")

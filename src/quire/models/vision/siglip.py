@@ -13,9 +13,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from quire.base.config_fields import Fields
-from quire.models.layers import Embedding, LayerNorm, Linear, ParamFactory, RMSNorm
-from quire.models.sources import Source
+from quire.models.checkpoint.sources import Source
+from quire.models.parts.layers import Embedding, LayerNorm, Linear, ParamFactory, RMSNorm
 from quire.models.vision.layers import PatchLinear
 from quire.models.vision.squares import (
     PREFIX,
@@ -26,6 +25,7 @@ from quire.models.vision.squares import (
 )
 from quire.models.vision.tower import ImageArrays, VisionTower
 from quire.ops.elementwise import add
+from quire.spec.config_fields import Fields
 
 MODEL_TYPE = "siglip_vision_model"
 PROJECTOR = "multi_modal_projector"

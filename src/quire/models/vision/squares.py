@@ -11,12 +11,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
-from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm
+from quire.models.parts.layers import LayerNorm, Linear, ParamFactory, StreamNorm
 from quire.models.vision.fields import VISION_ACTIVATIONS, function_of, head_dim_of, vision_fields
 from quire.models.vision.layers import VisionAttention, VisionBlock, VisionMLP
 from quire.models.vision.tower import numbers_of_patch
+from quire.spec.config_fields import Fields
 
 PREFIX = "vision_tower"
 

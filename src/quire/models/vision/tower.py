@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from quire.base.media.encoder_size import EncoderSize
-from quire.models.layers import ParamFactory
+from quire.models.parts.layers import ParamFactory
 from quire.models.vision.attention import BlockAttention, RangeAttention
 from quire.models.vision.program import BlockProgram, trace_blocks
+from quire.spec.media_families import EncoderSize
 
 
 class ImageArrays(Protocol):

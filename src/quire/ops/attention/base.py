@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
-from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
+from quire.ops.blocks.host_blocks import HostBlocks
 from quire.ops.norms import rms_norm
 from quire.ops.rotary import rotary
+from quire.spec.cache_group import CacheGroup
 
 
 class Part(NamedTuple):

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention_inputs import AttentionStep
-from quire.ops.host_memory import to_device
+from quire.ops.host.host_memory import to_device
+from quire.spec.cache_group import CacheGroup
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 

@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from quire.base.cache_group import FULL, CacheGroup
-from quire.base.cuts import cut_block
 from quire.ops.attention.base import AttentionBackend, ForwardingBackend, KVLayout
-from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
+from quire.ops.blocks.host_blocks import HostBlocks
 from quire.ops.collective import RankGroup, all_gather, all_to_all
-from quire.ops.host_memory import to_device
+from quire.ops.host.host_memory import to_device
 from quire.ops.registry import op
+from quire.spec.cache_group import FULL, CacheGroup
+from quire.spec.cuts import cut_block
 
 MakeBackend = Callable[[KVLayout], AttentionBackend]
 

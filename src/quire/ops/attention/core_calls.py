@@ -3,11 +3,11 @@ torch; memory is given by its address."""
 
 from typing import NamedTuple
 
-from quire.base.cache_group import STEP, CacheGroup
-from quire.base.config_fields import MAX_COUNT
-from quire.ops.native import needed_core
-from quire.ops.native_types import CoreKV, CorePlan
-from quire.ops.threads import num_threads
+from quire.ops.host.native import needed_core
+from quire.ops.host.native_types import CoreKV, CorePlan
+from quire.ops.host.threads import num_threads
+from quire.spec.cache_group import STEP, CacheGroup
+from quire.spec.config_fields import MAX_COUNT
 
 KV_FORMATS = ("float32", "bfloat16", "float16", "int8")  # of keys and values, by number
 

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from quire.base.cache_group import STATE
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads
-from quire.ops.native import address, needed_core
-from quire.ops.native_types import CoreRows, CoreStatePlan, CoreStates
-from quire.ops.packed import ELEMENTS
-from quire.ops.threads import num_threads
+from quire.ops.host.native import address, needed_core
+from quire.ops.host.native_types import CoreRows, CoreStatePlan, CoreStates
+from quire.ops.host.threads import num_threads
+from quire.ops.weights.packed import ELEMENTS
+from quire.spec.cache_group import STATE
 
 MOST_WIDTH = 16  # of a convolution, as in csrc/states.h
 

@@ -16,12 +16,12 @@ from quire.ops.attention.core_calls import StepAddresses, cut_step, kv_layer
 from quire.ops.attention.core_states import StatesInCore
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32, Scores
-from quire.ops.formats import ATTENTION, chosen_variant
-from quire.ops.native import address, core, needed_core
-from quire.ops.native_types import CoreKV, CorePlan, CoreRows
-from quire.ops.packed import ELEMENTS
+from quire.ops.host.native import address, core, needed_core
+from quire.ops.host.native_types import CoreKV, CorePlan, CoreRows
+from quire.ops.host.threads import num_threads
 from quire.ops.registry import op
-from quire.ops.threads import num_threads
+from quire.ops.weights.formats import ATTENTION, chosen_variant
+from quire.ops.weights.packed import ELEMENTS
 
 KV_FORMATS = ("auto", "int8")
 

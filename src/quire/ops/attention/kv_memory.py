@@ -7,14 +7,14 @@ another order (csrc/attention.h).
 
 import torch
 
-from quire.base.cache_group import STATE, STEP, CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.block_moves import copy_blocks
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.kv_shape import kv_shape
 from quire.ops.attention_inputs import Int32
-from quire.ops.host_memory import lazy_zeros
+from quire.ops.blocks.block_moves import copy_blocks
+from quire.ops.blocks.host_blocks import HostBlocks
+from quire.ops.blocks.kv_shape import kv_shape
+from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
+from quire.spec.cache_group import STATE, STEP, CacheGroup
 
 
 class KVMemory:

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from quire.base.cache_group import STATE, CacheGroup
 from quire.ops.attention.base import KVLayout, Part, refuse_kv_format
-from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.states import KeepsStates, StateRow, state_rows
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
-from quire.ops.host_memory import lazy_zeros
+from quire.ops.blocks.host_blocks import HostBlocks
+from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
+from quire.spec.cache_group import STATE, CacheGroup
 
 
 class ReferenceBackend(KeepsStates):

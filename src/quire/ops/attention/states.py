@@ -1,30 +1,207 @@
-"""Layers that remember a state: where a step finds and leaves it, and what they do, by plain torch.
+"""Layers that remember a state: where a step finds and leaves it, and their operations in torch.
 
-Shape legend as in `base.py`, and: C channels of a convolution, W its width, K key heads, N value
-heads (a multiple of K), D and E the sizes of their vectors.
+Shape legend as in `base.py`, and: C channels of a convolution (of a chunk: its tokens), W the
+convolution's width, K key heads, N value heads (a multiple of K), D and E the sizes of their
+vectors, G tokens of rows with drafts.
 
 A layer's state is `state_size` numbers of the type that sums are made in: the last W - 1 inputs of
-its convolution, [C, W - 1], and behind them the memory of its delta rule, [N, D, E]. Logical block
-i of a sequence stands for its tokens i P .. (i + 1) P - 1 and holds the state behind the last of
-them that there is. A row whose tokens n .. m - 1 are computed starts with the state in the block of
-token n - 1 (zeros if n is 0), and leaves in each block that it comes through the state behind it,
-or behind token m - 1: the table's entry is -1 where nobody wants it. A row whose last tokens are
-guesses leaves none, until it is known which of them are right (kept_inputs.py).
+its convolution, [C, W - 1], and after them the memory of its delta rule, [N, D, E]. Logical block i
+of a sequence stands for its tokens i P .. (i + 1) P - 1 and holds the state after the last of them
+that there is. A row whose tokens n .. m - 1 are computed starts with the state in the block of
+token n - 1 (zeros if n is 0). In each block that it comes through it leaves the state after that
+block, or after token m - 1; the table's entry is -1 where no state is wanted.
+
+Drafts (T 4.4.4). A state cannot be rewound to the last accepted draft token. So the forward pass
+reads the states of rows with drafts and leaves none, and keeps the inputs of these rows' layers:
+some kilobytes a token, where a state has megabytes. After verification the layers take in the
+accepted tokens again and leave the states after them, as a step without drafts would have done: the
+same operations on the same numbers.
+
+Chunks. The gated delta rule takes many tokens at once by products of matrices. With decays g, G[i]
+the product of those up to token i, L[i, j] = G[i] / G[j], and M the memory before the chunk, what
+token i changes is k[i] times
+
+    w[i] = beta[i] (v[i] - G[i] M^T k[i] - sum over j < i of L[i, j] (k[i] . k[j]) w[j])
+
+which is one triangular system for the chunk; results and the memory after it are sums over w.
 """
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.delta_chunks import remember_token, remember_tokens
+from quire.ops.attention.base import AttentionBackend, ForwardingBackend, KVLayout
 from quire.ops.attention.kv_memory import MovesBlocks
-from quire.ops.attention_inputs import AttentionStep, DeltaHeads
+from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32
+from quire.ops.elementwise import select_rows
+from quire.ops.host.host_memory import to_device
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
+
+CHUNK = 64
+
+
+def remember_token(
+    memory_NDE: torch.Tensor,
+    q_ND: torch.Tensor,
+    k_ND: torch.Tensor,
+    v_NE: torch.Tensor,
+    decay_N: torch.Tensor,
+    beta_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what one token reads, [N, E], and the memory behind it."""
+    memory_NDE = memory_NDE * decay_N[:, None, None]
+    stored_NE = (k_ND[:, None] @ memory_NDE)[:, 0]
+    change_NE = beta_N[:, None] * (v_NE - stored_NE)
+    memory_NDE.baddbmm_(k_ND[:, :, None], change_NE[:, None])
+    return (q_ND[:, None] @ memory_NDE)[:, 0], memory_NDE
+
+
+def remember_tokens(
+    memory_NDE: torch.Tensor,
+    q_TND: torch.Tensor,
+    k_TND: torch.Tensor,
+    v_TNE: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what consecutive tokens read, [T, N, E], and the memory behind the last. log_decay is
+    float64: large ones are subtracted from each other."""
+    if len(q_TND) == 1:
+        token = q_TND[0], k_TND[0], v_TNE[0], log_decay_TN[0].exp().to(v_TNE.dtype), beta_TN[0]
+        out_NE, memory_NDE = remember_token(memory_NDE, *token)
+        return out_NE[None], memory_NDE
+    parts = []
+    for chunk in zip(
+        *(x.split(CHUNK) for x in (q_TND, k_TND, v_TNE, log_decay_TN, beta_TN)), strict=True
+    ):
+        out_NCE, memory_NDE = _remember_chunk(memory_NDE, *(x.transpose(0, 1) for x in chunk))
+        parts.append(out_NCE.transpose(0, 1))
+    return torch.cat(parts), memory_NDE
+
+
+def _remember_chunk(
+    memory_NDE: torch.Tensor,
+    q_NCD: torch.Tensor,
+    k_NCD: torch.Tensor,
+    v_NCE: torch.Tensor,
+    log_decay_NC: torch.Tensor,
+    beta_NC: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = v_NCE.dtype
+    total_NC = log_decay_NC.cumsum(1)
+    between_NCC = (total_NC[:, :, None] - total_NC[:, None]).tril().to(dtype).exp().tril()
+    since_NC1, until_NC1 = (
+        x.to(dtype).exp()[:, :, None] for x in (total_NC, total_NC[:, -1:] - total_NC)
+    )
+    kT_NDC = k_NCD.transpose(1, 2)
+    system_NCC = beta_NC[:, :, None] * between_NCC * (k_NCD @ kT_NDC)
+    asked_NCE = beta_NC[:, :, None] * (v_NCE - since_NC1 * (k_NCD @ memory_NDE))
+    w_NCE = torch.linalg.solve_triangular(system_NCC, asked_NCE, upper=False, unitriangular=True)
+    out_NCE = since_NC1 * (q_NCD @ memory_NDE) + (between_NCC * (q_NCD @ kT_NDC)) @ w_NCE
+    return out_NCE, since_NC1[:, -1:] * memory_NDE + kT_NDC @ (until_NC1 * w_NCE)
+
+
+class DeltaInputs(NamedTuple):
+    """What a delta rule was given beside queries, keys and values."""
+
+    gates_GG: torch.Tensor
+    rate_N: torch.Tensor
+    shift_N: torch.Tensor
+    heads: DeltaHeads
+
+
+class KeptInputs(ForwardingBackend):
+    """A backend for one step with guesses, which are the last tokens of some rows; then for
+    `settle`. guesses: [S] which rows have any."""
+
+    name = "kept"
+
+    def __init__(self, inner: AttentionBackend, guesses: npt.NDArray[np.bool_]) -> None:
+        super().__init__(inner)
+        self._guesses = guesses
+        self._step: AttentionStep | None = None
+        self.places_G = torch.empty(0, dtype=torch.int64)  # their places among the step's tokens
+        self._convolutions: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by layer
+        self._rules: dict[int, DeltaInputs] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there are layers with states."""
+        return len(self._rules) > 0
+
+    def prepare(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self._step, device = step, step.positions_T.device
+        places = np.flatnonzero(np.repeat(self._guesses, step.query_lens_host))
+        self.places_G = to_device(places, device)
+        self.inner.prepare(replace(step, guessing_S=to_device(self._guesses, device)))
+
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """See AttentionBackend."""
+        self.keep_convolution(layer, select_rows(x_TC, self.places_G), weight_CW)
+        return self.inner.convolve(layer, x_TC, weight_CW)
+
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        kept = DeltaInputs(select_rows(gates_TG, self.places_G), rate_N, shift_N, heads)
+        self.keep_rule(layer, kept)
+        return self.inner.delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
+
+    def keep_convolution(self, layer: int, x_GC: torch.Tensor, weight_CW: torch.Tensor) -> None:
+        """Keep what a convolution was given."""
+        self._convolutions[layer] = x_GC, weight_CW
+
+    def keep_rule(self, layer: int, inputs: DeltaInputs) -> None:
+        """Keep what a delta rule was given."""
+        self._rules[layer] = inputs
+
+    def settle(self, num_tokens: Int32) -> None:
+        """Leave the states behind the first so many tokens of each row that guesses."""
+        step, rows = self._step, np.flatnonzero(self._guesses)
+        assert step is not None, "prepare comes first"
+        lens = step.query_lens_host[rows]
+        firsts = np.cumsum(lens) - lens
+        taken = np.concatenate(
+            [first + np.arange(num) for first, num in zip(firsts, num_tokens, strict=True)]
+        )
+        device = self.places_G.device
+        contexts = step.context_lens_host[rows] - lens + num_tokens
+        starts = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
+        rows_S = to_device(rows, device)
+        part = replace(  # places in blocks of keys and values are not asked for
+            step,
+            query_starts_S1=to_device(starts, device),
+            context_lens_S=to_device(contexts.astype(np.int32), device),
+            block_tables_SL=tuple(table_SL[rows_S] for table_SL in step.block_tables_SL),
+            query_lens_host=num_tokens,
+            context_lens_host=contexts,
+        )
+        self.inner.prepare_states(part)
+        index = None if len(taken) == lens.sum() else to_device(taken, device)
+        for layer, (x_GC, weight_CW) in self._convolutions.items():
+            rule = self._rules[layer]
+            gates_GG = rule.gates_GG
+            if index is not None:
+                x_GC, gates_GG = select_rows(x_GC, index), select_rows(gates_GG, index)
+            qkv_TC = self.inner.convolve(layer, x_GC, weight_CW)
+            numbers = rule.rate_N, rule.shift_N
+            self.inner.delta_rule(layer, qkv_TC, gates_GG, *numbers, rule.heads)
+
 
 NORM_EPS = 1e-6  # of queries and keys
 

@@ -28,19 +28,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.states import left_table
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Scores
-from quire.ops.host_memory import to_device
+from quire.ops.host.host_memory import to_device
 from quire.ops.registry import op
+from quire.spec.cache_group import STATE
 
 if TYPE_CHECKING:
-    from quire.ops.kernels.attention_plan import Cut, Work
-    from quire.ops.kernels.delta_chunks import Chunks
-    from quire.ops.kernels.states import StateStep
+    from quire.ops.kernels.attention.attention_plan import Cut, Work
+    from quire.ops.kernels.attention.delta_chunks import Chunks
+    from quire.ops.kernels.attention.states import StateStep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_FORMATS = ("auto", "int8", "fp8")
@@ -97,7 +97,7 @@ class TritonBackend(MovesBlocks):
         reason = why_not(layout)
         if reason is not None:
             raise ConfigError(f"attention_backend triton cannot be used here: {reason}; take auto.")
-        from quire.ops.kernels import (
+        from quire.ops.kernels.attention import (
             attention,
             attention_plan,
             attention_write,

@@ -1,21 +1,49 @@
-"""Attention of models whose tokens see each other in both directions: within a step, in which each
-row has all of its tokens. Nothing is kept, so there are no blocks; but the C++ core reads a step's
-keys and values from some, of its own (core_within_step.py).
+"""Attention of models whose tokens see each other in both directions, within one step.
 
-Shape legend as in `base.py`, and Q tokens of one piece, C those that it sees.
+Each row has all of its tokens in the step, so nothing is cached. The C++ core still reads keys and
+values from blocks. So a step's keys and values stand in blocks of its own, reused by each layer:
 
-A token at position i sees those at j with |i - j| < window, or all of its row.
+    row 0, of 20 tokens    blocks 0, 1            row 1, of 40    blocks 2, 3, 4           (P = 16)
+
+Shape legend as in `base.py`, and Q tokens of one piece, C those that it sees. A token at position i
+sees those at j with |i - j| < window, or all of its row.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 
-from quire.base.cache_group import STEP
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.core_within_step import CoreWithinStep
-from quire.ops.attention.cpu import why_not
+from quire.ops.attention.cpu import CpuBackend, why_not
 from quire.ops.attention_inputs import AttentionStep, Int32, Scores
 from quire.ops.registry import op
+from quire.spec.cache_group import STEP
+
+
+class CoreWithinStep(CpuBackend):
+    """Gives each row blocks anew in every step. Raises ConfigError as CpuBackend does."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        super().__init__(layout, cascade=False)  # no rows share blocks
+
+    def prepare(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        size, num_groups = self._layout.block_size, len(self._layout.groups)
+        lengths_S = step.query_lens_host.astype(np.int64)
+        num_blocks_S = -(-lengths_S // size)
+        first_S = np.cumsum(num_blocks_S) - num_blocks_S
+        table_SL = first_S[:, None] + np.arange(num_blocks_S.max(initial=1))
+        row_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
+        begin_S = np.cumsum(lengths_S) - lengths_S
+        slots_T = np.arange(len(row_T)) + (first_S * size - begin_S)[row_T]
+        tables = torch.from_numpy(table_SL.astype(np.int32))
+        slots = torch.from_numpy(slots_T)
+        super().prepare(
+            replace(step, block_tables_SL=(tables,) * num_groups, slots_T=(slots,) * num_groups)
+        )
+
 
 PIECE = 1024  # tokens of a row whose scores are there at once
 

@@ -6,9 +6,9 @@ Shape legend: G ranks of the group.
 import torch
 
 from quire.base.errors import ConfigError, EngineError
-from quire.ops.native import core
-from quire.ops.native_types import CoreGroup
-from quire.ops.threads import num_threads
+from quire.ops.host.native import core
+from quire.ops.host.native_types import CoreGroup
+from quire.ops.host.threads import num_threads
 
 SLOT_BYTES = 256 * 1024  # of a piece: what a core's own cache holds beside what it works on
 NUMBERS = {

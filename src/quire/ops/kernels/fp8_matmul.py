@@ -1,7 +1,7 @@
 """x W^T + b of many tokens with a weight in e4m3: activations are rounded to e4m3 as well.
 
 Shape legend: T tokens, N outputs, K inputs, C chunks of 128 inputs. How the weight stands in
-memory: `quire/ops/gpu_weights.py`.
+memory: `quire/ops/weights/gpu_weights.py`.
 
 So the references of such checkpoints compute, with a few tokens too: each row of x is scaled to
 448, or each 128 of its inputs where the weight has a scale for each 128, as they come; products of
@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.gpu_weights import GPUWeight
 from quire.ops.kernels.launch import INTERPRETED, Config, stages_that_fit
+from quire.ops.weights.gpu_weights import GPUWeight
 
 CHUNK = 128
 ROUNDED_CHUNKS = 16  # that a program looks at together
@@ -140,7 +140,7 @@ def _product_kernel(
 def matmul(
     x_TK: torch.Tensor, weight: GPUWeight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do as `quire.ops.gpu_weights.multiply`, with rounded activations."""
+    """Do as `quire.ops.weights.gpu_weights.multiply`, with rounded activations."""
     (num_tokens, _), (num_outputs, num_inputs) = x_TK.shape, weight.shape
     num_chunks, layout = weight.codes.shape[0], weight.layout
     assert layout.chunk_inputs == CHUNK and layout.group in (0, CHUNK) and x_TK.stride(1) == 1

@@ -1,7 +1,7 @@
 """x W^T + b with a quantised weight, which is expanded within the product.
 
 Shape legend: T tokens, N outputs, K inputs, C chunks of inputs, G groups of inputs that share a
-scale, S splits of the inputs. How the weight stands in memory: `quire/ops/gpu_weights.py`.
+scale, S splits of the inputs. How the weight stands in memory: `quire/ops/weights/gpu_weights.py`.
 
     out[t, n] = sum over groups of  scale[n, g] * sum over the group's inputs of (code - zero) * x
 
@@ -32,9 +32,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.gpu_layout import GPULayout, layout_of
-from quire.ops.gpu_weights import BITS, GPUWeight
 from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
+from quire.ops.weights.gpu_layout import GPULayout, layout_of
+from quire.ops.weights.gpu_weights import BITS, GPUWeight
 
 ROW_GROUP = 8  # tiles of tokens that are done beside each other
 PROGRAMS = 264  # that fill a GPU of 132 multiprocessors twice
@@ -355,7 +355,7 @@ def _add_kernel(
 def matmul(
     x_TK: torch.Tensor, weight: GPUWeight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Do as `quire.ops.gpu_weights.multiply`, of inputs in the weight's order."""
+    """Do as `quire.ops.weights.gpu_weights.multiply`, of inputs in the weight's order."""
     (num_tokens, num_inputs), num_outputs = x_TK.shape, weight.shape[0]
     assert num_inputs == weight.num_inputs and x_TK.stride(1) == 1
     out_TN = x_TK.new_empty(num_tokens, num_outputs)

@@ -1,7 +1,7 @@
 """Experts with quantised weights: both products over the tokens of each expert.
 
 Shape legend: T tokens, E experts, C experts of a token, P = T C pairs, D model dim, F feed-forward
-dim of an expert, G = 2 F. How the weights stand in memory: `quire/ops/gpu_weights.py`.
+dim of an expert, G = 2 F. How the weights stand in memory: `quire/ops/weights/gpu_weights.py`.
 
 Pairs are sorted by expert and cut into tiles of one expert's (moe_sort.py); a product for gate and
 up, the gate by itself, a product with the routing weight behind it, and a sum over each token's
@@ -21,8 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.gpu_layout import layout_of
-from quire.ops.gpu_weights import BITS, GPUWeight
 from quire.ops.kernels.launch import Config, dot_dtype
 from quire.ops.kernels.moe import memory_of_parts, sum_of_pairs
 from quire.ops.kernels.moe_sort import sort_by_expert, tile_bounds
@@ -39,6 +37,8 @@ from quire.ops.kernels.quantised import (
     stages_of,
     sums_of_chunks,
 )
+from quire.ops.weights.gpu_layout import layout_of
+from quire.ops.weights.gpu_weights import BITS, GPUWeight
 
 Gate = Callable[[torch.Tensor], torch.Tensor]
 

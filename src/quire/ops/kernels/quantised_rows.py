@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.gpu_weights import GPUWeight
 from quire.ops.kernels.launch import Config
 from quire.ops.kernels.quantised import factor, numbers
+from quire.ops.weights.gpu_weights import GPUWeight
 
 CHUNKS = 8  # of a program
 

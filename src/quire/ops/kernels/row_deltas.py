@@ -7,7 +7,7 @@ in words (int32),
 
     [inbox | deltas, 4 words each | runs, 4 words each | forks, 2 words each | tokens of the runs]
 
-    delta   (kind, row, index, value), as in `quire.ops.row_state`
+    delta   (kind, row, index, value), as in `quire.ops.rows.row_state`
     run     (row, position, first of the slot's tokens, how many): tokens that the row holds
     fork    (parent, child)
 
@@ -28,8 +28,8 @@ import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.kernels.step_inputs import Inbox, inbox_words
-from quire.ops.row_arrays import COMPUTED, NARROW, WIDE
-from quire.ops.row_state import RowTensors
+from quire.ops.rows.row_arrays import COMPUTED, NARROW, WIDE
+from quire.ops.rows.row_state import RowTensors
 
 LONGEST_RUN = 2048  # tokens; longer ones are cut, so that several programs write them
 BLOCK = 256

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
-from quire.ops.row_state import RowTensors
-from quire.ops.step_inputs import SampleInputs, StepInputs
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import SampleInputs, StepInputs
 
 BLOCK = 512  # tokens, or table entries, of a program at a time
 MOST_CHUNKS = 8  # programs of a row
@@ -212,8 +212,8 @@ def _gather_kernel(
 
 
 def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs:
-    """Do as `quire.ops.step_inputs.gather_step`, of as many rows as there are, in buffers for more;
-    and its sampling rows (`StepBuffers.first_samples`).
+    """Do as `quire.ops.rows.step_inputs.gather_step`, of as many rows as there are, in buffers for
+    more; and its sampling rows (`StepBuffers.first_samples`).
 
     Tokens behind the last have id 0, position 0 and slot -1; rows behind the last have no tokens
     and an empty context. Table entries behind a row's context are -1. Sampling rows behind the last

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import FIELD, StructuredOutputsParams
+from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.detect import call_format, reasoning_format
 from quire.render.answers.grammar import calls_rule, free_rule, reasoning_rule, spaced
 from quire.render.answers.parser import AnswerParser
 from quire.render.answers.syntax import CallFormat, NamedBody, ParametersBody, ReasoningFormat, Tool
-from quire.render.lark import ANY_TEXT, Lark
-from quire.render.structured import content_rule
-from quire.render.tokenizer import Tokenizer
+from quire.render.grammars.lark import ANY_TEXT, Lark
+from quire.render.grammars.structured import content_rule
+from quire.render.tokens.tokenizer import Tokenizer
 
 NO_CALLS = (
     "a tool cannot be forced: this model's chat template shows no format of tool calls; start the"

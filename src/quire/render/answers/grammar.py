@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.calls import can_read_name
 from quire.render.answers.parameters_grammar import NO_WORDS, parameters_rule
 from quire.render.answers.syntax import (
@@ -27,8 +27,8 @@ from quire.render.answers.syntax import (
     content_marks,
     reasoning_marks,
 )
-from quire.render.lark import ANY_TEXT, Lark, regex
-from quire.render.structured import content_rule
+from quire.render.grammars.lark import ANY_TEXT, Lark, regex
+from quire.render.grammars.structured import content_rule
 
 TOOLS_FIELD = "tools"
 _NO_OBJECT = r"/(\s*[^\s{](?s:.*))?/"

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.render.answers.parameters import can_read_key
 from quire.render.answers.schema_types import alternatives, is_text, property_schema, resolved
 from quire.render.answers.syntax import ParametersBody, Tool
-from quire.render.lark import ANY_TEXT, Lark, regex
-from quire.render.structured import content_rule
+from quire.render.grammars.lark import ANY_TEXT, Lark, regex
+from quire.render.grammars.structured import content_rule
 
 _DEFINITIONS = ("$defs", "definitions")
 NO_WORDS = "which is ambiguous in the format of this model's calls"

@@ -5,7 +5,7 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.render.answers.syntax import Tool
-from quire.render.conversation import described_function
+from quire.render.templates.conversation import described_function
 
 
 def tools_of(described: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:

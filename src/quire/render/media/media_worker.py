@@ -1,4 +1,4 @@
-"""Decode and preprocess images in a process of its own (`render/job_worker.py`).
+"""Decode and preprocess images in a process of its own (`render/jobs/job_worker.py`).
 
 A job is the model's settings and limits as JSON, after their length, then the bytes of the file. An
 answer is the shape, the grid and the number of tokens as JSON, after their length, then the pixels.
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from quire.base.errors import RequestError
-from quire.render.job_process import MAX_ANSWER_BYTES, JobKind
-from quire.render.job_worker import LENGTH, serve_jobs
+from quire.render.jobs.job_process import MAX_ANSWER_BYTES, JobKind
+from quire.render.jobs.job_worker import LENGTH, serve_jobs
 from quire.render.media.image_files import ImageLimits, check_bytes, decode_image
 from quire.render.media.image_ops import Float32
 from quire.render.media.processor import ProcessedImage

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.base.media.families import FAMILIES
 from quire.base.plugins import IMAGE_PROCESSORS, is_installed
-from quire.render.tokenizer_files import read_json
+from quire.render.tokens.tokenizer_files import read_json
+from quire.spec.media_families import FAMILIES
 
 QWEN = tuple(name for name, family in FAMILIES.items() if family.has_mrope)
 QWEN3 = ("qwen3_vl", "qwen3_vl_moe")

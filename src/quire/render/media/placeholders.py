@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from quire.base.errors import ModelError, RequestError
-from quire.base.media.item import MediaItem
+from quire.base.requests.media_items import MediaItem
 from quire.render.media.prepared import VIDEO, PreparedMedia
 from quire.render.media.processor import ImageProcessor
-from quire.render.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer import Tokenizer
 
 Placed = tuple[list[int], tuple[MediaItem, ...]]
 

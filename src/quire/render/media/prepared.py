@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.base.media.item import MediaItem
+from quire.base.requests.media_items import MediaItem
 
 if TYPE_CHECKING:
     from quire.render.media.processor import ProcessedImage

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from quire.base.errors import ModelError
-from quire.base.media.families import FAMILIES
 from quire.base.plugins import IMAGE_PROCESSORS, all_names, load_plugin
 from quire.render.media.gemma3 import GemmaImages
 from quire.render.media.llava import LlavaImages, LlavaNextImages
@@ -16,6 +15,7 @@ from quire.render.media.model_files import QWEN, QWEN3, ModelFiles, is_known
 from quire.render.media.processor import ImageProcessor
 from quire.render.media.qwen_vl import QwenImages
 from quire.render.media.videos import QwenVideos
+from quire.spec.media_families import FAMILIES
 
 LLAVA: dict[str, type[LlavaImages] | type[LlavaNextImages]] = {
     "llava": LlavaImages,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.step_inputs import StepInputs
+from quire.ops.rows.step_inputs import StepInputs
 from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
 from quire.runner.memory_plan import (

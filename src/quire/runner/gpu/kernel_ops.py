@@ -11,16 +11,16 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.gpu import DTYPES
-from quire.ops.host_memory import to_device
-from quire.ops.kernels import mask, row_deltas, step_inputs
-from quire.ops.kernels.penalties import apply_penalties
-from quire.ops.kernels.sampling import SamplingColumns, best_of_part, sample
-from quire.ops.kernels.sampling_edits import edit_logits
+from quire.ops.host.host_memory import to_device
+from quire.ops.kernels import row_deltas, step_inputs
+from quire.ops.kernels.sampling import mask
+from quire.ops.kernels.sampling.penalties import apply_penalties
+from quire.ops.kernels.sampling.sampling import SamplingColumns, best_of_part, sample
+from quire.ops.kernels.sampling.sampling_edits import edit_logits
 from quire.ops.kernels.step_inputs import Inbox, StepBuffers
-from quire.ops.logit_edits import EditTable
-from quire.ops.mask import RowMasks
-from quire.ops.row_state import RowTensors
-from quire.ops.step_inputs import SampleInputs, StepInputs
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import SampleInputs, StepInputs
+from quire.ops.sampling.logit_edits import EditTable, RowMasks
 from quire.runner.device import Arrival, Device
 from quire.runner.gpu.slots import MaskSlots, SlotContents, SlotRing
 from quire.runner.step_ops import (

@@ -13,7 +13,7 @@ import torch
 
 from quire.ops.kernels.row_deltas import LONGEST_RUN, SlotLayout
 from quire.ops.kernels.step_inputs import HEADER
-from quire.ops.mask import RowMasks, num_words
+from quire.ops.sampling.logit_edits import RowMasks, num_words
 from quire.runner.device import Arrival, Device
 from quire.runner.step_ops import RowUpdates, Update
 

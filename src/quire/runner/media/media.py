@@ -13,16 +13,16 @@ import numpy.typing as npt
 import torch
 
 from quire.base.errors import EngineError
-from quire.base.media.item import EncoderInput, MediaItem
-from quire.base.model_spec import read_config
 from quire.base.plan import Plan
+from quire.base.requests.media_items import EncoderInput, MediaItem
 from quire.models.model import Model
 from quire.models.vision.tower import VisionTower
 from quire.ops.attention_inputs import AttentionStep, Int32
-from quire.ops.host_memory import to_device
+from quire.ops.host.host_memory import to_device
 from quire.runner.attachment import ForwardPart
 from quire.runner.media.positions import NUM_AXES, PositionRule, RowOffsets
 from quire.runner.media.spans import RowSpans
+from quire.spec.model_spec import read_config
 
 Int64 = npt.NDArray[np.int64]
 

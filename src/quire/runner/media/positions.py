@@ -18,11 +18,11 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.config_fields import Fields
-from quire.base.media.item import MediaItem
 from quire.base.plan import Plan
+from quire.base.requests.media_items import MediaItem
 from quire.models.vision.positions import frame_interval, mrope_positions
 from quire.runner.media.spans import RowItems
+from quire.spec.config_fields import Fields
 
 NUM_AXES = 3
 DEFAULT_MERGE_SIZE = 2  # of all families

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from quire.base.media.item import MediaItem
 from quire.base.plan import Int32, Plan
+from quire.base.requests.media_items import MediaItem
 
 Kept = TypeVar("Kept")
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quire.ops.native import needed_core
-from quire.ops.row_arrays import RowArrays, gather_arrays
-from quire.ops.threads import num_threads
+from quire.ops.host.native import needed_core
+from quire.ops.host.threads import num_threads
+from quire.ops.rows.row_arrays import RowArrays, gather_arrays
 from quire.runner.rows import FLOATS, NARROW_COLUMNS, WIDE_COLUMNS
 from quire.runner.step_ops import (
     NUM_RESULTS,

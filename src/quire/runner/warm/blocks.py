@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.cache_group import CacheGroup
-from quire.base.model_spec import DTYPE_BYTES
 from quire.ops.attention.core_calls import kv_layer
-from quire.ops.attention.kv_shape import kv_shape
-from quire.ops.native_types import CoreKV
-from quire.ops.pages import zeros
+from quire.ops.blocks.kv_shape import kv_shape
+from quire.ops.host.native_types import CoreKV
+from quire.ops.host.pages import zeros
+from quire.spec.cache_group import CacheGroup
+from quire.spec.model_spec import DTYPE_BYTES
 
 Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]

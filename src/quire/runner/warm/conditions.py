@@ -4,18 +4,17 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.base.cache_group import FULL, WINDOW
-from quire.base.config import EngineConfig
 from quire.base.messages import Request
-from quire.base.model_spec import QUIRE, ModelSpec
 from quire.base.plan import Plan, RowStart
-from quire.base.speculation import FORCED, NONE, parse_speculation
-from quire.base.text_config import PART_OF
-from quire.models.cache_files import weight_cache
-from quire.models.source import ModelSource
-from quire.ops.native import core
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.speculation import FORCED, NONE, parse_speculation
+from quire.models.checkpoint.source import ModelSource
+from quire.models.load.cache_files import weight_cache
+from quire.ops.host.native import core
 from quire.runner.step_ops import asks_for_edits, asks_for_extras
 from quire.runner.warm.start_file import start_path
+from quire.spec.cache_group import FULL, WINDOW
+from quire.spec.model_spec import PART_OF, QUIRE, ModelSpec
 
 GPUS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # devices that torch may find a GPU behind
 

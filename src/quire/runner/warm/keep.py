@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quire.base.config import EngineConfig
-from quire.base.model_spec import ModelSpec
-from quire.models.cache_files import Bytes
+from quire.base.settings.config import EngineConfig
+from quire.models.checkpoint.source import ModelSource
+from quire.models.load.cache_files import Bytes
+from quire.models.load.weight_cache import indexed
 from quire.models.model import Model
 from quire.models.registry import OWN
-from quire.models.source import ModelSource
-from quire.models.weight_cache import indexed
 from quire.ops.attention.cpu import CpuBackend
-from quire.ops.pages import aligned
-from quire.ops.program import ProgramDraft, Untraceable
+from quire.ops.host.pages import aligned
+from quire.ops.trace.program import ProgramDraft, Untraceable
 from quire.runner.native_model import NativeModel
 from quire.runner.native_program import TRACED_TOKENS, layer_places, traced
 from quire.runner.warm.blocks import LayerPlace
 from quire.runner.warm.conditions import can_be_kept, path_for
 from quire.runner.warm.start_file import IN_START, IN_WEIGHTS, Start, write_start
+from quire.spec.model_spec import ModelSpec
 
 logger = logging.getLogger("quire")
 

@@ -6,17 +6,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.base.config import EngineConfig
-from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
-from quire.base.model_spec import ModelSpec, load_spec
-from quire.base.plan import Plan, StepResult
-from quire.base.pooling_spec import with_pooling
+from quire.base.plan import DraftAnswer, DraftOrder, Plan, StepResult
+from quire.base.settings.config import EngineConfig
 from quire.base.step_progress import StepProgress
-from quire.models.source import ModelSource
-from quire.ops.threads import num_threads
-from quire.ops.torch_import import import_torch
+from quire.models.checkpoint.source import ModelSource
+from quire.ops.host.threads import num_threads
+from quire.ops.host.torch_import import import_torch
 from quire.runner.derive import derive_config, with_length
 from quire.runner.memory_plan import (
     MemoryPlan,
@@ -29,9 +26,11 @@ from quire.runner.warm.blocks import WarmBlocks
 from quire.runner.warm.conditions import can_be_kept, is_plain, is_plain_request, path_for
 from quire.runner.warm.start_file import Start, read_start
 from quire.runner.warm.warm_runner import WarmRunner
+from quire.spec.model_spec import ModelSpec, load_spec
+from quire.spec.pooling_spec import with_pooling
 
 if TYPE_CHECKING:
-    from quire.runner.built import BuiltRunner
+    from quire.runner.setup.built import BuiltRunner
 
 logger = logging.getLogger("quire")
 

@@ -24,26 +24,26 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.base.config import EngineConfig
 from quire.base.errors import ModelError
-from quire.base.gguf import is_gguf
-from quire.models.cache_files import (
+from quire.base.settings.config import EngineConfig
+from quire.models.checkpoint.files import checkpoint_files
+from quire.models.checkpoint.source import ModelSource, load_format_of
+from quire.models.load.cache_files import (
     STARTS,
     UNUSABLE,
     WEIGHTS,
     Bytes,
     WeightCache,
+    file_identity,
     in_use,
     read_contents,
     write_contents,
 )
-from quire.models.checkpoint import checkpoint_files
-from quire.models.file_identity import file_identity
-from quire.models.source import ModelSource, load_format_of
-from quire.ops.formats import FORMATS, chosen_variants
-from quire.ops.native import needed_core
-from quire.ops.program_parts import ProgramParts
+from quire.ops.host.native import needed_core
+from quire.ops.trace.program_parts import ProgramParts
+from quire.ops.weights.formats import FORMATS, chosen_variants
 from quire.runner.warm.blocks import LayerPlace
+from quire.spec.gguf.container import is_gguf
 
 logger = logging.getLogger("quire")
 

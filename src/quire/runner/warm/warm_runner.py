@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from quire.ops.attention.core_calls import StepAddresses, cut_step
-from quire.ops.native import needed_core
-from quire.ops.native_types import CorePlan, CoreProgram
-from quire.ops.program_parts import ProgramParts
-from quire.ops.row_arrays import RowArrays
-from quire.ops.spare_memory import SPARE
-from quire.ops.threads import num_threads
+from quire.ops.host.native import needed_core
+from quire.ops.host.native_types import CorePlan, CoreProgram
+from quire.ops.host.spare_memory import SPARE
+from quire.ops.host.threads import num_threads
+from quire.ops.rows.row_arrays import RowArrays
+from quire.ops.trace.program_parts import ProgramParts
 from quire.runner.attachment import ForwardPart
 from quire.runner.device import HostDevice
 from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Sampler, Vocabulary
+from quire.runner.sampling.sampler import Sampler, Vocabulary
 from quire.runner.step_ops import Needs, StepShape
 from quire.runner.steps import StepRunner
 from quire.runner.warm.array_ops import ArrayOps

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quire.base.errors import REQUEST_FAILED
 from quire.base.plan import RowFork, StepResult
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.beams import Beam, BeamSearch
 from quire.scheduler.core.lifecycle import Lifecycle

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import RowDraft, StepResult
-from quire.base.speculation import most_guesses
+from quire.base.settings.speculation import most_guesses
 from quire.scheduler.core.extension import EndAtToken
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory

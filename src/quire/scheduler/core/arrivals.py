@@ -12,8 +12,8 @@ import numpy as np
 from quire.base.errors import REQUEST_FAILED, RequestError
 from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Abort, Append, Cancel, GrammarReady, Request
+from quire.base.requests.validation import check_open
 from quire.base.step_outputs import CANCELLED, Failure, Finish
-from quire.base.validation import check_open
 from quire.scheduler.core.extension import Extension, Forking, RequestCompletion, of_kind
 from quire.scheduler.core.lifecycle import Lifecycle
 from quire.scheduler.core.memory import Memory

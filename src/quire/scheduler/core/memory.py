@@ -18,7 +18,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.base.cache_group import STATE, STEP
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
@@ -27,6 +26,7 @@ from quire.scheduler.core.extension import CacheListener, ChunkLimit, HitSource,
 from quire.scheduler.core.names import BlockNaming, Digester
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import Sequence
+from quire.spec.cache_group import STATE, STEP
 
 STEP_UP = 1.0  # blocks per running row
 STEP_DOWN = 0.95

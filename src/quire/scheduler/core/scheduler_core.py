@@ -18,7 +18,6 @@ Features attach to it (extension.py); it names none of them.
 from collections.abc import Callable
 from typing import Any
 
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.kv_orders import Order
 from quire.base.messages import (
@@ -33,6 +32,7 @@ from quire.base.messages import (
     ResetPrefixCache,
 )
 from quire.base.plan import Plan, StepResult
+from quire.base.settings.config import SchedulerConfig
 from quire.kv.digest import root_digest
 from quire.scheduler.core.admission import Admission
 from quire.scheduler.core.arrivals import Arrivals

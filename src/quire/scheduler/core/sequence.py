@@ -20,7 +20,7 @@ import numpy.typing as npt
 from quire.base.messages import Request
 from quire.base.plan import Candidates
 from quire.base.prefix import PrefixReport
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.kv.digest import Mark
 from quire.kv.manager import SequenceBlocks
 from quire.scheduler.beams import BeamSearch, Hypothesis

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.base.media.item import Int32
+from quire.base.requests.media_items import Int32
 
 
 @dataclass(eq=False, slots=True)

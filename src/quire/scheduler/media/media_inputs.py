@@ -17,10 +17,10 @@ one of the sequences can always continue.
 
 from dataclasses import dataclass, field
 
-from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.media.item import EncoderInput, EncoderRead, MediaItem
 from quire.base.messages import Request
+from quire.base.requests.media_items import EncoderInput, EncoderRead, MediaItem
+from quire.base.settings.config import SchedulerConfig
 from quire.scheduler.core.extension import ChunkLimit, Extension, StepEnd, StepExtension
 from quire.scheduler.core.plans import PlanBuilder
 from quire.scheduler.core.sequence import Sequence

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from quire.base import plugins
 from quire.base.errors import ConfigError
-from quire.base.kv_transfer import DIGEST_BYTES
 from quire.base.plugins import PluginKind, load_plugin
+from quire.base.settings.kv_transfer import DIGEST_BYTES
 from quire.kv.digest import BlockHash
 from quire.kv.pool import EvictionPolicy, MakeEviction
 from quire.scheduler.core.queue import Fifo, MakePolicy

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.base.media.item import items_before
 from quire.base.messages import (
     Fork,
     HeldRequest,
@@ -30,8 +29,9 @@ from quire.base.messages import (
     Rewind,
     without_prompt,
 )
-from quire.base.sampling_params import SamplingParams
-from quire.base.validation import check_kept
+from quire.base.requests.media_items import items_before
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import check_kept
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.core.arrivals import limit_of
 from quire.scheduler.core.extension import (

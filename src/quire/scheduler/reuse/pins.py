@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import Request, ResetPrefixCache, Unpin
+from quire.base.requests.validation import check_pin
 from quire.base.step_outputs import Finish
-from quire.base.validation import check_pin
 from quire.scheduler.core.arrivals import Arrivals
 from quire.scheduler.core.extension import CacheListener, Extension, Handler, StepEnd, StepExtension
 from quire.scheduler.core.lifecycle import Lifecycle

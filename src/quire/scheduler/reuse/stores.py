@@ -35,9 +35,9 @@ from quire.base.kv_orders import (
     Order,
     Remove,
 )
-from quire.base.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver
 from quire.base.messages import KeepCached, ResetPrefixCache
 from quire.base.plan import Plan
+from quire.base.settings.kv_transfer import COMPUTED, EVICTED, NOTHING, HandedOver
 from quire.kv.host_tier import HostTier, Name
 from quire.scheduler.core.extension import Extension, Handler, StepEnd, StepExtension
 from quire.scheduler.core.lifecycle import Lifecycle
@@ -75,8 +75,8 @@ class PendingLookup:
 
 class Stores(Extension, StepExtension):
     """num_stores: they are asked in the order of their numbers. kept: what they get
-    (base/kv_transfer.py). orders: where orders go. offers: what they get as soon as it is computed;
-    None if they get nothing."""
+    (base/settings/kv_transfer.py). orders: where orders go. offers: what they get as soon as it is
+    computed; None if they get nothing."""
 
     follows_steps = True
 

@@ -22,21 +22,21 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI
 
-from quire.base.config import ServerConfig
 from quire.base.errors import EngineDead, QuireError
+from quire.base.settings.config import ServerConfig
 from quire.engine.wire.child import NO_START, begin_child, collecting_rarely
 from quire.engine.wire.logs import print_error
-from quire.models.source import ModelSource, resolve_source
+from quire.models.checkpoint.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
+from quire.serve.api.bodies.reading import MAX_WIDE_BYTES
 from quire.serve.api.context import ApiContext
-from quire.serve.api.http import Listener, TextProtocol, TimedProtocol, report_loop_error
+from quire.serve.api.http.http import Listener, TextProtocol, TimedProtocol, report_loop_error
 from quire.serve.api.peers import Peers
-from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.api.several.front import ModelFront, share_context
 from quire.serve.api.several.link import ModelLink
-from quire.serve.children import READY
 from quire.serve.hooks import Hooks
+from quire.serve.processes.children import READY
 from quire.serve.rate_limits import RateLimits
 from quire.serve.several.messages import LOADED
 from quire.serve.several.served import ApiModel

@@ -4,31 +4,22 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from quire.base.version import QUIRE_VERSION
-from quire.serve.api import (
-    admin,
-    chat_completions,
-    completions,
-    embeddings,
-    live,
-    page,
-    prefixes,
-    scores,
-    sessions,
-    stream,
-    utility,
-)
-from quire.serve.api.auth import authorised
+from quire.serve.api import page, utility
 from quire.serve.api.batches import batches_routes, files_routes
 from quire.serve.api.batches.batches import Batches
+from quire.serve.api.bodies.open_body import IGNORED_HEADER
 from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
-from quire.serve.api.limits import BodyLimit, generating
+from quire.serve.api.http.auth import authorised
+from quire.serve.api.http.limits import BodyLimit, generating
+from quire.serve.api.http.middleware import REQUEST_ID_HEADER, HeadAsGet, RequestIds, TraceHeaders
+from quire.serve.api.http.origins import HostCheck, OriginCheck, checks_hosts
+from quire.serve.api.http.rate_gate import HEADERS, RateHeaders
 from quire.serve.api.messages import routes as messages
 from quire.serve.api.messages.errors import REQUEST_ID
-from quire.serve.api.middleware import REQUEST_ID_HEADER, HeadAsGet, RequestIds, TraceHeaders
-from quire.serve.api.open_body import IGNORED_HEADER
-from quire.serve.api.origins import HostCheck, OriginCheck, checks_hosts
-from quire.serve.api.rate_gate import HEADERS, RateHeaders
+from quire.serve.api.native import admin, live, prefixes, sessions, stream
+from quire.serve.api.openai import chat_completions, completions
+from quire.serve.api.pooling import embeddings, scores
 from quire.serve.api.responses import routes as responses
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import fastapi
 
-from quire.base.config import ServerConfig
+from quire.base.settings.config import ServerConfig
 from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import Renderer
+from quire.serve.api.bodies.reading import MODEL
 from quire.serve.api.peers import Peers
-from quire.serve.api.reading import MODEL
 from quire.serve.api.responses.state import Responses
 from quire.serve.api.several.all_models import AllModels
 from quire.serve.async_renderer import AsyncRenderer

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from quire.serve.api.bodies.open_body import OpenBody
 from quire.serve.api.context import ApiContext
 from quire.serve.api.messages import errors as messages
-from quire.serve.api.open_body import OpenBody
-from quire.serve.api.scores import NAMES
+from quire.serve.api.pooling.scores import NAMES
 
 Json = dict[str, Any]
 

@@ -10,10 +10,10 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from quire.base.errors import QuireError
+from quire.serve.api.bodies.open_body import add_guess, ignored_fields, naming_ignored
+from quire.serve.api.bodies.validation_errors import invalid_request
 from quire.serve.api.errors import ApiError, ApiHttpError, as_api_error, bad_request, error_response
 from quire.serve.api.messages.errors import is_messages, message_error_response
-from quire.serve.api.open_body import add_guess, ignored_fields, naming_ignored
-from quire.serve.api.validation_errors import invalid_request
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
 

@@ -18,10 +18,10 @@ from typing import Any, cast
 
 from quire.base.errors import EngineBusy, EngineDead, QuireError, RequestError
 from quire.base.messages import Request
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from quire.base.tenants import key_index
 from quire.engine.client.async_client import AsyncClient, ForwardingClient
-from quire.serve.api.rate_gate import too_many
+from quire.serve.api.http.rate_gate import too_many
 from quire.serve.rate_limits import RateLimits
 
 logger = logging.getLogger("quire")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.base.config import ServerConfig
-from quire.base.secrets import SecretUrl
+from quire.base.settings.config import ServerConfig
+from quire.base.settings.secrets import SecretUrl
 from quire.engine.client.async_client import AsyncClient
 from quire.serve.api.observed_client import Listener, ObservedClient, ObservedRequest
 from quire.serve.rate_limits import RateLimits

@@ -19,9 +19,9 @@ import h11
 from starlette.responses import Response
 from starlette.types import Scope
 
+from quire.serve.api.bodies.reading import BoundedRequest
 from quire.serve.api.errors import ApiError, request_id_of
-from quire.serve.api.reading import BoundedRequest
-from quire.serve.api.sse import ErrorEvent, start_stream, unless_disconnected
+from quire.serve.api.http.sse import ErrorEvent, start_stream, unless_disconnected
 
 PIECE_BYTES = 1 << 16
 RETRY_AFTER_S = 5

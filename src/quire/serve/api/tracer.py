@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from quire.base.secrets import SecretUrl
+from quire.base.settings.secrets import SecretUrl
 from quire.base.version import QUIRE_VERSION
 from quire.serve.api.observed_client import ObservedRequest
 

@@ -16,16 +16,16 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from quire.base.errors import EngineDead
 from quire.base.version import QUIRE_VERSION
-from quire.render.chat_template import ChatOptions
-from quire.serve.api.admin import is_admin
-from quire.serve.api.auth import has_key, reader_of, wrong_key
+from quire.render.templates.chat_template import ChatOptions
+from quire.serve.api.bodies.open_body import OpenBody
+from quire.serve.api.bodies.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
+from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.context import Api, ApiContext, knowing
 from quire.serve.api.document import document
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.open_body import OpenBody
-from quire.serve.api.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
-from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.rendering import (
+from quire.serve.api.http.auth import has_key, reader_of, wrong_key
+from quire.serve.api.native.admin import is_admin
+from quire.serve.api.openai.rendering import (
     MAX_CUT,
     check_model,
     decode,

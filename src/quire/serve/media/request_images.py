@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.base.errors import HOOK_FAILED, EngineBusy, HookFailed, RequestError
-from quire.base.media.server_media import ServerMedia
+from quire.base.settings.server_media import ServerMedia
 from quire.render.media.prepared import PreparedMedia
 from quire.serve.media.download import Downloads
 from quire.serve.media.parts import ImagePart, change_parts, error_at, take_images, wrong

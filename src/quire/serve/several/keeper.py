@@ -16,9 +16,8 @@ import msgspec
 from quire.base.errors import EngineError
 from quire.engine.wire.child import NO_START
 from quire.engine.wire.wire import READ_BYTES, Codec, Frames
-from quire.serve.children import Child
-from quire.serve.core_child import CoreChild
-from quire.serve.launch import END_S, FAILURE, StartFailure
+from quire.serve.processes.children import Child, CoreChild
+from quire.serve.processes.launch import END_S, FAILURE, StartFailure
 from quire.serve.several.messages import (
     DEAD,
     FAILED,

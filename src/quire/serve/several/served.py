@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from quire.base.config import EngineConfig, ModelConfig, ServerConfig
 from quire.base.errors import ConfigError, ModelError, QuireError, RequestError
-from quire.base.kv_events import parse_kv_events
-from quire.base.pooling import CLASSIFY
-from quire.base.pooling_spec import pooling_of
-from quire.base.secrets import KEY_VARIABLES
+from quire.base.requests.pooling import CLASSIFY
+from quire.base.settings.config import EngineConfig, ModelConfig, ServerConfig
+from quire.base.settings.kv_events import parse_kv_events
+from quire.base.settings.secrets import KEY_VARIABLES
 from quire.engine.start.preflight import check_before_loading, check_conversations
-from quire.models.source import ModelSource, resolve_source
+from quire.models.checkpoint.source import ModelSource, resolve_source
+from quire.spec.pooling_spec import pooling_of
 
 
 class ApiModel(msgspec.Struct, frozen=True):

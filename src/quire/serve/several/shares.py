@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.settings.config import EngineConfig
 from quire.engine.wire.spawn import start_child
 from quire.kv.sizing import MIB
 from quire.runner.memory_plan import (

@@ -13,18 +13,18 @@ from dataclasses import replace
 
 import msgspec
 
-from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory, QuireError
-from quire.base.model_spec import ModelSpec
-from quire.base.pooling_spec import with_pooling
+from quire.base.settings.config import AUTO_LENGTH, EngineConfig
 from quire.engine.wire.child import NO_START, begin_child
 from quire.engine.wire.logs import print_error
 from quire.kv.sizing import MIB, size_pools
+from quire.models.checkpoint.source import resolve_source
 from quire.models.registry import model_spec
-from quire.models.source import resolve_source
 from quire.runner.memory_plan import block_bytes_of, workspace_of
-from quire.runner.preview import free_and_total_bytes, preview_runner
+from quire.runner.setup.preview import free_and_total_bytes, preview_runner
 from quire.serve.several.shares import ModelNeeds, Needs
+from quire.spec.model_spec import ModelSpec
+from quire.spec.pooling_spec import with_pooling
 
 PRECISION = 1.05  # of one_sequence
 

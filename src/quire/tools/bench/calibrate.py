@@ -18,7 +18,7 @@ import numpy as np
 from quire.base.events import Event, Planned, Stepped
 from quire.base.messages import Request
 from quire.runner.memory_plan import block_bytes_of
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
 from quire.tools.bench.datasets import BenchRequest
 from quire.tools.bench.throughput import greedy
 from quire.tools.report import print_head

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from quire.base.events import Event, Planned
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.start.build import Engine
-from quire.models.formats import weight_formats
-from quire.serve.llm import LLM
+from quire.models.checkpoint.formats import weight_formats
+from quire.serve.python.llm import LLM
 from quire.tools.bench.datasets import BenchRequest, make_requests
 from quire.tools.bench.tokens import LocalTokens
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost

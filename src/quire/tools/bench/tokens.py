@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.models.source import TEXT_FILES, resolve_model
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import has_tokenizer, read_json
+from quire.models.checkpoint.source import TEXT_FILES, resolve_model
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.tokens.tokenizer_files import has_tokenizer, read_json
 from quire.tools.http_client import HttpClient, HttpError
 
 SAFE_VOCAB_SIZE = 1000

@@ -13,13 +13,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from quire.base.config_defaults import defaults_of
-from quire.base.config_fields import shown
 from quire.base.errors import ConfigError, ModelError
-from quire.base.model_spec import ModelSpec, parse_spec, read_config
-from quire.models.checkpoint import safetensors_shapes, weight_files
+from quire.models.checkpoint.files import safetensors_shapes, weight_files
 from quire.models.outline import outline
 from quire.models.registry import MODELS
+from quire.spec.config_defaults import defaults_of
+from quire.spec.config_fields import shown
+from quire.spec.model_spec import ModelSpec, parse_spec, read_config
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]

@@ -66,8 +66,8 @@ def model_file(checkpoint: Checkpoint, nearest: Nearest) -> str:
     text += ' Begun by `quire port`."""\n\n'
     text += "from dataclasses import replace\n\n"
     text += "from quire.base.errors import ModelError\n" if is_open else ""
-    text += "from quire.base.model_spec import ModelSpec\n"
-    text += "from quire.models.layers import ParamFactory\n"
+    text += "from quire.spec.model_spec import ModelSpec\n"
+    text += "from quire.models.parts.layers import ParamFactory\n"
     text += f"from {base.__module__} import {ours}\n\n"
     text += _open_lists(nearest) if is_open else "\n"
     said = "but for what is open above" if is_open else "under another name"
@@ -132,7 +132,7 @@ import torch
 import transformers
 from {module} import {name}
 
-from quire.base.config import config_from_flat
+from quire.base.settings.config import config_from_flat
 from quire.models.registry import MODELS
 from quire.tools.verify.report import WITHIN, lines
 from quire.tools.verify.verify import Asked, verify

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.messages import Control, Request
-from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 
 STOP, OTHER = 1, 2  # what a simulated row samples: the end of its sequence, or a word
 FIRST_WORD = 3  # the least id in a prompt

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.clock import FakeClock
-from quire.base.config import EngineConfig, public_settings
 from quire.base.errors import ConfigError
-from quire.base.model_spec import ModelSpec
-from quire.base.speculation import parse_speculation
+from quire.base.settings.config import EngineConfig, public_settings
+from quire.base.settings.speculation import parse_speculation
 from quire.engine.attachments.queue_limit import QueueLimit
 from quire.engine.attachments.recorder import Recorder, check_recordable
 from quire.kv.digest import BlockHash
 from quire.kv.manager import KVManager
-from quire.ops.threads import num_threads
+from quire.ops.host.threads import num_threads
 from quire.runner.memory_plan import block_bytes_of, host_tier_limits
-from quire.runner.step_size import StepBudget, first_budget
+from quire.runner.setup.step_size import StepBudget, first_budget
 from quire.scheduler.core.memory import Memory
 from quire.scheduler.core.names import Digester
 from quire.scheduler.policy.policies import make_block_hash, make_eviction, make_policy
 from quire.scheduler.scheduler import Scheduler
+from quire.spec.model_spec import ModelSpec
 from quire.tools.devices import CPU
 from quire.tools.fit import Fit
 from quire.tools.simulate.replica import Replica, VirtualStores

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.base.clock import FakeClock
-from quire.base.config import EngineConfig
-from quire.models.source import ModelSource
+from quire.base.settings.config import EngineConfig
+from quire.models.checkpoint.source import ModelSource
 from quire.tools.bench.bar import Bar
 from quire.tools.bench.load import Load
 from quire.tools.bench.wanted import Wanted

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
-from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.models.formats import weight_formats
+from quire.models.checkpoint.formats import weight_formats
 from quire.runner.memory_plan import block_bytes_of
+from quire.spec.cache_group import STATE
+from quire.spec.model_spec import DTYPE_BYTES, ModelSpec
 from quire.tools.devices import CPU, SPEEDS, Speed
 from quire.tools.fit import Fit
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost

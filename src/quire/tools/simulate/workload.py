@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quire.base.config import ModelConfig
+from quire.base.settings.config import ModelConfig
 from quire.tools.bench.datasets import BenchRequest, make_requests
 from quire.tools.bench.load import Load
 from quire.tools.bench.tokens import LocalTokens

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from quire.base.model_spec import TRANSFORMERS, ModelSpec
-from quire.ops.program import Untraceable
+from quire.ops.trace.program import Untraceable
 from quire.runner.native_program import trace as trace_operations
+from quire.spec.model_spec import TRANSFORMERS, ModelSpec
 from quire.tools.verify.paged import Chunks, Paging, run_paged
 from quire.tools.verify.precision import WholePrecision
 from quire.tools.verify.watch import Trace, Watcher

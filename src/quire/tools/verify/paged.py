@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.base.cache_group import STATE, CacheGroup
-from quire.base.model_spec import ModelSpec
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.cpu import CpuBackend
@@ -23,6 +21,8 @@ from quire.ops.attention.select import make_backend
 from quire.ops.attention_inputs import AttentionStep, Int32
 from quire.ops.collective import ALONE, RankGroup
 from quire.runner.native_model import NativeModel
+from quire.spec.cache_group import STATE, CacheGroup
+from quire.spec.model_spec import ModelSpec
 
 CPU = torch.device("cpu")
 Chunks = Sequence[Sequence[int]]  # of each sequence, its tokens in step 0, 1, ...; 0 is none

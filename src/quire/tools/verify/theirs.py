@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from quire.base.errors import MissingDependency, ModelError
-from quire.base.model_spec import TRANSFORMERS, ModelSpec
 from quire.models.hf.configs import EXTRA, is_available
+from quire.spec.model_spec import TRANSFORMERS, ModelSpec
 from quire.tools.verify.precision import WholePrecision
 from quire.tools.verify.watch import Trace, Watcher
 

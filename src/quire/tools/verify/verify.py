@@ -1,10 +1,10 @@
-"""Compares a model here with the same weights in transformers' class, in every way to compute it.
+"""Compare a model here with the same weights in transformers' class, in every way to compute it.
 
-transformers goes first and is given back before ours is loaded, so that one copy at a time is in
+transformers goes first and is unloaded before ours is loaded, so that one copy at a time is in
 memory; two, where it must be given our numbers because it cannot read the files (a GGUF file, dummy
 weights). All but the formats that round on purpose must be equal within the rounding of the dtype.
 Those are compared with their own dequantised numbers, so that a wrong product is told from a coarse
-format.
+format. The report says versions, machine, model and settings.
 """
 
 import dataclasses
@@ -13,29 +13,37 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
 
-from quire.base.config import EngineConfig, ModelConfig, flat_settings
 from quire.base.errors import ConfigError, ModelError, OutOfMemory, QuireError
-from quire.base.gguf import is_gguf
-from quire.base.model_spec import ModelSpec
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.settings.config import EngineConfig, ModelConfig, flat_settings, public_settings
+from quire.base.version import QUIRE_VERSION
 from quire.engine.start.text import build_text_side
-from quire.models.assembly import empty_model
-from quire.models.checkpoint import weight_files
-from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weight_formats
-from quire.models.loading import LoadOptions, check_files, formats_of_file, load_model
-from quire.models.packing import planned_bytes
+from quire.models.checkpoint.files import weight_files
+from quire.models.checkpoint.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weight_formats
+from quire.models.checkpoint.source import (
+    ModelSource,
+    load_format_of,
+    resolve_model,
+    resolve_source,
+)
+from quire.models.load.assembly import empty_model
+from quire.models.load.loading import LoadOptions, check_files, formats_of_file, load_model
+from quire.models.load.packing import planned_bytes
 from quire.models.registry import model_spec
-from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
-from quire.ops.native import core
-from quire.ops.program import Untraceable
+from quire.ops.host.native import core
+from quire.ops.trace.program import Untraceable
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import choose_dtype
 from quire.runner.memory_plan import available_cpu_bytes
-from quire.serve.llm import LLM
+from quire.serve.python.llm import LLM
+from quire.spec.gguf.container import is_gguf
+from quire.spec.model_spec import ModelSpec
+from quire.tools.report import machine_facts
 from quire.tools.verify.compare import (
     BOUNDS,
     LOSSY,
@@ -43,13 +51,50 @@ from quire.tools.verify.compare import (
     differences,
     tokens_chosen,
 )
-from quire.tools.verify.facts import facts_of
 from quire.tools.verify.ours import AT_ONCE, BESIDE_OTHERS, WAYS, runs_in_one_call, trace, way
 from quire.tools.verify.paged import CPU, Paging
 from quire.tools.verify.report import Report, Run
 from quire.tools.verify.theirs import Reference, Tensors, Theirs, check_transformers
 from quire.tools.verify.watch import LOGITS, Trace
 from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "triton")
+SIZES = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+DIGITS = 16  # of the config's digest
+
+
+def facts_of(
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, reference_dtype: str
+) -> dict[str, dict[str, Any]]:
+    """Collect them by section and name."""
+    sizes = {name: getattr(spec, name) for name in SIZES}
+    return {
+        "versions": {"quire": QUIRE_VERSION, **{name: _version(name) for name in PACKAGES}},
+        "machine": machine_facts(),
+        "model": {
+            "name": source.name,
+            "type": spec.model_type,
+            "class of": spec.implementation,
+            **sizes,
+            "config": spec.identity[:DIGITS],
+            "reference": f"transformers in {reference_dtype}, eager attention",
+        },
+        "settings": _given(config),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _given(config: EngineConfig) -> dict[str, Any]:
+    """Return the settings that are not the defaults."""
+    defaults, given = public_settings(EngineConfig()), public_settings(config)
+    return {name: value for name, value in given.items() if value != defaults[name]}
+
 
 TRANSFORMERS, DEQUANTISED = "transformers", "the dequantised weights"
 PLAIN, AS_STORED = "plain", "as in the file"

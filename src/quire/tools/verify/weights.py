@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from quire.base.errors import ConfigError
-from quire.models.experts import ExpertLinear
-from quire.models.layers import Layer, set_weight
-from quire.models.sources import Source
-from quire.ops.gpu_weights import GPUWeight
+from quire.models.checkpoint.sources import Source
+from quire.models.parts.experts import ExpertLinear
+from quire.models.parts.layers import Layer, set_weight
 from quire.ops.linear import linear
-from quire.ops.opaque import OpaqueWeight
-from quire.ops.packed import PackedParts, PackedWeight
+from quire.ops.weights.gpu_weights import GPUWeight
+from quire.ops.weights.opaque import OpaqueWeight
+from quire.ops.weights.packed import PackedParts, PackedWeight
 
 AT_ONCE = 1024  # inputs
 LARGEST_INT8 = 127.0

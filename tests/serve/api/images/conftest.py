@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig
 from quire.base.messages import Request
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
+from quire.base.settings.config import ServerConfig
 from quire.engine.client.requests import RequestMaker
 from quire.engine.start.build import Engine
 from quire.render.media.media_renderer import MediaRenderer

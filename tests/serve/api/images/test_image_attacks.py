@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from quire.base.config import ServerConfig
 from quire.base.errors import EngineBusy
+from quire.base.settings.config import ServerConfig
 from quire.render.media.prepared import PreparedMedia
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from quire.base.hooks import HookRequest
-from quire.base.media.item import MediaItem
 from quire.base.messages import HeldRequest
+from quire.base.requests.hooks import HookRequest
+from quire.base.requests.media_items import MediaItem
 from quire.serve.api.app import create_app
 from quire.serve.hooks import Hooks
 from tests.serve.api.images.conftest import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from quire.render.chat_template import ChatOptions
+from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.errors import ApiError
 from quire.serve.api.responses.as_chat import chat_tools
 from quire.serve.api.responses.conversation import messages_of

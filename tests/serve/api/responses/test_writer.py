@@ -1,6 +1,6 @@
 """The order of events, of answers that reason, talk and call, wherever their text is cut.
 
-Covers `serve/api/responses/output_item.py`.
+Covers `serve/api/responses/writer.py`.
 """
 
 from collections.abc import Collection

@@ -9,8 +9,8 @@ import pytest
 
 from quire.base.errors import EngineDead, RequestError
 from quire.base.messages import Ready, Request
-from quire.base.outputs import RequestOutput
-from quire.base.sampling_params import SamplingParams
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.sampling_params import SamplingParams
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.fleet import CoreClient
 from quire.serve.api.several.all_models import AllModels

@@ -17,13 +17,13 @@ import subprocess
 import msgspec
 
 from quire.base import errors
-from quire.base.config import EngineConfig
 from quire.base.errors import EngineError, MissingDependency, QuireError
+from quire.base.settings.config import EngineConfig
 from quire.engine.ranks.dial_in import Address
 from quire.engine.ranks.rank_set import END_S
 from quire.engine.wire.spawn import end_child, start_child
 from quire.engine.wire.wire import Codec, Stream
-from quire.ops.threads import wanted_threads
+from quire.ops.host.threads import wanted_threads
 
 MOST_BYTES = 1 << 20
 START_S = 60.0  # for actors to start and connect, once there is room for them

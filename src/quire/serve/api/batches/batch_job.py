@@ -19,12 +19,11 @@ from quire.serve.api.batches.batch_store import (
     BatchStore,
     LineFault,
 )
-from quire.serve.api.batches.directory import NO_ROOM, make_id
+from quire.serve.api.batches.directory import NO_ROOM, key_of_owner, make_id
 from quire.serve.api.batches.file_store import DATA, FILE, FileRecord, FileStore
 from quire.serve.api.batches.input_index import InputIndex, ReadingStopped
 from quire.serve.api.batches.journal import Journal
 from quire.serve.api.batches.line_runner import LineOptions, LineRunner
-from quire.serve.api.batches.owners import key_of_owner
 from quire.serve.api.batches.slots import Slots
 from quire.serve.api.context import ApiContext
 

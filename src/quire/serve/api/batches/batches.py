@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from quire.base.config import ServerConfig
 from quire.base.errors import EngineDead
+from quire.base.settings.config import ServerConfig
 from quire.serve.api.batches.batch_job import BatchJob, Workplace
 from quire.serve.api.batches.batch_store import BatchRecord, BatchStore
 from quire.serve.api.batches.directory import FilesDirectory

@@ -17,15 +17,14 @@ from quire.serve.api.batches.batch_store import (
     new_batch_id,
 )
 from quire.serve.api.batches.batches import Batches
+from quire.serve.api.batches.directory import owner_of, page, seen_by
 from quire.serve.api.batches.files_routes import LEAST_S, MOST_S, Kept
-from quire.serve.api.batches.owners import owner_of, seen_by
-from quire.serve.api.batches.pages import page
+from quire.serve.api.bodies.open_body import OpenBody
+from quire.serve.api.bodies.protocol import Label, at_most
+from quire.serve.api.bodies.reading import BoundedRoute
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import Api
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.open_body import OpenBody
-from quire.serve.api.protocol import Label, at_most
-from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.validation_errors import shown
 
 router = APIRouter(route_class=BoundedRoute)
 

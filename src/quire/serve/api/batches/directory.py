@@ -1,31 +1,37 @@
-"""The directory of files and batches: names, room, and writes that are there wholly or not at all.
+"""The directory of files and batches: names, room, owners, pages of lists, and whole writes.
 
     file-ID.json   what a file is        batch_ID.json    what a batch is, and how far
     file-ID.data   its contents          batch_ID.output  answers so far; a file in the end
     file-ID.part   an upload under way   batch_ID.failed  lines that failed so far, likewise
-    room.lock      who counts bytes      batch_ID.cancel  the batch is asked to end
+    room.lock      who counts bytes      batch_ID.cancel  the batch is requested to end
     runner.lock    who runs batches
 
 All API processes of a server work on it, and see what the others do. An id begins with the time at
-which it was made, so that names are sorted by age.
+which it was made, so that names are sorted by age. Lists come in pages, as OpenAI's: `after` is the
+last id of the page before. The owner of a file is its key's digest, so no file shows the key.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.types import Scope
 
-from quire.base.durable import replace_file
 from quire.base.errors import ConfigError, RequestError
+from quire.base.files import replace_file
 from quire.engine.wire.wire import NO_RESOURCES
+from quire.serve.api.bodies.validation_errors import shown
+from quire.serve.api.errors import bad_request
+from quire.serve.api.http.auth import key_of
 
 logger = logging.getLogger("quire")
 
@@ -157,3 +163,53 @@ def make_id(prefix: str) -> str:
 def is_id(text: str, prefix: str) -> bool:
     """Tell whether a text may be an id, and so be made part of a path."""
     return text.startswith(prefix) and ID.fullmatch(text) is not None
+
+
+def page(
+    items: list[dict[str, Any]], limit: int, after: str | None, order: str = "desc"
+) -> dict[str, Any]:
+    """Return a page. items: oldest first. Raise ApiError if none has the id `after`."""
+    ordered = items if order == "asc" else items[::-1]
+    begin = 0
+    if after is not None:
+        places = [number for number, item in enumerate(ordered, 1) if item["id"] == after]
+        if not places:
+            raise bad_request(f"after must be an id of this list, got {shown(after)}.", "after")
+        begin = places[0]
+    found = ordered[begin : begin + limit]
+    return {
+        "object": "list",
+        "data": found,
+        "first_id": found[0]["id"] if found else None,
+        "last_id": found[-1]["id"] if found else None,
+        "has_more": begin + limit < len(ordered),
+    }
+
+
+DIGEST_CHARS = 32
+
+
+def owner_of(scope: Scope, keys: Sequence[str]) -> str:
+    """Return whose what a request makes is; empty on a server without keys."""
+    key = key_of(scope, keys)
+    return "" if key is None else _digest(key)
+
+
+def seen_by(scope: Scope, keys: Sequence[str]) -> str | None:
+    """Return whose files and batches a caller sees: a key its own; without keys, None is all."""
+    return owner_of(scope, keys) if keys else None
+
+
+def key_of_owner(owner: str, keys: Iterable[str]) -> tuple[str | None, bool]:
+    """Return the key of an owner, if it has one, and whether the server still takes it."""
+    given = list(keys)
+    if not given:
+        return None, True
+    for key in given:
+        if _digest(key) == owner:
+            return key, True
+    return None, False
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(b"quire's files of key " + key.encode()).hexdigest()[:DIGEST_CHARS]

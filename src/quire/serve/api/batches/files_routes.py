@@ -13,15 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from quire.base.errors import RequestError
 from quire.serve.api.batches.batches import Batches
-from quire.serve.api.batches.directory import NO_ROOM
+from quire.serve.api.batches.directory import NO_ROOM, owner_of, page, seen_by
 from quire.serve.api.batches.file_store import DATA, MAX_FILES, FileRecord, Upload
-from quire.serve.api.batches.owners import owner_of, seen_by
-from quire.serve.api.batches.pages import page
 from quire.serve.api.batches.upload_form import UploadForm
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import Api
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.sse import CLIENT_CLOSED
-from quire.serve.api.validation_errors import shown
+from quire.serve.api.http.sse import CLIENT_CLOSED
 
 router = APIRouter()
 

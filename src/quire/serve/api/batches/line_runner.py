@@ -27,7 +27,7 @@ from quire.serve.api.batches.lines import (
 )
 from quire.serve.api.batches.slots import Slots
 from quire.serve.api.batches.tally import Tally
-from quire.serve.api.reading import ON_LOOP_BYTES
+from quire.serve.api.bodies.reading import ON_LOOP_BYTES
 
 UNAVAILABLE = (429, 503)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
+from quire.serve.api.bodies.reading import read_json
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import ApiError
-from quire.serve.api.reading import read_json
-from quire.serve.api.validation_errors import shown
 
 ID_PREFIX = "batch_req_"
 ID_BYTES = 16

@@ -3,6 +3,8 @@
 from typing import Any
 
 from quire.render.answers.format import AnswerFormat
+from quire.serve.api.bodies.protocol import ChatCompletionRequest
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import bad_request
 from quire.serve.api.messages.conversation import chat_messages, goes_on
 from quire.serve.api.messages.protocol import (
@@ -12,8 +14,6 @@ from quire.serve.api.messages.protocol import (
     Thinking,
     ToolChoice,
 )
-from quire.serve.api.protocol import ChatCompletionRequest
-from quire.serve.api.validation_errors import shown
 
 Json = dict[str, Any]
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.validation_errors import shown
 from quire.serve.media.parts import ImagePart, read_block
 
 Json = dict[str, Any]

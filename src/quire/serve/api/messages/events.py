@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.base.hooks import CONTENT_FILTER
-from quire.render.call_arguments import arguments_object
-from quire.serve.api.answers import UsageCounter
+from quire.base.requests.hooks import CONTENT_FILTER
+from quire.render.templates.conversation import arguments_object
+from quire.serve.api.openai.answers import UsageCounter
 
 Json = dict[str, Any]
 

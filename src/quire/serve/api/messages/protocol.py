@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from quire.serve.api.open_body import OpenBody, unsupported
-from quire.serve.api.protocol import (
+from quire.serve.api.bodies.open_body import OpenBody, unsupported
+from quire.serve.api.bodies.protocol import (
     INT32,
     MAX_FORMAT_FIELDS,
     MAX_MESSAGES,

@@ -8,10 +8,12 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
-from quire.serve.api.answers import Answer
-from quire.serve.api.chat_completions import ChatJob, chat_choices, count_chat, make_chat_job
+from quire.serve.api.bodies.open_body import check_neutral
+from quire.serve.api.bodies.reading import BoundedRoute
+from quire.serve.api.bodies.structured import with_warnings
 from quire.serve.api.context import Api, knowing, new_id
 from quire.serve.api.errors import request_id_of
+from quire.serve.api.http.sse import encode, start_stream, unless_disconnected
 from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
 from quire.serve.api.messages.errors import REQUEST_ID, message_error_event
 from quire.serve.api.messages.events import MessageEvents, message_of
@@ -20,11 +22,9 @@ from quire.serve.api.messages.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
-from quire.serve.api.open_body import check_neutral
-from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.rendering import check_generates, check_model
-from quire.serve.api.sse import encode, start_stream, unless_disconnected
-from quire.serve.api.structured import with_warnings
+from quire.serve.api.openai.answers import Answer
+from quire.serve.api.openai.chat_completions import ChatJob, chat_choices, count_chat, make_chat_job
+from quire.serve.api.openai.rendering import check_generates, check_model
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.base.errors import EngineBusy, RequestError
+from quire.serve.api.bodies.protocol import ChatCompletionRequest
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import ApiError, as_api_error, bad_request
-from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.custom_tools import custom_function
-from quire.serve.api.validation_errors import shown
 
 Json = dict[str, Any]
 

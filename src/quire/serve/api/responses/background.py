@@ -6,7 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 from quire.serve.api.errors import as_api_error
-from quire.serve.api.sse import encode
+from quire.serve.api.http.sse import encode
 
 Json = dict[str, Any]
 Pieces = AsyncGenerator[list[Json], None]

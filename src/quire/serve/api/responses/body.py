@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from quire.serve.api.open_body import unsupported
-from quire.serve.api.protocol import (
+from quire.serve.api.bodies.open_body import unsupported
+from quire.serve.api.bodies.protocol import (
     MAX_FORMAT_FIELDS,
     MAX_MESSAGES,
     MAX_SALT_CHARS,

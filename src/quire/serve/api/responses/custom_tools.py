@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.render.call_arguments import arguments_object
+from quire.render.templates.conversation import arguments_object
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import bad_request
-from quire.serve.api.validation_errors import shown
 
 Json = dict[str, Any]
 

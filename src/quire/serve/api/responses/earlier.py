@@ -5,14 +5,14 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
-from quire.serve.api.auth import reader_of
-from quire.serve.api.chat_completions import Continued
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
+from quire.serve.api.http.auth import reader_of
+from quire.serve.api.openai.chat_completions import Continued
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.conversation import messages_of
 from quire.serve.api.responses.store import Stored
-from quire.serve.api.validation_errors import shown
 
 Json = dict[str, Any]
 PREVIOUS = "previous_response_id"

@@ -7,8 +7,8 @@ left out. Errors name the item.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.validation_errors import shown
 from quire.serve.media.parts import read_part
 
 Json = dict[str, Any]

@@ -8,19 +8,19 @@ import msgspec
 from fastapi import APIRouter, Depends, Query
 from starlette.responses import Response
 
-from quire.serve.api.auth import has_key
+from quire.serve.api.bodies.reading import BoundedRoute
+from quire.serve.api.bodies.structured import with_warnings
+from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, bad_request, request_id_of
-from quire.serve.api.limits import generating
-from quire.serve.api.reading import BoundedRoute
+from quire.serve.api.http.auth import has_key
+from quire.serve.api.http.limits import generating
+from quire.serve.api.http.sse import Events, encode, start_stream, unless_disconnected
 from quire.serve.api.responses.background import RunningResponse, error_event
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.state import process_of
 from quire.serve.api.responses.store import Stored
 from quire.serve.api.responses.turn import make_turn, owner_of
-from quire.serve.api.sse import Events, encode, start_stream, unless_disconnected
-from quire.serve.api.structured import with_warnings
-from quire.serve.api.validation_errors import shown
 
 MAX_ITEMS = 100
 

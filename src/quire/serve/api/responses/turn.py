@@ -11,16 +11,16 @@ from typing import Any
 from starlette.types import Scope
 
 from quire.base.errors import RequestError
-from quire.serve.api.answers import Answer, usage_json
-from quire.serve.api.auth import reader_of
-from quire.serve.api.chat_choice import ChatChoice
-from quire.serve.api.chat_completions import ChatJob, chat_choices, make_chat_job
+from quire.serve.api.bodies.open_body import check_neutral
+from quire.serve.api.bodies.protocol import MAX_MESSAGES
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.limits import open_request
-from quire.serve.api.open_body import check_neutral
-from quire.serve.api.protocol import MAX_MESSAGES
-from quire.serve.api.rendering import check_model
+from quire.serve.api.http.auth import reader_of
+from quire.serve.api.http.limits import open_request
+from quire.serve.api.openai.answers import Answer, usage_json
+from quire.serve.api.openai.chat_choice import ChatChoice
+from quire.serve.api.openai.chat_completions import ChatJob, chat_choices, make_chat_job
+from quire.serve.api.openai.rendering import check_model
 from quire.serve.api.responses.as_chat import chat_body, in_own_words
 from quire.serve.api.responses.background import RunningResponse, error_json, event
 from quire.serve.api.responses.body import ResponsesRequest

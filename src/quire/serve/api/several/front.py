@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.base.config import ServerConfig
+from quire.base.settings.config import ServerConfig
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.client.fleet import CoreClient, client_of
 from quire.engine.start.text import TextSide, build_text_side
-from quire.models.source import ModelSource
+from quire.models.checkpoint.source import ModelSource
 from quire.serve.api.context import ApiContext
 from quire.serve.api.observers import Observers
 from quire.serve.api.several.all_models import AllModels

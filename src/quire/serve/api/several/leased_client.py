@@ -12,7 +12,7 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import EngineDead, RequestError
 from quire.base.live import LiveFrame
 from quire.base.messages import AskCancel, HeldRequest, PinnedPrefix, Request
-from quire.base.outputs import RequestOutput
+from quire.base.requests.outputs import RequestOutput
 from quire.engine.client.async_client import ForwardingClient
 from quire.engine.client.fleet import CoreClient
 from quire.engine.client.output import ABORTED, OpenRequest

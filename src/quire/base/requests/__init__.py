@@ -1,0 +1,1 @@
+"""Requests and what they return: parameters, media items, outputs and their validation."""

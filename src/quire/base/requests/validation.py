@@ -1,0 +1,316 @@
+"""Validation of requests: the same code in the client, who shows the error, and in the core."""
+
+import array
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.base.clock import duration_rule, is_duration
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
+from quire.base.messages import Draft, HeldRequest, Request
+from quire.base.requests.media_items import items_before
+from quire.base.requests.pooling import plain_id
+from quire.base.requests.sampling_params import SamplingParams, processor_name
+
+MAX_CACHE_SALT = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_TENANT = 256
+MAX_KEEP_S = 86400
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What an engine can serve. max_logprobs -1 is no limit.
+
+    max_num_seqs: its rows, so a request of more sequences could never run as a whole.
+    logits_processors: names that requests may ask for. takes_functions: they may bring their own.
+    pools: it serves requests that pool, and no others. tells_texts: see PoolingSpec.
+    takes_grammars: requests may constrain their output.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    max_num_seqs: int
+    logits_processors: tuple[str, ...] = ()
+    takes_functions: bool = True
+    pools: bool = False
+    tells_texts: bool = False
+    takes_grammars: bool = False
+
+    def known_part(self, draft: Draft) -> Draft:
+        """Return a draft up to the first guess that is no token of the vocabulary."""
+        guesses, size = draft.token_ids, self.vocab_size
+        if min(guesses, default=0) >= 0 and max(guesses, default=0) < size:
+            return draft
+        num = next(i for i, token_id in enumerate(guesses) if not 0 <= token_id < size)
+        return msgspec.structs.replace(draft, token_ids=guesses[:num])
+
+    def check(self, request: Request, num_known: int = 0) -> None:
+        """Raise RequestError for what this engine can never serve. num_known: tokens that the
+        prompt begins with and that are in the vocabulary for sure."""
+        params = request.params
+        params.check_samples()
+        self._check_kind(request)
+        if request.grammar and not self.takes_grammars:
+            raise RequestError(
+                "structured output is disabled on this engine; remove response_format or"
+                " structured_outputs."
+            )
+        if request.is_open:
+            check_open(params)
+        if request.pin_s is not None:
+            check_pin(request)
+        if request.keep_s or request.fork is not None:
+            check_kept(request, request.keep_s)
+        name = _width_field(params)
+        if params.num_samples > self.max_num_seqs:
+            raise RequestError(
+                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs};"
+                " request fewer or raise max_num_seqs.",
+                name,
+            )
+        self._check_prompt(request.prompt_token_ids, num_known)
+        params.check_vocab(self.vocab_size)
+        _check_named_in_prompt(request)
+        if params.use_beam_search:
+            self._check_beams(request)
+        self._check_processors(params)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_logprobs(name, getattr(params, name), self.max_logprobs)
+        if len(request.cache_salt) > MAX_CACHE_SALT:
+            raise RequestError(
+                f"cache_salt is longer than {MAX_CACHE_SALT} characters.", "cache_salt"
+            )
+        if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(f"more than {MAX_STOP_TOKEN_IDS} stop token ids.")
+        if len(request.tenant) > MAX_TENANT:
+            raise RequestError(f"tenant is longer than {MAX_TENANT} characters.", "tenant")
+        if not is_duration(request.timeout_s):
+            rule = duration_rule("for none")
+            message = f"timeout_s must be {rule}, got {request.timeout_s!r}."
+            raise RequestError(message, "timeout_s")
+        if not 0 <= request.received_s < math.inf:
+            raise RequestError(
+                "received_s must be a time of this machine's monotonic clock, or 0 if unknown, got"
+                f" {request.received_s!r}.",
+                "received_s",
+            )
+
+    def _check_kind(self, request: Request) -> None:
+        if request.pools and not self.pools:
+            raise RequestError(
+                "this engine generates text, and returns no embeddings, scores or classes. Start an"
+                " engine with a pooling model, or with runner='pooling' (--runner pooling).",
+                code=WRONG_RUNNER,
+            )
+        if self.pools and not request.pools:
+            raise gives_no_text()
+
+    def check_piece(self, token_ids: list[int], num_before: int) -> None:
+        """Raise RequestError for a piece that a prompt of num_before tokens cannot take in."""
+        if token_ids:
+            check_vocabulary(token_ids, self.vocab_size)
+        if num_before + len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt would grow to {num_before + len(token_ids)} tokens; the maximum is"
+                f" max_model_len - 1 = {self.max_model_len - 1}. Send fewer tokens or raise"
+                " max_model_len."
+            )
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        for asked in params.logits_processors or ():
+            name, field = processor_name(asked), "logits_processors"
+            if name is None and not self.takes_functions:
+                raise RequestError(
+                    "a Python function cannot be sent to an engine in another process; install it"
+                    " as a package, and give its name (docs/extend/README.md).", field,
+                )  # fmt: skip
+            if name is not None and name not in self.logits_processors:
+                known = ", ".join(self.logits_processors) or "none"
+                raise RequestError(
+                    f"there is no logits processor {name!r}; the setting logits_processors of the"
+                    f" engine allows: {known}.", field,
+                )  # fmt: skip
+
+    def _check_beams(self, request: Request) -> None:
+        """Every beam must be able to go on as another text than all others, also if each token that
+        may stop it comes first."""
+        stops = {token for token in request.stop_token_ids if token < self.vocab_size}
+        num_others, num_beams = self.vocab_size - len(stops), request.params.num_samples
+        if num_beams > num_others:
+            name = _width_field(request.params)
+            raise RequestError(
+                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that"
+                " do not stop a beam; request fewer beams or give fewer stop_token_ids.",
+                name,
+            )
+
+    def _check_prompt(self, prompt: list[int], num_known: int) -> None:
+        if self.pools:
+            if not 1 <= len(prompt) <= self.max_model_len:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len ="
+                    f" {self.max_model_len}. Shorten it, or truncate it with"
+                    " truncate_prompt_tokens=-1.",
+                    code=CONTEXT_LENGTH_EXCEEDED if prompt else None,
+                )
+        elif not 1 <= len(prompt) < self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len - 1 ="
+                f" {self.max_model_len - 1}. Shorten it or raise max_model_len."
+            )
+        if self.tells_texts:
+            prompt = list(map(plain_id, prompt))
+        if len(prompt) > num_known:
+            check_vocabulary(prompt[num_known:] if num_known else prompt, self.vocab_size)
+
+
+def gives_no_text() -> RequestError:
+    """Return the error of a request for text to an engine that pools."""
+    return RequestError(
+        "this engine returns embeddings, scores or classes, and generates no text. Start an engine"
+        " with runner='generate' (--runner generate) if the model can generate.",
+        code=WRONG_RUNNER,
+    )
+
+
+def check_open(params: SamplingParams) -> None:
+    """Raise RequestError if a prompt with these parameters cannot come in pieces."""
+    if params.num_samples > 1 or params.use_beam_search:
+        raise RequestError(
+            "a prompt sent in pieces has one output; remove n, best_of and beam search."
+        )
+    if params.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs is not possible for a prompt sent in pieces; remove it."
+        )
+    if params.truncate_prompt_tokens is not None:
+        raise RequestError(
+            "truncate_prompt_tokens is not possible for a prompt sent in pieces; remove it.",
+            "truncate_prompt_tokens",
+        )
+
+
+def check_pin(request: Request) -> None:
+    """Raise RequestError if a request cannot be one to pin a prefix."""
+    params, pin_s = request.params, request.pin_s
+    if pin_s is None or not is_duration(pin_s):
+        rule = duration_rule("to keep the prefix")
+        raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.", "ttl_s")
+    if not 0 < request.pin_share <= 1:
+        raise RequestError(f"pin_share must be above 0 and at most 1, got {request.pin_share}.")
+    if request.is_open or params.num_samples > 1 or params.use_beam_search:
+        raise RequestError(
+            "a pinned prefix is one whole prompt; remove n, best_of and beam search."
+        )
+    if request.grammar:
+        raise RequestError("a pinned prefix has no output; remove the grammar.")
+    if params.prompt_logprobs is not None:
+        raise RequestError("a pinned prefix returns no prompt_logprobs; remove it.")
+
+
+def check_kept(request: Request, keep_s: float) -> None:
+    """Raise RequestError if a request cannot be held when it has ended, or cannot be a fork."""
+    params, fork = request.params, request.fork
+    if not 0 <= keep_s <= MAX_KEEP_S:
+        raise RequestError(
+            f"keep_s must be a number of seconds from 0 (not retained) to {MAX_KEEP_S}, a day, got"
+            f" {keep_s!r}.",
+            "keep_s",
+        )
+    if request.pin_s is not None or request.pools:
+        raise RequestError("only generated sequences can be retained or forked; remove keep_s.")
+    if keep_s and (params.use_beam_search or params.is_ranked):
+        raise RequestError(
+            "keep_s is not possible with beam search or best_of, which drop sequences; remove one"
+            " of them.",
+            "keep_s",
+        )
+    if fork is None:
+        return
+    if not 1 <= fork.num_tokens <= len(request.prompt_token_ids):
+        raise RequestError(
+            f"a fork at token {fork.num_tokens} cannot begin a prompt of"
+            f" {len(request.prompt_token_ids)} tokens."
+        )
+    if fork.takes_over and params.num_samples > 1:
+        raise RequestError("a fork with n above 1 cannot replace its source; set n to 1.")
+
+
+def check_fork(request: Request, sources: list[HeldRequest]) -> int:
+    """Raise RequestError unless a fork begins with the tokens of its source. sources: the source,
+    or none, and then the fork is computed like any other prompt, unless it needs the source's media
+    items. Return the number of shared tokens, which are known to be in the vocabulary."""
+    fork, num_items = request.fork, 0
+    if fork is None:
+        return 0
+    for source in sources:
+        if fork.num_tokens > source.num_tokens or not _begins(request, source.tokens):
+            raise RequestError(
+                f"the prompt does not begin with the first {fork.num_tokens} tokens of request"
+                f" {fork.request_id!r}; it may have been rewound. Get its tokens again."
+            )
+        num_items = len(items_before(source.media, fork.num_tokens))
+        for name in ("cache_salt", "adapter_id"):
+            if getattr(request, name) != getattr(source, name):
+                raise RequestError(
+                    f"{name} must be the same as that of the source of the fork.", name
+                )
+    if num_items < fork.num_items:
+        raise RequestError(
+            f"request {fork.request_id!r} no longer has the {fork.num_items} images and videos"
+            f" among its first {fork.num_tokens} tokens; send the whole prompt with its images."
+        )
+    return fork.num_tokens if sources else 0
+
+
+def _begins(request: Request, tokens: bytes) -> bool:
+    """Tell whether the tokens that a fork shares are the first of these (int32)."""
+    assert request.fork is not None, "it is not a fork"
+    try:
+        begins = array.array("i", request.prompt_token_ids[: request.fork.num_tokens])
+    except OverflowError:
+        return False
+    return tokens.startswith(begins.tobytes())
+
+
+def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+    """Raise RequestError if one of these prompt tokens does not exist. At least one."""
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(
+            f"prompt token id {wrong} is not in the vocabulary of {vocab_size}; give ids below it."
+        )
+
+
+def _check_named_in_prompt(request: Request) -> None:
+    """Raise RequestError unless there is a row for each token of the prompt that has one."""
+    rows, num = request.params.named_in_prompt, len(request.prompt_token_ids) - 1
+    if rows and len(rows) != num:
+        start = request.params.prompt_logprob_start or 0
+        raise RequestError(
+            f"prompt_logprob_token_ids has {len(rows) - start} lists, but the prompt has"
+            f" {max(0, num - start)} tokens after prompt_logprob_start={start}; give one list for"
+            " each.",
+            "prompt_logprob_token_ids",
+        )
+
+
+def _width_field(params: SamplingParams) -> str:
+    """Return the field that says how many sequences there are."""
+    name = "beam_width" if params.use_beam_search else "best_of"
+    return "n" if getattr(params, name) is None else name
+
+
+def _check_logprobs(name: str, value: int | None, most: int) -> None:
+    if value is None or most == -1:
+        return
+    if value == -1 or value > most:
+        raise RequestError(
+            f"{name}={value} is more than max_logprobs={most}; request fewer or raise"
+            " max_logprobs.",
+            name,
+        )

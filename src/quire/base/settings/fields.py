@@ -1,0 +1,95 @@
+"""Fields of settings: their metadata, checks of values and names, and settings that hold JSON."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from quire.base.clock import duration_rule, is_duration
+from quire.base.errors import ConfigError
+from quire.base.plugins import PluginKind, all_names, is_installed
+from quire.base.settings.secrets import Secret
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    plugins: PluginKind | None = None,
+    words: Mapping[str, Any] | None = None,
+    secrecy: type[Secret] | None = None,
+    is_path: bool = False,
+) -> Any:
+    """Return a dataclass field with the metadata that the command line needs.
+
+    help: a noun phrase or an imperative of at most 25 words; the unit and the default are added.
+    plugins: the kind of installed packages that add choices. words: names of certain numbers, or
+    other names of choices, which the help does not list. secrecy: the type that masks the value
+    wherever it is shown. is_path: a path of this machine, which metrics do not show.
+    """
+    known: dict[str, Any] = {"help": help, "unit": unit, "words": {} if choices else words or {}}
+    aliases = tuple(words or ()) if choices else ()
+    known |= {"choices": (*choices, *aliases), "aliases": aliases}
+    known |= {"plugins": plugins, "secrecy": secrecy, "is_path": is_path}
+    return field(default=default, metadata=known)
+
+
+def json_object(name: str, given: str | None) -> dict[str, Any]:
+    """Parse a setting that holds JSON; return {} if it is not set. Raises ConfigError."""
+    try:
+        value = {} if given is None else json.loads(given)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f'{name} must be a JSON object such as {{"name": 1}}, got {given!r} ({error}).'
+        ) from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'{name} must be a JSON object such as {{"name": 1}}, got {given!r}.')
+    return value
+
+
+def number_of(name: str, value: Any, words: dict[str, int]) -> Any:
+    """Return the number that a word stands for, such as `auto`. Raises ConfigError."""
+    if not isinstance(value, str):
+        return value
+    if value not in words:
+        raise ConfigError(f"{name} must be a number or {' or '.join(words)}, got {value!r}.")
+    return words[value]
+
+
+def check(ok: bool, name: str, value: object, rule: str) -> None:
+    """Raise ConfigError with the rule if a value is not ok."""
+    if not ok:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}.")
+
+
+def check_duration(name: str, seconds: float, otherwise: str) -> None:
+    """Raise ConfigError if a value is not a number of seconds. otherwise: what 0 means."""
+    check(is_duration(seconds), name, seconds, duration_rule(otherwise))
+
+
+def check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a name that no installed package provides."""
+    for name in names:
+        if not is_installed(kind, name, ()):
+            known = all_names(kind, ()) or "none"
+            raise ConfigError(
+                f"there is no {kind.noun} {name!r}; installed packages provide: {known}."
+            )
+
+
+def check_choices(*configs: Any) -> None:
+    """Raise ConfigError for a value that is not a choice of its field."""
+    for config in configs:
+        for item in dataclasses.fields(config):
+            choices = item.metadata.get("choices", ())
+            value = getattr(config, item.name)
+            if not choices or value in choices or value is None is item.default:
+                continue
+            kind = item.metadata["plugins"]
+            if kind is None or not is_installed(kind, value, choices):
+                listed = tuple(c for c in choices if c not in item.metadata["aliases"])
+                known = ", ".join(listed) if kind is None else all_names(kind, listed)
+                raise ConfigError(f"{item.name} must be one of {known}, got {value!r}.")

@@ -1,0 +1,1 @@
+"""Commands of `quire`, one file each."""

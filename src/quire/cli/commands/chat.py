@@ -1,0 +1,290 @@
+"""`quire chat [MODEL]`: a conversation in the terminal, with a model of one's own or a server's.
+
+Ctrl-C ends an answer, not the chat. What is piped in is one turn per line. Answers go to standard
+output, all else to standard error.
+"""
+
+import argparse
+import base64
+import mimetypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from quire.base.errors import ConfigError, EngineDead, QuireError
+from quire.cli.asked import check_asked
+from quire.cli.chat_targets import ChatTarget, Content, Messages, ModelTarget, ServerTarget
+from quire.cli.options.help_parser import Commands
+from quire.cli.sampling import add_sampling, given_sampling, sampling_params
+from quire.cli.settings import FLAG, add_settings, given_settings
+from quire.ops.host.torch_import import tell_own_process
+from quire.render.templates.template_pool import start_ahead
+
+PROMPT = "> "
+ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
+MAX_IMAGE_BYTES = 32 << 20
+HELP = """/help        show this help
+/image PATH  attach an image
+/reset       start a new conversation
+/exit        exit (or press Ctrl-D)
+Press Ctrl-C to stop an answer."""
+
+
+def add_command(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "chat",
+        usage="quire chat [MODEL] [option ...]",
+        help="chat with a model in the terminal",
+        description="Chat with MODEL (by default the demo model), or with the model of a server.",
+    )
+    parser.set_defaults(run=run)
+    add_sampling(parser)
+    parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
+    parser.add_argument(
+        "--image", action="append", default=[], metavar="PATH",
+        help="image that is sent with the first message; may be given several times",
+    )  # fmt: skip
+    parser.add_argument(
+        "--url", help="server to chat with, such as http://127.0.0.1:8000, instead of a local model"
+    )
+    parser.add_argument(
+        "--api-key", dest="server_key", metavar="TEXT",
+        help="API key for the server (default: OPENAI_API_KEY of the environment)",
+    )  # fmt: skip
+    add_settings(parser, model_first=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status: 1 if a turn that was piped in had no answer."""
+    if arguments.server_key and not arguments.url:
+        raise ConfigError("--api-key is for a server; add --url with the address of the server.")
+    images = [Image.read(path) for path in arguments.image]
+    target = _target(arguments)
+    try:
+        return Chat(target, Conversation(arguments.system), arguments.max_tokens, images).run()
+    finally:
+        target.close()
+
+
+def _target(arguments: argparse.Namespace) -> ChatTarget:
+    settings = given_settings(arguments)
+    if arguments.url:
+        key = arguments.server_key or os.environ.get("OPENAI_API_KEY")
+        model = settings.pop("model", None)
+        flags = [name for name in settings if arguments.settings[name].origin == FLAG]
+        if flags:
+            raise ConfigError(
+                f"{_listed(flags)} cannot be used with --url: the server has its own engine; remove"
+                f" {'it' if len(flags) == 1 else 'them'}."
+            )
+        return ServerTarget(arguments.url, key, model, given_sampling(arguments))
+    tell_own_process()
+    check_asked(arguments, is_chat=True)
+    start_ahead()
+    from quire.serve.python.llm import LLM
+
+    llm = LLM(**({"max_num_seqs": 1} | settings))
+    try:
+        return ModelTarget(llm, sampling_params(arguments, llm.get_default_sampling_params()))
+    except BaseException:
+        llm.close()
+        raise
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image file. url: its content, as a data: URL."""
+
+    name: str
+    num_bytes: int
+    url: str
+
+    @classmethod
+    def read(cls, path: str) -> "Image":
+        """Read a file. Raises ConfigError."""
+        try:
+            with open(Path(path).expanduser(), "rb") as file:
+                data = file.read(MAX_IMAGE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"the image {path!r} cannot be read: {reason}.") from None
+        if len(data) > MAX_IMAGE_BYTES:
+            raise ConfigError(
+                f"the image {path!r} has more than {MAX_IMAGE_BYTES:,} bytes; scale it down."
+            )
+        kind = mimetypes.guess_type(path)[0] or "application/octet-stream"
+        if not kind.startswith(("image/", "application/octet-stream")):
+            raise ConfigError(f"the file {path!r} is no image by its name, but {kind}.")
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        return cls(Path(path).name, len(data), url)
+
+    @property
+    def part(self) -> dict[str, object]:
+        return {"type": "image_url", "image_url": {"url": self.url}}
+
+
+@dataclass
+class Conversation:
+    """What was said: an optional system message, then turns of a question and an answer."""
+
+    system: str | None = None
+    turns: list[tuple[Content, str]] = field(default_factory=list)
+
+    def messages(self, question: Content) -> Messages:
+        said: Messages = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answered in self.turns:
+            said.append({"role": "user", "content": asked})
+            said.append({"role": "assistant", "content": answered})
+        return [*said, {"role": "user", "content": question}]
+
+    def fit(self, question: Content, target: ChatTarget, max_tokens: int | None) -> int:
+        """Drop the oldest turns until there is room for an answer; returns how many went."""
+        dropped = 0
+        while self.turns and (size := target.size(self.messages(question))) is not None:
+            num_tokens, limit = size
+            if num_tokens + min(max_tokens or ANSWER_TOKENS, limit // 4) < limit:
+                break
+            del self.turns[0]
+            dropped += 1
+        return dropped
+
+
+class Chat:
+    """Reads turns, prints answers."""
+
+    def __init__(
+        self,
+        target: ChatTarget,
+        conversation: Conversation,
+        max_tokens: int | None,
+        images: Sequence[Image] = (),
+    ) -> None:
+        """images: sent with the first question."""
+        self._target = target
+        self._images = list(images)
+        self._conversation = conversation
+        self._max_tokens = max_tokens
+        self._is_terminal = sys.stdin.isatty()
+
+    def run(self) -> int:
+        if self._is_terminal:
+            tell("Press Ctrl-C to stop an answer and Ctrl-D to exit. Type /help for all commands.")
+        for image in self._images:
+            tell_image(image)
+        failed = False
+        for line in self._lines():
+            command = line.strip()
+            if command == "/exit":
+                break
+            if command.startswith("/"):
+                self._command(command)
+            elif command:
+                failed = not self._turn(line) or failed
+        return int(failed and not self._is_terminal)
+
+    def _lines(self) -> Iterator[str]:
+        if not self._is_terminal:
+            yield from (line.rstrip("\n") for line in sys.stdin)
+            return
+        import readline  # noqa: F401  (input() edits lines with it)
+
+        while True:
+            try:
+                yield input(PROMPT)
+            except KeyboardInterrupt:
+                tell("\n[press Ctrl-D or type /exit to exit]")
+            except EOFError:
+                tell("")
+                return
+
+    def _command(self, command: str) -> None:
+        name, _, path = command.partition(" ")
+        if name == "/image":
+            self._add_image(path.strip())
+        elif command == "/reset":
+            self._conversation.turns.clear()
+            self._images.clear()
+            tell("[new conversation]")
+        elif command == "/help":
+            tell(HELP)
+        else:
+            tell(f"unknown command {command}\n{HELP}")
+
+    def _add_image(self, path: str) -> None:
+        if not path:
+            tell("give the path of an image: /image PATH")
+            return
+        try:
+            self._images.append(Image.read(path))
+        except ConfigError as error:
+            tell(f"quire: {error}")
+        else:
+            tell_image(self._images[-1])
+
+    def _turn(self, line: str) -> bool:
+        """Answer one question; whether that went well. The images that wait belong to it."""
+        text, note, well = "", "", True
+        question: Content = line
+        if self._images:
+            question = [*(each.part for each in self._images), {"type": "text", "text": line}]
+            self._images.clear()
+        try:
+            dropped = self._conversation.fit(question, self._target, self._max_tokens)
+            if dropped:
+                tell(f"[the context is full: removed the oldest {dropped} turn(s)]")
+            messages = self._conversation.messages(question)
+            with Interrupts() as interrupts:
+                for piece in self._target.answer(messages, lambda: interrupts.is_asked):
+                    print(piece.text, end="", flush=True)
+                    text += piece.text
+                    if piece.finish_reason == "length":
+                        note = "[the answer reached its maximum length]"
+            note = "[stopped]" if interrupts.is_asked else note
+        except EngineDead:
+            raise
+        except QuireError as error:
+            note, well = f"quire: {error}", False
+        if text:
+            print(flush=True)
+            self._conversation.turns.append((question, text))
+        if note:
+            tell(note)
+        return well
+
+
+class Interrupts:
+    """Ctrl-C, for a while, is a wish that an answer can look at; a second one is as ever."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Interrupts":
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
+
+def tell_image(image: Image) -> None:
+    tell(f"[image {image.name}, {image.num_bytes:,} bytes: sent with the next message]")
+
+
+def tell(text: str) -> None:
+    """Say something to the person, not into the answer."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Checkpoints: their files and formats, and which tensors fill a parameter of a rank."""

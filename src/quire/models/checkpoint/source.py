@@ -1,0 +1,231 @@
+"""Where a model comes from: a directory, a GGUF file, the demo model, a named shape, or the hub.
+
+No torch here: the API process resolves a model as well, for its tokenizer.
+
+`hf_overrides` gives a model's config.json other values. The changed copy is a directory of links to
+the model's files with a config.json of its own, so that every process sees the same. Its name is a
+digest of all that it is made of; it stays in the user's cache for the next start.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ConfigError, ModelError, ModelNotFound
+from quire.base.files import user_cache
+from quire.base.settings.config import EngineConfig, ModelConfig
+from quire.base.settings.fields import json_object
+from quire.spec.config_fields import read_object
+from quire.spec.gguf.container import is_gguf
+
+CONFIG = "config.json"
+MOST_KEPT = 64  # directories; the oldest go
+UNFINISHED = ".tmp"
+
+
+def overridden(directory: Path, overrides: Mapping[str, Any]) -> Path:
+    """Return a directory like this one, with these values in its config.json. Objects in objects
+    are merged, null is a value like others. Raises ConfigError for a GGUF file, which has no
+    config.json, and ModelError without one."""
+    if is_gguf(directory):
+        raise ConfigError(
+            f"hf_overrides changes config.json, but {directory} is a GGUF file without one; remove"
+            " it."
+        )
+    try:
+        config = read_object(directory / CONFIG)
+    except FileNotFoundError as error:
+        raise ModelError(f"{directory} has no {CONFIG} for hf_overrides to change.") from error
+    text = json.dumps(merged(config, overrides), indent=2)
+    home = directory.resolve()
+    files = sorted(path for path in home.iterdir() if path.name != CONFIG)
+    facts = [str(home), text, *(f"{path.name} {_change_of(path)}" for path in files)]
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    place = user_cache("overrides") / name
+    if not place.is_dir():
+        _make(place, files, text)
+    return place
+
+
+def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with other values; of an object in it, those that are named."""
+    found = dict(config)
+    for name, value in overrides.items():
+        before = found.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            value = merged(before, value)
+        found[name] = value
+    return found
+
+
+def _make(place: Path, files: list[Path], config: str) -> None:
+    """Make the directory at once, whoever else does the same."""
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(place.parent)
+        made = Path(tempfile.mkdtemp(UNFINISHED, dir=place.parent))
+        for path in files:
+            (made / path.name).symlink_to(path.resolve())
+        (made / CONFIG).write_text(config, "utf-8")
+        try:
+            made.rename(place)
+        except OSError:  # it is there meanwhile
+            shutil.rmtree(made)
+            if not place.is_dir():
+                raise
+    except OSError as error:
+        raise ConfigError(
+            f"hf_overrides needs a directory in {place.parent}: {error.strerror or error}. Set"
+            " XDG_CACHE_HOME to a writable directory."
+        ) from error
+
+
+def _make_room(parent: Path) -> None:
+    """Remove the oldest directories: links and one small file each."""
+    found = sorted(parent.iterdir(), key=lambda path: path.lstat().st_mtime)
+    for path in found[: max(0, len(found) + 1 - MOST_KEPT)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _change_of(path: Path) -> int:
+    with contextlib.suppress(OSError):  # a link to nothing
+        return os.stat(path).st_mtime_ns
+    return 0
+
+
+DEMO = "demo"
+SHAPE_PREFIX = "shape:"
+
+# What is fetched from the hub: never pickled weights, never code.
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # config and tokenizer
+ALL_FILES = ("*.safetensors", *TEXT_FILES)
+CONFIG_ONLY = ("config.json",)
+# The same weights once more, in their maker's own format.
+UNUSED_PATTERNS = ["consolidated*", "original/*"]
+
+_WHAT_TO_DO = (
+    "Give a local directory, a GGUF file, a Hugging Face id that this machine can reach, or `demo`."
+)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine.
+
+    directory: holds config.json, and the weights unless load_format is `dummy`; or it is a GGUF
+    file, which holds all of it.
+    load_format: how to load it where the user said `auto`. name: for display.
+    """
+
+    directory: Path
+    load_format: str
+    name: str
+
+
+def resolve_source(
+    model: ModelConfig, *, progress: bool = True, files: tuple[str, ...] = ALL_FILES
+) -> ModelSource:
+    """Find the configured model as `resolve_model` does, with the changes that `hf_overrides` makes
+    to its config."""
+    source = resolve_model(model.model, model.revision, progress=progress, files=files)
+    overrides = json_object("hf_overrides", model.hf_overrides)
+    if not overrides:
+        return source
+    return replace(source, directory=overridden(source.directory, overrides))
+
+
+def resolve_model(
+    name: str,
+    revision: str | None = None,
+    *,
+    progress: bool = True,
+    files: tuple[str, ...] = ALL_FILES,
+) -> ModelSource:
+    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without).
+
+    files: what is fetched of a hub id; TEXT_FILES and CONFIG_ONLY leave out the weights.
+
+    Raises ModelNotFound if it is nowhere, ModelError for an unknown shape.
+    """
+    if name == DEMO:
+        return ModelSource(_packaged("quire", "demo"), "auto", DEMO)
+    if name.startswith(SHAPE_PREFIX):
+        return _shape(name)
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return ModelSource(directory, "auto", directory.resolve().name)
+    if is_gguf(directory):
+        return ModelSource(directory, "auto", directory.stem)
+    if directory.exists():
+        raise ModelNotFound(
+            f"{name} is a file; a model is a directory with a config.json, or a GGUF file."
+        )
+    if not _looks_like_hub_id(name):
+        raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
+    return ModelSource(_download(name, revision, progress, files), "auto", name)
+
+
+def load_format_of(config: EngineConfig, source: ModelSource) -> str:
+    """Say how the weights are loaded: as the user said, or else as the source is."""
+    given = config.model.load_format
+    return source.load_format if given == "auto" else given
+
+
+def shape_names() -> list[str]:
+    """The shapes that `shape:NAME` knows."""
+    return sorted(path.name for path in _packaged("quire.models", "shapes").iterdir())
+
+
+def _shape(name: str) -> ModelSource:
+    """A config without weights."""
+    shape = name.removeprefix(SHAPE_PREFIX)
+    if shape not in shape_names():
+        known = ", ".join(shape_names())
+        raise ModelError(f"there is no shape {shape!r}; the shapes are {known}.")
+    return ModelSource(_packaged("quire.models", "shapes") / shape, "dummy", name)
+
+
+def _packaged(package: str, directory: str) -> Path:
+    return Path(str(resources.files(package).joinpath(directory)))
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    """NAME or OWNER/NAME, not a path."""
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
+
+
+def _download(name: str, revision: str | None, progress: bool, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class NoBar(tqdm):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            tqdm.__init__(self, *args, **(kwargs | {"disable": True}))
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=UNUSED_PATTERNS,
+                tqdm_class=None if progress else NoBar,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = reason.removeprefix("Got: ").rstrip(".")
+        raise ModelNotFound(
+            f"{name!r} is not a directory, and the Hugging Face hub did not return it{at}:"
+            f" {reason}. {_WHAT_TO_DO}"
+        ) from error

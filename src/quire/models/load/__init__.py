@@ -1,0 +1,1 @@
+"""Loading: checkpoints fill the parameters of a model."""

@@ -1,0 +1,132 @@
+"""Puts loaded linear layers in the order that the device multiplies fastest with, quantised if that
+is asked for; and says what all of a model takes, before and after.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from quire.models.checkpoint.formats import AS_THEY_ARE, StoredFormat, WeightFormats
+from quire.models.parts.experts import StackedExperts
+from quire.models.parts.layers import Embedding, Linear, LMHead, set_weight
+from quire.models.quantised.layers import QuantisedLayer
+from quire.ops.host.host_memory import HugeMemory
+from quire.ops.linear import packing
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.opaque import OpaqueWeight
+from quire.ops.weights.packed import pack_blocks
+
+# Of layers whose weights come quantised: from a GGUF file, or another checkpoint.
+Stored = Mapping[nn.Module, StoredFormat | QuantisedLayer]
+
+
+def pack_modules(
+    modules: Iterable[nn.Module],
+    formats: WeightFormats,
+    memory: HugeMemory | None = None,
+    stored: Stored = MappingProxyType({}),
+) -> None:
+    """Pack the linear layers and heads among them; the table of an embedding that is tied to a head
+    is then looked up in the head's, if it can be. memory: where packed weights are put.
+
+    Layers that share a parameter must come together.
+    """
+    modules = list(modules)
+    for head, tables in _tied(modules):
+        _pack(head, formats.head, memory, stored)
+        for table in tables:
+            table.share(head.weight)
+    for module in modules:
+        if isinstance(module, Linear):
+            _pack(module, format_of(module, formats), memory, stored)
+        elif isinstance(module, StackedExperts):
+            module.pack(formats.layers)
+
+
+def _pack(
+    layer: Linear | LMHead, format: Quantization | None, memory: HugeMemory | None, stored: Stored
+) -> None:
+    found = stored.get(layer)
+    if isinstance(found, StoredFormat) and found.as_blocks:
+        set_weight(layer, pack_blocks(layer.weight, found.stretches, memory))
+    else:
+        layer.pack(_stretches(layer, format, stored)[0][1], memory)
+
+
+def _stretches(
+    layer: Linear | LMHead, format: Quantization | None, stored: Stored, *, is_gpu: bool = False
+) -> tuple[tuple[int, Quantization | None], ...]:
+    """Return how many outputs of a layer are packed in which format, in their order."""
+    found = stored.get(layer)
+    if isinstance(found, StoredFormat):
+        return found.stretches
+    if found is not None and found.is_kept:
+        return found.stretches(is_gpu=is_gpu)
+    return ((layer.weight.shape[0], format),)
+
+
+def format_of(layer: Linear | LMHead, formats: WeightFormats) -> Quantization | None:
+    """Return what the settings pack a layer's plain weight as."""
+    if isinstance(layer, LMHead):
+        return formats.head
+    return None if layer.keeps_dtype else formats.layers
+
+
+def _tied(modules: Iterable[nn.Module]) -> list[tuple[LMHead, list[Embedding]]]:
+    """Each head with the embeddings whose table it shares."""
+    modules = list(modules)
+    tables = [module for module in modules if isinstance(module, Embedding)]
+    heads = [module for module in modules if isinstance(module, LMHead)]
+    return [(head, [t for t in tables if t.weight is head.weight]) for head in heads]
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all weights as they are; a shared one counts once."""
+    return sum({id(weight): _bytes(weight) for weight in _weights(model)}.values())
+
+
+def _weights(model: nn.Module) -> Iterator[torch.Tensor | OpaqueWeight]:
+    yield from model.parameters()
+    for module in model.modules():
+        yield from (each for each in vars(module).values() if isinstance(each, OpaqueWeight))
+
+
+def planned_bytes(
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    formats: WeightFormats = AS_THEY_ARE,
+    stored: Stored = MappingProxyType({}),
+) -> int:
+    """Foretell model_bytes of this model, which may be without memory, once it is packed."""
+    how = packing(dtype, device)
+    packed = [m for m in model.modules() if isinstance(m, Linear | LMHead)]
+    experts = _stacked_experts(model) if how.is_gpu else []
+    owned = {id(weight) for weight in (*(module.weight for module in packed), *experts)}
+    plain = {id(w): _bytes(w) for w in _weights(model) if id(w) not in owned}
+    total = sum(plain.values())
+    total += sum(how.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts)
+    for module in packed:
+        if isinstance(module, Linear):
+            format = format_of(module, formats)
+            for outputs, each in _stretches(module, format, stored, is_gpu=how.is_gpu):
+                total += how.weight_bytes((outputs, module.weight.shape[1]), each)
+    for head, tables in _tied(model.modules()):
+        ((_, format),) = _stretches(head, formats.head, stored, is_gpu=how.is_gpu)
+        total += how.head_bytes(tuple(head.weight.shape), format, is_tied=bool(tables))
+    return total
+
+
+def _stacked_experts(model: nn.Module) -> list[torch.Tensor]:
+    """Return the weights of all experts together, [E, N, K]."""
+    stacks = (module for module in model.modules() if isinstance(module, StackedExperts))
+    return [weight for stack in stacks for weight in (stack.gate_up, stack.down)]
+
+
+def _bytes(weight: torch.Tensor | OpaqueWeight) -> int:
+    """Count the bytes of a weight; oneDNN's tensors do not tell theirs."""
+    if isinstance(weight, OpaqueWeight):
+        return weight.nbytes
+    return weight.numel() * weight.itemsize

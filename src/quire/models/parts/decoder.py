@@ -1,0 +1,367 @@
+"""The decoder that Llama and most after it share: rotary attention and a gated feed-forward layer.
+
+Shape legend: T tokens, R rows, D model dim, V vocabulary, N query heads, K KV heads, H head dim.
+
+Numbers and switches that differ between architectures are in `DecoderOptions`; another structure
+(norms elsewhere, parallel branches) is a layer class of the architecture's own file, made of the
+parts here. The residual stream is carried beside the hidden states, so that its addition is part of
+the norm.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from quire.models.checkpoint.kv_scales import NAME_ENDS
+from quire.models.model import HEADS, Model
+from quire.models.parts.experts import ExpertList, SparseMLP, StackedExperts
+from quire.models.parts.layers import (
+    GATES,
+    Attention,
+    Embedding,
+    HeadNorm,
+    Linear,
+    LMHead,
+    ParamFactory,
+    RMSNorm,
+    Sinks,
+    activation,
+)
+from quire.models.parts.options import DecoderOptions
+from quire.models.parts.rope import Rotary, fused_rows, head_order, rows_of_heads
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
+from quire.ops.elementwise import beside, scale, soft_cap
+from quire.ops.embedding import add_features, place
+from quire.spec.cuts import Cut
+from quire.spec.model_spec import ModelSpec
+from quire.spec.rope_options import RopeOptions
+
+KV_HEADS = "num_key_value_heads"  # the setting, as errors name it
+
+
+class LayerPlace(NamedTuple):
+    """What every part of a layer is made from. layer: its number; name: its prefix in files."""
+
+    spec: ModelSpec
+    options: DecoderOptions
+    layer: int
+    name: str
+    factory: ParamFactory
+
+    @property
+    def heads(self) -> Cut:
+        """The query heads that this rank has."""
+        return self.factory.place.cut(self.spec.num_heads, HEADS)
+
+    @property
+    def kv_heads(self) -> Cut:
+        """Those of keys and values; where ranks are more, several have the same."""
+        return self.factory.place.cut_or_repeat(self.spec.num_kv_heads, KV_HEADS)
+
+    def inner(self, size: int, what: str = "intermediate_size") -> Cut:
+        """The part of a feed-forward layer of this size that it has. what: the setting."""
+        return self.factory.place.cut(size, what)
+
+
+class LayerStep(NamedTuple):
+    """What a step gives every layer. rotary_rows: None where queries and keys are not turned."""
+
+    rotary_rows: torch.Tensor | None
+    backend: AttentionBackend
+
+
+class DecoderAttention(nn.Module):
+    """Queries, keys and values, their rotation, attention and the output projection.
+
+    names: of the checkpoint's modules below `inside`, queries, keys, values and the output; two,
+    where the first three are one there. by_head: whether that has each head's three side by side.
+    width: of what comes in, if not the model's.
+    """
+
+    def __init__(
+        self,
+        at: LayerPlace,
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+        inside: str = "self_attn",
+        *,
+        by_head: bool = False,
+        width: int | None = None,
+    ) -> None:
+        super().__init__()
+        spec, options, layer, name, factory = at
+        *names_qkv, name_output = (f"{name}.{inside}.{each}" for each in names)
+        name = f"{name}.{inside}"
+        heads, kv_heads, size = at.heads, at.kv_heads, spec.head_dim
+        self._heads, self._kv_heads, self._head_dim = heads.count, kv_heads.count, size
+        rope = layer_rope(spec, options, layer)
+        order = None
+        if rope is not None:
+            order = head_order(size, rope.rotated, interleaved=options.interleaved)
+        parts = [heads.times(size), kv_heads.times(size), kv_heads.times(size)]
+        outputs: list[Cut | list[Cut]] = [*parts]
+        orders = [rows_of_heads(order, heads.whole), rows_of_heads(order, kv_heads.whole), None]
+        if len(names_qkv) == 1:
+            sizes = [part.whole for part in parts]
+            outputs, orders = [parts], [fused_rows(orders, sizes, size, by_head=by_head)]
+        inputs = spec.hidden_size if width is None else width
+        self.qkv = Linear(names_qkv, inputs, outputs, factory, bias=options.qkv_bias, orders=orders)
+        self.qk_norm = None
+        if options.qk_norm:
+            self.qk_norm = head_norm(at, name, order)
+        self.output = attention_output(at, name_output)
+        factor = size**-0.5 if options.attention_scale is None else options.attention_scale
+        self.attention = Attention(layer, Scores(factor, options.soft_cap))
+        self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
+
+    def forward(self, x_TD: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        rotary_rows, backend = step
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
+        norm = self.qk_norm
+        sinks_N = None if self.sinks is None else self.sinks.weight
+        if rotary_rows is None:
+            assert norm is None, "norms of heads come with rotation"
+            q_TNH, k_TKH, v_TKH = qkv_TMH.split([heads, kv_heads, kv_heads], dim=1)
+            plain: torch.Tensor = self.output(self.attention(q_TNH, k_TKH, v_TKH, backend, sinks_N))
+            return plain
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        layer = self.attention.layer
+        q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, weight, eps)
+        out: torch.Tensor = self.output(self.attention.stored(q_TNH, backend, sinks_N))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)). names: of the checkpoint's modules below `inside`; two,
+    where gate and up are one there. inner: its size, if not that of the config; what: the setting
+    that says it."""
+
+    def __init__(
+        self,
+        at: LayerPlace,
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        inside: str = "mlp",
+        inner: int | None = None,
+        what: str = "intermediate_size",
+    ) -> None:
+        super().__init__()
+        inner = at.spec.intermediate_size if inner is None else inner
+        size, bias, part = at.spec.hidden_size, at.options.mlp_bias, at.inner(inner, what)
+        *first, last = (f"{at.name}.{inside}.{each}" for each in names)
+        outputs = [part, part] if len(first) == 2 else [[part, part]]
+        self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
+        self.down = Linear([last], part, [size], at.factory, bias=bias)
+        self._gate = activation(at.spec.layers.activation, GATES)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self._gate(self.gate_up(x_TD)))
+        return out
+
+
+class DecoderLayerKind(Protocol):
+    """What `Decoder` makes its layers of."""
+
+    def __call__(self, at: LayerPlace) -> nn.Module: ...
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each with a norm before it, which checkpoints call so."""
+
+    before_attention: ClassVar[str] = "input_layernorm"
+    before_mlp: ClassVar[str] = "post_attention_layernorm"
+
+    def __init__(self, at: LayerPlace) -> None:
+        super().__init__()
+        self.attention_norm = norm_of(at, self.before_attention)
+        self.attention = self.make_attention(at)
+        self.mlp_norm = norm_of(at, self.before_mlp)
+        self.mlp = self.make_mlp(at)
+
+    def make_attention(self, at: LayerPlace) -> nn.Module:
+        return DecoderAttention(at)
+
+    def make_mlp(self, at: LayerPlace) -> nn.Module:
+        return feed_forward(at)
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (what the feed-forward layer adds, the residual stream before it)."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD = self.attention(x_TD, step)
+        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
+        return self.mlp(x_TD), residual_TD
+
+
+class SandwichLayer(DecoderLayer):
+    """Attention and feed-forward, each between two norms."""
+
+    after_attention: ClassVar[str]
+    after_mlp: ClassVar[str]
+
+    def __init__(self, at: LayerPlace) -> None:
+        super().__init__(at)
+        self.attention_end_norm = norm_of(at, self.after_attention)
+        self.mlp_end_norm = norm_of(at, self.after_mlp)
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderLayer."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD = self.attention_end_norm(self.attention(x_TD, step))[0]
+        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
+        return self.mlp_end_norm(self.mlp(x_TD))[0], residual_TD
+
+
+def attention_output(at: LayerPlace, name: str) -> Linear:
+    """Make the output projection of attention."""
+    spec, heads = at.spec, at.heads.times(at.spec.head_dim)
+    return Linear([name], heads, [spec.hidden_size], at.factory, bias=at.options.output_bias)
+
+
+def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm:
+    """Make the norms of query and key heads of the attention of this name. order: of a head's
+    dimensions (rope.py)."""
+    spec = at.spec
+    return HeadNorm(
+        (f"{name}.q_norm", f"{name}.k_norm"),
+        (at.heads.count, at.kv_heads.count),
+        spec.head_dim,
+        spec.layers.norm_eps,
+        at.factory,
+        offset=at.options.norm_offset,
+        order=order,
+    )
+
+
+def norm_of(at: LayerPlace, name: str) -> RMSNorm:
+    """Make an RMS norm of a layer over the model's width."""
+    size, eps = at.spec.hidden_size, at.spec.layers.norm_eps
+    return RMSNorm(f"{at.name}.{name}", size, eps, at.factory, at.options.norm_offset)
+
+
+def feed_forward(at: LayerPlace) -> nn.Module:
+    """Make the mixture of experts of a layer that has one, else its gated feed-forward layer."""
+    experts = at.options.experts
+    if experts is not None and experts.is_sparse(at.layer):
+        return SparseMLP(f"{at.name}.mlp", at.spec, experts, at.factory)
+    return GatedMLP(at)
+
+
+def layer_rope(spec: ModelSpec, options: DecoderOptions, layer: int) -> RopeOptions | None:
+    """Return the rotary embedding of a layer."""
+    return options.ropes[layer] if options.ropes else spec.rope
+
+
+class Decoder(Model):
+    """A whole model of this family, or a stage of one: then the stream that crosses is x and the
+    residual beside it. Names: of the checkpoint's modules, below base_prefix."""
+
+    base_prefix = "model."
+    ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
+    shows_states = has_stages = True
+    layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
+    embedding_name: ClassVar[str] = "embed_tokens"
+    norm_name: ClassVar[str] = "norm"
+    num_features = 0  # of the encoder memory, that are added after the first layers (DeepStack)
+
+    def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
+        super().__init__()
+        size, prefix, self._options = spec.hidden_size, self.base_prefix, options
+        place, table = factory.place, f"{prefix}{self.embedding_name}"
+        names = [f"{prefix}layers.{layer}" for layer in range(spec.num_layers)]
+        head = self.head_tensor.removesuffix(".weight")
+        self.take_place(factory, names, [table], [f"{prefix}{self.norm_name}", head], 2 * size)
+        self._here = here = place.layers(spec.num_layers)
+        vocabulary = place.vocabulary(spec.vocab_size)
+        self.embedding = self.norm = self.head = None
+        if place.has_table(is_tied=spec.tie_embeddings):
+            self.embedding = Embedding(table, vocabulary, size, factory)
+        ropes = [layer_rope(spec, options, layer) for layer in here]
+        kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
+        self._kind_of_layer = [-1 if rope is None else kinds.index(rope) for rope in ropes]
+        self.layers = nn.ModuleList(
+            self.layer_kind(LayerPlace(spec, options, layer, names[layer], factory))
+            for layer in here
+        )
+        for module in self.layers.modules():
+            if isinstance(module, ExpertList | StackedExperts):
+                self.elsewhere += module.elsewhere
+        if place.is_last:
+            self.norm = self.make_norm(spec, factory)
+            tied = self.embedding if spec.tie_embeddings else None
+            self.head = LMHead(head, vocabulary, size, factory, tied)
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """See Model: experts stand there one by one, or together."""
+        stored = {own for name in names for own in self.names_of(name)}
+        for module in self.modules():
+            if isinstance(module, ExpertList | StackedExperts):
+                module.adopt(stored)
+
+    def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
+        """Make the norm after the last layer; called with (x, residual)."""
+        eps, offset = spec.layers.norm_eps, self._options.norm_offset
+        return RMSNorm(
+            f"{self.base_prefix}{self.norm_name}", spec.hidden_size, eps, factory, offset
+        )
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TE: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See Model."""
+        x_TD, residual_TD = self._begin(input_ids_T, inputs_embeds_TD, intermediate_TE)
+        steps = [LayerStep(rotary(positions_T), attention) for rotary in self._rotaries]
+        steps.append(LayerStep(None, attention))  # the last, of kind -1
+        reads = self.reads
+        for number, layer, kind in zip(self._here, self.layers, self._kind_of_layer, strict=True):
+            if reads is not None:
+                reads.keep(number, x_TD, residual_TD)
+            x_TD, residual_TD = layer(x_TD, residual_TD, steps[kind])
+            if number < self.num_features and self.encoder_memory is not None:
+                offset = (number + 1) * x_TD.shape[1]
+                x_TD = add_features(x_TD, input_ids_T, self.encoder_memory, offset)
+        if reads is not None:
+            reads.keep(self._here.stop, x_TD, residual_TD)
+        if self.norm is None:
+            assert residual_TD is not None, "a stage has layers"
+            return beside(x_TD, residual_TD)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        return hidden_TD
+
+    def _begin(
+        self,
+        input_ids_T: torch.Tensor,
+        inputs_embeds_TD: torch.Tensor | None,
+        intermediate_TE: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x and the residual that enter the first layer here."""
+        if intermediate_TE is not None:
+            x_TD, residual_TD = intermediate_TE.chunk(2, dim=1)
+            return x_TD, residual_TD
+        assert self.embedding is not None, "the first stage has the table"
+        x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+        if self._options.embedding_scale != 1.0:
+            x_TD = scale(x_TD, self._options.embedding_scale)
+        if self.encoder_memory is not None:
+            x_TD = place(x_TD, input_ids_T, self.encoder_memory)
+        return x_TD, None
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """See Model; scaled and capped where the model says so."""
+        options, logits_RV = self._options, super().logits(hidden_RD)
+        if options.logits_scale != 1.0:
+            logits_RV = scale(logits_RV, options.logits_scale)
+        if options.logits_soft_cap is not None:
+            logits_RV = soft_cap(logits_RV, options.logits_soft_cap)
+        return logits_RV

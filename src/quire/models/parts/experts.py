@@ -1,0 +1,352 @@
+"""The feed-forward layer of a mixture of experts: a router and its experts.
+
+Shape legend: T tokens, E experts, C experts of a token, D model dim, F feed-forward dim of an
+expert, G = 2 F.
+
+A GPU multiplies the weights of all experts at once, so they stand in one tensor there. Elsewhere
+each expert has linear layers of its own, which are packed, quantised and planned like all others;
+on a GPU so have those that a checkpoint quantised, until they are loaded.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from quire.models.checkpoint.sources import Part, Rows, Source, Stretches, rows_of
+from quire.models.parts.layers import Layer, Linear, ParamFactory, is_added_elsewhere
+from quire.ops.collective import all_reduce
+from quire.ops.elementwise import ClampedGate
+from quire.ops.linear import Weight, pack_experts, stacked_weights
+from quire.ops.moe import moe_experts, moe_route
+from quire.ops.weights.formats import Quantization
+from quire.spec.cuts import Cut
+from quire.spec.model_options import ExpertOptions
+from quire.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class TensorOfAll:
+    """A checkpoint's tensor of all experts of a layer. experts: those that a rank has. is_turned:
+    it is [E, K, N], not [E, N, K]. is_either_way: it may be that, which its shape says. rows: of
+    each, N. columns: of each, K; None: all.
+    """
+
+    name: str
+    experts: Cut
+    is_turned: bool
+    rows: Rows
+    columns: Cut | None = None
+    is_either_way: bool = False
+
+    def sources(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, expert: int | None = None
+    ) -> list[Source]:
+        """List what fills the weight and bias of one expert, or of all."""
+        rows, order = self.rows.taken()
+        dimension = 1 if expert is None else 0
+        of_rows: dict[str, Any] = {"rows": rows, "order": order, "order_dimension": dimension}
+        own = of_rows | {"columns": self.columns, "is_either_way": self.is_either_way}
+        found = [Source(self.name, weight, self.is_turned, **own)]
+        if bias is not None:
+            own = of_rows | {"is_elsewhere": is_added_elsewhere(self.columns)}
+            found.append(Source(f"{self.name}_bias", bias, **own))
+        if expert is None and self.experts.is_whole:
+            return found
+        return [self._part(each, expert) for each in found]
+
+    def is_among(self, stored: Container[str]) -> bool:
+        """Tell whether weight files hold it, as it is or in MXFP4."""
+        return self.name in stored or f"{self.name}_blocks" in stored
+
+    def _part(self, source: Source, expert: int | None) -> Source:
+        """Take one expert of the tensor, or all that a rank has."""
+        own, shape = self.experts, source.stored_shape
+        if expert is None:
+            return replace(source, part=Part(0, own.first, own.count, (own.whole, *shape[1:])))
+        return replace(source, part=Part(0, expert, 1, (own.whole, *shape)))
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What the experts of an architecture have, and what checkpoints call it.
+
+    router: its module. parts: modules of each expert, gate, up and down. stand_alone: these are
+    what checkpoints hold, unless they are known to hold the others. together: tensors of all
+    experts, gate and up, and down. is_turned: these have inputs before outputs. is_either_way: they
+    may have, which their shape says. takes_turns: gate
+    and up are rows in turn. has_bias: router and experts have biases. clamped: the gate, if it is
+    another than silu.
+    """
+
+    router: str = "gate"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stand_alone: bool = True
+    together: tuple[str, str] = ("gate_up_proj", "down_proj")
+    is_turned: bool = False
+    is_either_way: bool = False
+    takes_turns: bool = False
+    has_bias: bool = False
+    clamped: ClampedGate | None = None
+
+    def tensors_of_all(
+        self, name: str, size: int, experts: Cut, inner: Cut
+    ) -> tuple[TensorOfAll, TensorOfAll]:
+        """Describe the tensors of gate and up, whose gates come first here, and of down. experts,
+        inner: those that a rank has, and its part of each."""
+        order = None
+        if self.takes_turns:
+            order = torch.arange(2 * inner.whole).view(-1, 2).t().flatten()
+        gate_up, down = (f"{name}.{each}" for each in self.together)
+        rest = experts, self.is_turned
+        columns = None if inner.is_whole else inner
+        first = TensorOfAll(gate_up, *rest, rows_of([inner, inner], order))
+        last = TensorOfAll(down, *rest, rows_of(size), columns)
+        if self.is_either_way:
+            return replace(first, is_either_way=True), replace(last, is_either_way=True)
+        return first, last
+
+    def modules_of(self, name: str) -> tuple[list[str], list[str]]:
+        """List the modules of one expert: gate and up, and down."""
+        modules = [f"{name}.{part}" for part in self.parts]
+        return modules[:2], modules[2:]
+
+
+USUAL = ExpertForm()
+
+
+class Router(Linear):
+    """Logits of the experts. Never quantised: it is small, and a small error sends a token to
+    another expert."""
+
+    keeps_dtype = True
+
+    def __init__(
+        self, name: str, size: int, num_experts: int, factory: ParamFactory, bias: bool = False
+    ) -> None:
+        super().__init__([name], size, [num_experts], factory, bias=bias)
+
+
+class ExpertLinear(Linear):
+    """A linear layer of one expert: modules of the checkpoint, or a part of a tensor of all.
+
+    is_part: which of them. is_usually_part: where the files do not say it."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: tuple[int | Cut, int | Cut],
+        factory: ParamFactory,
+        of_all: TensorOfAll,
+        expert: int,
+        form: ExpertForm,
+    ) -> None:
+        inputs, outputs = sizes
+        super().__init__(names, inputs, [outputs] * len(names), factory, bias=form.has_bias)
+        self.of_all, self._expert = of_all, expert
+        self.is_usually_part = self.is_part = not form.stand_alone
+
+    def sources(self) -> list[Source]:
+        if self.is_part:
+            return self.of_all.sources(self.weight, self.bias, self._expert)
+        return super().sources()
+
+
+class ExpertList(nn.Module):
+    """Experts with linear layers of their own."""
+
+    def __init__(
+        self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
+    ) -> None:
+        super().__init__()
+        self._made_of = name, size, options
+        self._form, self._factory, self.num_chosen = form, factory, options.num_chosen
+        inner = factory.place.inner_size(options.inner_size)
+        self._own = own = factory.place.experts(options.num_experts)
+        of_all = form.tensors_of_all(name, size, own, inner)
+        modules = [form.modules_of(each) for each in _expert_names(name, own)]
+        self.elsewhere = names_elsewhere(name, own)
+        shapes: list[tuple[int | Cut, int | Cut]] = [(size, inner), (inner, size)]
+        self.gate_up, self.down = (
+            nn.ModuleList(
+                ExpertLinear(names[i], sizes, factory, of_all[i], expert, form)
+                for expert, names in enumerate(modules, own.first)
+            )
+            for i, sizes in enumerate(shapes)
+        )
+
+    def adopt(self, stored: Container[str]) -> None:
+        """Learn whether the weight files hold modules of each expert or tensors of all."""
+        for layer in (*_linears(self.gate_up), *_linears(self.down)):
+            layer.is_part = layer.of_all.is_among(stored)
+
+    def forward(
+        self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
+    ) -> torch.Tensor:
+        gate_up, down = _linears(self.gate_up), _linears(self.down)
+        weights = [layer.weight for layer in gate_up], [layer.weight for layer in down]
+        biases = (_biases(gate_up), _biases(down)) if self._form.has_bias else None
+        clamped, first = self._form.clamped, first_of(self._own)
+        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
+
+    def stacked(self) -> "StackedExperts":
+        """Put the loaded weights side by side. They are taken away here, so that there are not two
+        of all at any time."""
+        empty = replace(self._factory, device=torch.device("meta"))
+        stack = StackedExperts(*self._made_of, empty, self._form)
+        for name in ("gate_up", "down"):
+            layers = _linears(getattr(self, name))
+            if self._form.has_bias:
+                biases = torch.stack(_biases(layers))
+                setattr(stack, f"{name}_bias", nn.Parameter(biases, requires_grad=False))
+            stack.set(name, stacked_weights([layer.weight for layer in layers]))
+            setattr(self, name, nn.ModuleList())
+        return stack
+
+
+class StackedExperts(Layer):
+    """Experts whose weights stand side by side: [E, 2 F, D], the gate first, and [E, D, F]."""
+
+    def __init__(
+        self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
+    ) -> None:
+        super().__init__()
+        part = factory.place.inner_size(options.inner_size)
+        self._own = own = factory.place.experts(options.num_experts)
+        self._part, self._form, inner, count = part, form, part.count, own.count
+        self._numbers = {each: i for i, each in enumerate(_expert_names(name, own))}
+        self._of_all = form.tensors_of_all(name, size, own, part)
+        self.elsewhere = names_elsewhere(name, own)
+        self.are_parts = not form.stand_alone
+        self.gate_up = factory.parameter(count, 2 * inner, size)
+        self.down = factory.parameter(count, size, inner)
+        self.gate_up_bias = factory.parameter(count, 2 * inner) if form.has_bias else None
+        self.down_bias = factory.parameter(count, size) if form.has_bias else None
+
+    def adopt(self, stored: Container[str]) -> None:
+        """See ExpertList."""
+        self.are_parts = self._of_all[0].is_among(stored)
+
+    def forward(
+        self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
+    ) -> torch.Tensor:
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = self.gate_up_bias, self.down_bias
+        weights, clamped = (self.gate_up, self.down), self._form.clamped
+        first = first_of(self._own)
+        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
+
+    def pack(self, quantization: Quantization | None) -> None:
+        """Quantise the loaded weights; then they are no parameters."""
+        for name in ("gate_up", "down"):
+            self.set(name, pack_experts(getattr(self, name), quantization))
+
+    def set(self, name: str, weight: Weight) -> None:
+        """Replace a weight."""
+        if weight is not getattr(self, name):
+            delattr(self, name)
+            if isinstance(weight, torch.Tensor):
+                weight = nn.Parameter(weight, requires_grad=False)
+                self.register_parameter(name, weight)
+            else:
+                vars(self)[name] = weight
+
+    def sources(self) -> list[Source]:
+        if self.are_parts:
+            gate_up, down = self._of_all
+            first = gate_up.sources(self.gate_up, self.gate_up_bias)
+            return [*first, *down.sources(self.down, self.down_bias)]
+        parts = [f"{name}.{part}" for name in self._numbers for part in self._form.parts]
+        kinds = ("weight", "bias") if self._form.has_bias else ("weight",)
+        return [self.source(f"{part}.{kind}") for part in parts for kind in kinds]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        gate_up, down = (all_of.rows.cuts * len(self._numbers) for all_of in self._of_all)
+        if name == "down_bias":
+            return Stretches(down)
+        columns = None if self._part.is_whole else self._part
+        return Stretches(down, columns) if name == "down" else Stretches(gate_up)
+
+    def source(self, name: str) -> Source:
+        """Return the source of one name, without making those of all experts."""
+        if self.are_parts:
+            return super().source(name)
+        expert, part, kind = name.rsplit(".", 2)
+        number, (gate, _, down) = self._numbers[expert], self._form.parts
+        own, rows = (self.gate_up, self.down), None if self._part.is_whole else self._part
+        if kind == "bias":
+            assert self.gate_up_bias is not None and self.down_bias is not None
+            own = self.gate_up_bias, self.down_bias
+        if part == down and kind == "bias":
+            return Source(name, own[1][number], is_elsewhere=is_added_elsewhere(rows))
+        if part == down:
+            return Source(name, own[1][number], columns=rows)
+        first, second = own[0][number].split(self._part.count)
+        return Source(name, first if part == gate else second, rows=rows)
+
+
+class SparseMLP(nn.Module):
+    """Sends each token to some of the experts, and adds up what they say of it."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        options: ExpertOptions,
+        factory: ParamFactory,
+        form: ExpertForm = USUAL,
+    ) -> None:
+        super().__init__()
+        self.options, size, count = options, spec.hidden_size, options.num_experts
+        self.router = Router(f"{name}.{form.router}", size, count, factory, bias=form.has_bias)
+        kind = experts_class(factory.device)
+        if spec.quantization is not None:
+            kind = ExpertList
+        self.experts = kind(f"{name}.experts", size, options, factory, form)
+        place = factory.place
+        parts = place.experts(count), place.inner_size(options.inner_size)
+        self._group = None if all(part.is_whole for part in parts) else place.tensor
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        options = self.options
+        ids_TC, weights_TC = moe_route(self.router(x_TD), options.num_chosen, options.normalises)
+        out_TD: torch.Tensor = self.experts(x_TD, ids_TC, weights_TC)
+        return out_TD if self._group is None else all_reduce(out_TD, self._group)
+
+    def finish(self, device: torch.device) -> None:
+        """Give loaded experts the form that a device multiplies."""
+        if not isinstance(self.experts, experts_class(device)):
+            assert isinstance(self.experts, ExpertList)
+            self.experts = self.experts.stacked()
+
+
+def first_of(own: Cut) -> int | None:
+    """Return the number of a rank's first expert, None where it has all."""
+    return None if own.is_whole else own.first
+
+
+def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
+    """Choose the form that a device multiplies."""
+    return StackedExperts if device.type == "cuda" else ExpertList
+
+
+def _linears(layers: nn.ModuleList) -> list[ExpertLinear]:
+    return cast(list[ExpertLinear], list(layers))
+
+
+def _biases(layers: list[ExpertLinear]) -> list[torch.Tensor]:
+    return [cast(torch.Tensor, layer.bias) for layer in layers]
+
+
+def names_elsewhere(name: str, own: Cut) -> tuple[str, ...]:
+    """List beginnings of the names of the tensors of experts that other ranks have."""
+    others = (*range(own.first), *range(own.first + own.count, own.whole))
+    return tuple(f"{name}.{expert}." for expert in others)
+
+
+def _expert_names(name: str, experts: Cut) -> list[str]:
+    return [f"{name}.{experts.first + i}" for i in range(experts.count)]

@@ -1,0 +1,436 @@
+"""The layers that all architectures are made of.
+
+Shape legend: T tokens, R rows, D model dim, F feed-forward dim, V vocabulary, N heads, K KV heads,
+H head dim, I inputs, O outputs.
+
+Each layer holds its parameters and says, as `sources()`, which checkpoint tensors fill them: merged
+parameters (queries, keys and values; gate and up) have one source per part. Layers are made with
+uninitialised memory on the target device; `loading.py` fills it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from quire.base.errors import ModelError
+from quire.models.checkpoint.rank_place import WHOLE, RankPlace
+from quire.models.checkpoint.sources import ALL, Source, Stretches, rows_of
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention_inputs import Scores
+from quire.ops.collective import RankGroup, all_reduce
+from quire.ops.elementwise import (
+    add,
+    fill_up,
+    gelu,
+    gelu_mul,
+    gelu_tanh,
+    gelu_tanh_mul,
+    relu,
+    silu_mul,
+)
+from quire.ops.embedding import embedding, part_of_embedding
+from quire.ops.host.host_memory import HugeMemory
+from quire.ops.linear import Weight, linear, pack_weight
+from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
+from quire.ops.precision import accumulation_dtype
+from quire.ops.weights.formats import Quantization
+from quire.ops.weights.opaque import OpaqueWeight
+from quire.spec.cuts import Cut, all_of
+
+
+@dataclass(frozen=True)
+class ParamFactory:
+    """Makes a model's parameters: where, in which precision, and for which part of the model."""
+
+    dtype: torch.dtype
+    device: torch.device
+    place: RankPlace = WHOLE
+
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Uninitialised memory of this shape. dtype: another than the model's."""
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=False)
+
+    def exact_parameter(self, *shape: int) -> nn.Parameter:
+        """The same in at least 32 bits."""
+        return self.parameter(*shape, dtype=accumulation_dtype(self.dtype))
+
+
+class Layer(nn.Module):
+    """A layer with parameters of its own. neutral: what those of these names are filled with where
+    there is no checkpoint; others with random numbers."""
+
+    neutral: ClassVar[Mapping[str, float]] = MappingProxyType({})
+
+    def sources(self) -> list[Source]:
+        """The checkpoint tensors that fill this layer's own parameters (not its children's)."""
+        raise NotImplementedError
+
+    def stretches(self, name: str) -> Stretches:
+        """Tell which rows and columns of the whole model's parameter of this name these are."""
+        return ALL
+
+    def source(self, name: str) -> Source:
+        """Return the source of this name, which must be among them."""
+        return next(source for source in self.sources() if source.name == name)
+
+
+def set_weight(layer: Layer, weight: Weight) -> None:
+    """Replace the parameter `weight`. A packed one is no parameter."""
+    if weight is layer.weight:
+        return
+    del layer.weight
+    if isinstance(weight, OpaqueWeight):
+        vars(layer)["weight"] = weight
+    else:
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+
+
+class Linear(Layer):
+    """x W^T + b, of one or several checkpoint modules with the same inputs, merged.
+
+    names: the checkpoint's modules. inputs: how many, or those that a rank has, which adds up what
+    all ranks make of theirs. outputs: how many rows of the merged weight each module has, or those
+    that a rank has: one stretch of them or several. orders: of each module which of the
+    checkpoint's rows each of all rows here is; None: the same.
+    """
+
+    keeps_dtype = False  # whether it is left out where layers are quantised
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        inputs: int | Cut,
+        outputs: Sequence[int | Cut | Sequence[Cut]],
+        factory: ParamFactory,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+        orders: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        super().__init__()
+        self._names, self._transposed = tuple(names), transposed
+        of_all = orders or (None,) * len(self._names)
+        self._rows = [rows_of(*each) for each in zip(outputs, of_all, strict=True)]
+        cut = inputs if isinstance(inputs, Cut) else all_of(inputs)
+        self._columns, self._group = None if cut.is_whole else cut, _sharing(cut, factory)
+        num_outputs = sum(self._outputs)
+        self.weight = factory.parameter(num_outputs, cut.count)
+        self.bias = factory.parameter(num_outputs) if bias else None
+
+    @property
+    def _outputs(self) -> list[int]:
+        """How many rows of the merged weight each module has."""
+        return [rows.count for rows in self._rows]
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        out_TO = linear(x_TI, self.weight, self.bias)
+        return out_TO if self._group is None else all_reduce(out_TO, self._group)
+
+    def sources(self) -> list[Source]:
+        names, taken = self._names, [rows.taken() for rows in self._rows]
+        weights = self.weight.split(self._outputs)
+        parts = [
+            Source(
+                f"{name}.weight",
+                part,
+                self._transposed,
+                rows=rows,
+                order=order,
+                columns=self._columns,
+            )
+            for name, part, (rows, order) in zip(names, weights, taken, strict=True)
+        ]
+        if self.bias is not None:
+            biases, elsewhere = self.bias.split(self._outputs), is_added_elsewhere(self._columns)
+            parts += [
+                Source(f"{name}.bias", part, rows=rows, order=order, is_elsewhere=elsewhere)
+                for name, part, (rows, order) in zip(names, biases, taken, strict=True)
+            ]
+        return parts
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        cuts = tuple(cut for rows in self._rows for cut in rows.cuts)
+        return Stretches(cuts, self._columns if name == "weight" else None)
+
+    def pack(
+        self, quantization: Quantization | None = None, memory: HugeMemory | None = None
+    ) -> None:
+        """Put the loaded weight in the order that the device multiplies fastest with."""
+        set_weight(self, pack_weight(self.weight, quantization, memory))
+
+
+def _sharing(cut: Cut, factory: ParamFactory) -> RankGroup | None:
+    """Return the group with which a layer is shared that has this part; None if it has all."""
+    return None if cut.is_whole else factory.place.tensor
+
+
+def is_added_elsewhere(columns: Cut | None) -> bool:
+    """Tell whether another rank adds the bias to a sum that all make, each of its inputs: the one
+    with the first of them."""
+    return columns is not None and columns.first > 0
+
+
+class Embedding(Layer):
+    """A table of vectors. rows: how many, or those that a rank has, which adds up with others what
+    each finds. `first_row`: rows before it are never looked up (OPT's positions)."""
+
+    def __init__(
+        self, name: str, rows: int | Cut, size: int, factory: ParamFactory, first_row: int = 0
+    ) -> None:
+        super().__init__()
+        self._name, self._first_row, self._dtype = name, first_row, factory.dtype
+        cut = rows if isinstance(rows, Cut) else all_of(first_row + rows)
+        self._rows, self._group = None if cut.is_whole else cut, _sharing(cut, factory)
+        self.weight = factory.parameter(cut.count, size)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        table: torch.Tensor = self.weight
+        if not isinstance(table, OpaqueWeight) and self._first_row:
+            table = table[self._first_row :]
+        if self._rows is None or self._group is None:
+            return embedding(ids_T, table, self._dtype)
+        found_TD = part_of_embedding(ids_T, table, self._rows.first, self._dtype)
+        return all_reduce(found_TD, self._group)
+
+    def sources(self) -> list[Source]:
+        return [Source(f"{self._name}.weight", self.weight, rows=self._rows)]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        return ALL if self._rows is None else Stretches((self._rows,))
+
+    def share(self, head: Weight) -> None:
+        """Look up in the packed weight of the head that is tied to this table, instead of keeping
+        the table beside it, if the head's serves that. oneDNN's have no rows."""
+        if isinstance(head, OpaqueWeight) and head.serves_look_up and not self._first_row:
+            set_weight(self, head)
+
+
+class LMHead(Layer):
+    """Logits from hidden states; tied to the embedding if the model says so.
+
+    vocabulary: how many tokens, or those that a rank has. A tied head costs no memory until it is
+    packed; then the embedding looks up in its packed weight, or where that is not possible keeps
+    its own table beside it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        vocabulary: int | Cut,
+        size: int,
+        factory: ParamFactory,
+        tied: Embedding | None,
+    ) -> None:
+        super().__init__()
+        self._name, self._is_tied = name, tied is not None
+        cut = vocabulary if isinstance(vocabulary, Cut) else all_of(vocabulary)
+        self._rows, self._width = None if cut.is_whole else cut, cut.count
+        if not cut.is_whole:
+            self._width = -(-cut.whole // factory.place.tensor.size)
+        self.weight = factory.parameter(cut.count, size) if tied is None else tied.weight
+
+    def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """[R, V] in the model's dtype; of a rank its tokens alone, filled up to as many as the
+        others have."""
+        logits_RV = linear(hidden_RD, self.weight)
+        is_short = self._width > logits_RV.shape[1]
+        return fill_up(logits_RV, self._width) if is_short else logits_RV
+
+    def sources(self) -> list[Source]:
+        if self._is_tied:
+            return []
+        return [Source(f"{self._name}.weight", self.weight, rows=self._rows)]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        return ALL if self._rows is None else Stretches((self._rows,))
+
+    def pack(
+        self, quantization: Quantization | None = None, memory: HugeMemory | None = None
+    ) -> None:
+        """Pack as Linear does; the embedding keeps its table."""
+        set_weight(self, pack_weight(self.weight, quantization, memory))
+
+
+class RMSNorm(Layer):
+    """RMS normalisation, fused with the residual addition before it where there is one.
+
+    offset: is added to the checkpoint's weight; then the sum is kept in at least 32 bits.
+    """
+
+    neutral = MappingProxyType({"weight": 1.0})
+
+    def __init__(
+        self, name: str, size: int, eps: float, factory: ParamFactory, offset: float = 0.0
+    ) -> None:
+        super().__init__()
+        self._name, self._eps, self._offset = name, eps, offset
+        self.weight = factory.exact_parameter(size) if offset else factory.parameter(size)
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (the normalised sum, the sum); without a residual the sum is x itself."""
+        if residual_TD is None:
+            return rms_norm(x_TD, self.weight, self._eps), x_TD
+        return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)
+
+    def sources(self) -> list[Source]:
+        return [Source(f"{self._name}.weight", self.weight, offset=self._offset)]
+
+
+class HeadNorm(Layer):
+    """RMS normalisation of each query and key head, with one weight for all heads of a kind.
+
+    The weights of both kinds stand side by side, so that one operation does queries and keys.
+    offset: as of RMSNorm. order: of a head's dimensions, where rotation needs another.
+    """
+
+    neutral = MappingProxyType({"weight": 1.0})
+
+    def __init__(
+        self,
+        names: tuple[str, str],
+        heads: tuple[int, int],
+        size: int,
+        eps: float,
+        factory: ParamFactory,
+        *,
+        offset: float = 0.0,
+        order: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self._names, self._heads, self.eps = names, heads, eps
+        self._offset, self._order = offset, order
+        make = factory.exact_parameter if offset else factory.parameter
+        self.weight = make(sum(heads), size)
+
+    def sources(self) -> list[Source]:
+        return [
+            Source(f"{name}.weight", part, repeated=True, order=self._order, offset=self._offset)
+            for name, part in zip(self._names, self.weight.split(self._heads), strict=True)
+        ]
+
+
+class LayerNorm(Layer):
+    """Layer normalisation. affine: with weight and bias; has_bias: whether with the latter."""
+
+    neutral = MappingProxyType({"weight": 1.0, "bias": 0.0})
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        factory: ParamFactory,
+        affine: bool = True,
+        has_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self._name, self._eps = name, eps
+        self.weight = factory.parameter(size) if affine else None
+        self.bias = factory.parameter(size) if affine and has_bias else None
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x_TD, self.weight, self.bias, self._eps)
+
+    def sources(self) -> list[Source]:
+        parts = {"weight": self.weight, "bias": self.bias}
+        return [
+            Source(f"{self._name}.{kind}", part) for kind, part in parts.items() if part is not None
+        ]
+
+
+class StreamNorm(nn.Module):
+    """Layer normalisation of the residual stream, called as RMSNorm is."""
+
+    def __init__(self, norm: LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total_TD = x_TD if residual_TD is None else add(x_TD, residual_TD)
+        return self.norm(total_TD), total_TD
+
+
+class Sinks(Layer):
+    """A logit for each query head that takes part in its softmax and has no value (gpt-oss)."""
+
+    def __init__(self, name: str, heads: Cut, factory: ParamFactory) -> None:
+        super().__init__()
+        self._name, self._rows = name, rows_of(heads)
+        self.weight = factory.exact_parameter(heads.count)
+
+    def sources(self) -> list[Source]:
+        rows, order = self._rows.taken()
+        return [Source(self._name, self.weight, rows=rows, order=order)]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        return Stretches(self._rows.cuts)
+
+
+@dataclass
+class Attention:
+    """One layer's attention over paged memory. sinks: a parameter of the layer that owns this;
+    `scores` takes it up in the first step that has it."""
+
+    layer: int
+    scores: Scores
+
+    def __call__(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        backend: AttentionBackend,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store keys and values, then attend; returns the heads side by side [T, N * H]."""
+        backend.write(self.layer, k_TKH, v_TKH)
+        return self.stored(q_TNH, backend, sinks_N)
+
+    def stored(
+        self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same, where keys and values are stored already."""
+        if sinks_N is not self.scores.sinks_N:
+            self.scores = replace(self.scores, sinks_N=sinks_N)
+        return backend.run(self.layer, q_TNH, self.scores).flatten(1)
+
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+ACTIVATIONS: dict[str, Function] = {
+    "gelu": gelu,
+    "gelu_fast": gelu_tanh,  # but for the tenth digit of its constant
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_python": gelu,
+    "relu": relu,
+}
+# base/model_options.GATES has the same names: it refuses others without torch.
+GATES: dict[str, Function] = {
+    "silu": silu_mul,
+    "swish": silu_mul,
+    "gelu": gelu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "gelu_new": gelu_tanh_mul,
+}
+
+
+def activation(name: str, known: Mapping[str, Function] = ACTIVATIONS) -> Function:
+    """Return the function that a config names. Raises ModelError for one that does not exist."""
+    if name not in known:
+        raise ModelError(
+            f"the activation {name!r} is not supported; supported are {', '.join(known)}."
+        )
+    return known[name]

@@ -1,0 +1,1 @@
+"""Memory of KV blocks on devices and the host, and moves between them."""

@@ -1,0 +1,52 @@
+"""Copy, gather and scatter of whole blocks of a KV tensor: one launch each on a GPU with triton,
+torch's operations elsewhere.
+
+`dim` counts a tensor's blocks. Block ids on the device are int32 or int64, contiguous.
+"""
+
+import numpy as np
+import torch
+
+from quire.ops import gpu
+from quire.ops.blocks.streams import Int32, device_ids
+from quire.ops.rows.row_arrays import last_writes
+
+
+def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -> None:
+    """Copy blocks `source` to blocks `destination`, whose ids are the host's. All are read before
+    any is written; of those that go to one place, the last one counts."""
+    if not gpu.is_on_gpu(kv):
+        read = torch.as_tensor(source, dtype=torch.int64, device=kv.device)
+        write = torch.as_tensor(destination, dtype=torch.int64, device=kv.device)
+        kv.index_copy_(dim, write, kv.index_select(dim, read))
+        return
+    kernels = gpu.kernels_for(kv, "blocks", any_dtype=True)
+    if kernels is not None and kernels.can_copy_at_once(source, destination):
+        kernels.copy_blocks(kv, device_ids(np.stack((source, destination)), kv.device), dim)
+        return
+    last = last_writes(destination)
+    pairs_2N = device_ids(np.stack((source[last], destination[last])), kv.device)
+    shape = (len(last), *kv.shape[:dim], *kv.shape[dim + 1 :])
+    blocks = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    gather_blocks(kv, pairs_2N[0], dim, blocks)
+    scatter_blocks(kv, pairs_2N[1], dim, blocks)
+
+
+def gather_blocks(kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, out: torch.Tensor) -> None:
+    """Write blocks of kv to out, [N, ...], each in one piece."""
+    kernels = gpu.kernels_for(kv, "blocks", any_dtype=True)
+    if kernels is not None:
+        kernels.gather_blocks(kv, blocks_N, dim, out)
+    else:
+        out.copy_(kv.index_select(dim, blocks_N).movedim(dim, 0))
+
+
+def scatter_blocks(
+    kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, values: torch.Tensor
+) -> None:
+    """Write what gather_blocks gave to blocks of kv, none of them twice."""
+    kernels = gpu.kernels_for(kv, "blocks", any_dtype=True)
+    if kernels is not None:
+        kernels.scatter_blocks(kv, blocks_N, values, dim)
+    else:
+        kv.index_copy_(dim, blocks_N.long(), values.movedim(0, dim))

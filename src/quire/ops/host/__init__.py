@@ -1,0 +1,1 @@
+"""The CPU: the C++ core, threads, memory pages."""

@@ -1,0 +1,68 @@
+"""The C++ core, `quire._core`: loaded if it was built, else the torch path does the work.
+
+Its functions (native_types.py) take addresses and sizes; what is passed is checked here. They
+release the interpreter's lock. A missing core is never an error: `core()` warns once and returns
+None. torch is not imported here.
+"""
+
+import functools
+import importlib
+import warnings
+from typing import TYPE_CHECKING, cast
+
+from quire.ops.host.native_types import Core
+
+if TYPE_CHECKING:
+    import torch
+
+INTERFACE_VERSION = 25
+
+_HOW_TO_BUILD = (
+    "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"
+    " apt install g++) and then quire again (`make install`, or `pip install -e .`)."
+)
+
+
+@functools.cache
+def core() -> Core | None:
+    """Return the compiled module; None, with a warning, if it is missing, of another version or
+    built for CPUs with more instruction sets than this one has."""
+    try:
+        module = cast(Core, importlib.import_module("quire._core"))
+    except ImportError as error:
+        warnings.warn(f"The C++ core was not found ({error}). {_HOW_TO_BUILD}", stacklevel=2)
+        return None
+    if module.version() != INTERFACE_VERSION:
+        warnings.warn(
+            f"The C++ core has interface {module.version()}, this code needs {INTERFACE_VERSION}:"
+            f" it was built from other sources. {_HOW_TO_BUILD}",
+            stacklevel=2,
+        )
+        return None
+    if not module.linear_variants():
+        warnings.warn(f"The C++ core was built for another CPU. {_HOW_TO_BUILD}", stacklevel=2)
+        return None
+    return module
+
+
+def needed_core() -> Core:
+    """Return the core where something exists that only it can have made."""
+    module = core()
+    assert module is not None, "this needs the C++ core"
+    return module
+
+
+def core_for(*tensors: "torch.Tensor") -> Core | None:
+    """Return the core if it can work on these tensors: all of them on the CPU."""
+    return core() if all(tensor.device.type == "cpu" for tensor in tensors) else None
+
+
+def address(tensor: "torch.Tensor", dtype: "torch.dtype") -> int:
+    """Return where the tensor's data begins. It must be contiguous, of this dtype and on the CPU.
+
+    The caller keeps the tensor alive until the core's function has returned.
+    """
+    assert tensor.dtype == dtype, f"needs {dtype}, got {tensor.dtype}"
+    assert tensor.is_contiguous(), f"needs a contiguous tensor, got strides {tensor.stride()}"
+    assert tensor.device.type == "cpu", f"needs a tensor on the CPU, got {tensor.device}"
+    return tensor.data_ptr()

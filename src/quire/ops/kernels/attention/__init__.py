@@ -1,0 +1,1 @@
+"""Triton kernels of attention, of layers with states, and of block moves."""

@@ -1,0 +1,574 @@
+"""Paged attention: one launch for all rows of a step, chunks of prompts and decoding rows mixed.
+
+Shape legend: T tokens, N query heads, K KV heads, G = N / K, H head dim, L longest block table,
+P tokens per block, D slots.
+
+The G query heads of a KV head are rows of one matrix product, so each key and value is loaded once
+for all of them. A fixed number of programs deals out the items of `attention_plan.Work` times the
+KV heads; each runs over its keys with a running maximum and sum (equation 4 of P 4.1), in float32.
+Tiles are short (16 rows) or long (128, of Hopper's wgmma), and a launch without long ones takes
+fewer warps. A second, small launch merges the parts of rows whose keys were cut
+(attention_merge.py); it is left out where none can be. Of a fixed cut (attention_plan.py) all tiles
+are of one kind, chunks are merged in their order, and no product is fused with a sum. Only the keys
+at a tile's edges are masked; nothing that a tile does not see is loaded, so unused slots may hold
+anything.
+
+On an H200 (2026-11-27, heads of 128, 8 KV heads, blocks in any order, nothing in the cache) 64 rows
+of 4,096 tokens read 4.07 TB/s, 256 of 1,024 3.97, 64 of 512 2.6; one of 512 takes 12 us, mostly of
+waiting. A prompt of 2,048 makes 290 TFLOP/s, since products and exponentials take turns.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.attention_inputs import Scores
+from quire.ops.kernels.attention.attention_merge import (
+    before_chunks,
+    merge,
+    merge_chunk,
+    store_item,
+)
+from quire.ops.kernels.attention.attention_plan import Cut, Work
+from quire.ops.kernels.attention.attention_write import FORMATS, LayerKV, load_rows, load_scales
+from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
+
+LOG2_E = math.log2(math.e)
+TILE_BYTES = 16 << 10  # of the keys of a step of the loop, and of its values
+NUM_WARPS, SHORT_WARPS = 8, 4  # of launches with long tiles, and of others
+FIXED_WARPS = 4  # of a fixed cut's tiles of up to FIXED_SUMS numbers
+FIXED_SUMS = 64 * 128
+MOST_FIXED_TILE = 64
+NUM_STAGES = 3
+STAGES_BYTES = 160 << 10  # of shared memory, that NUM_STAGES need; with less there is one fewer
+
+
+@dataclass(frozen=True)
+class Machine:
+    """num_programs: as many as it runs at once. num_stages: tiles of keys on their way, and one."""
+
+    num_programs: int
+    num_stages: int = NUM_STAGES
+
+
+def machine_of(device: torch.device) -> Machine:
+    """Describe the device; an interpreter has few programs, so that each has several items."""
+    if device.type != "cuda":
+        return Machine(3)
+    found = torch.cuda.get_device_properties(device)
+    has_space = found.shared_memory_per_block_optin >= STAGES_BYTES
+    return Machine(2 * found.multi_processor_count, NUM_STAGES if has_space else NUM_STAGES - 1)
+
+
+def attention(
+    q_TNH: torch.Tensor,
+    kv: LayerKV,
+    work: Work,
+    scores: Scores,
+    machine: Machine,
+    out_TNH: torch.Tensor | None = None,
+    kept_TN2: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
+    no defined result.
+
+    out: where the result goes, contiguous. kept: where the largest score of each query goes, times
+    log2(e), and the sum of its weights relative to that; float32, and without sinks.
+    """
+    num_tokens, num_heads, size = q_TNH.shape
+    assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
+    assert num_heads == kv.num_heads * work.cut.group_size, "the work was cut for other heads"
+    if out_TNH is None:
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    assert out_TNH.is_contiguous() and out_TNH.shape == q_TNH.shape
+    if num_tokens == 0 or work.most.items == 0:
+        return out_TNH
+    shape_DN = (work.most.slots, num_heads)
+    parts_DNH = torch.empty((*shape_DN, size), dtype=torch.float32, device=q_TNH.device)
+    sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
+    soft_cap, sinks_N = scores.soft_cap, None if kept_TN2 is not None else scores.sinks_N
+    factor = scores.scale * kv.k_scale
+    _attention_kernel[(min(work.most.items * kv.num_heads, machine.num_programs),)](
+        q_TNH,
+        kv.k,
+        kv.v,
+        kv.k_scales,
+        kv.v_scales,
+        out_TNH,
+        parts_DNH,
+        sums_DN2,
+        work.counts,
+        work.items,
+        work.items if work.ends_T is None else work.ends_T,
+        work.table_SL,
+        out_TNH if sinks_N is None else sinks_N,
+        out_TNH if kept_TN2 is None else kept_TN2,
+        q_TNH.stride(0),
+        work.table_SL.stride(0),
+        kv.head_stride,
+        factor / soft_cap if soft_cap is not None else factor * LOG2_E,
+        (soft_cap or 0.0) * LOG2_E,
+        kv.v_scale,
+        **_constants(work.cut, q_TNH.dtype, kv.num_heads, size, kv.block_size, kv.kv_format),
+        HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks_N is not None,
+        KEEPS=kept_TN2 is not None,
+        HAS_LONG=work.has_long,
+        HAS_ENDS=work.ends_T is not None,
+        num_warps=_num_warps(work.cut, size, kv.kv_format, work.has_long),
+        num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
+        enable_fp_fusion=not work.cut.is_fixed,
+    )
+    if work.most.merges:
+        sinks, given = sinks_N if work.cut.is_fixed else None, (out_TNH, parts_DNH, sums_DN2)
+        merge(*given, work, kv.v_scale, machine.num_programs, sinks, kept_TN2)
+    return out_TNH
+
+
+def _num_warps(cut: Cut, size: int, kv_format: str, has_long: bool) -> int:
+    """Few for short tiles, also of a fixed cut, where the sums of a chunk and of those before it
+    leave room for the rest: int8 keys and values pass through registers."""
+    sums = cut.short_rows * next_power_of_2(size) * (2 if kv_format == "int8" else 1)
+    if cut.is_fixed:
+        return FIXED_WARPS if sums <= FIXED_SUMS else NUM_WARPS
+    return NUM_WARPS if has_long else SHORT_WARPS
+
+
+def _fixed_tile(cut: Cut, width: int, tile: int, kv_format: str) -> int:
+    """Keys of a step of the loop: fewer than else, for the same reason."""
+    is_large = width > 128 or kv_format == "int8"
+    tile = min(tile, MOST_FIXED_TILE)
+    return min(max(16, tile // 2) if is_large else tile, cut.align)
+
+
+def _constants(
+    cut: Cut, dtype: torch.dtype, num_kv_heads: int, size: int, block_size: int, kv_format: str
+) -> dict[str, object]:
+    width = max(16, next_power_of_2(size))
+    tile = max(16, min(128, TILE_BYTES // (width * dtype.itemsize)))
+    long_tile = tile // 2 if kv_format == "int8" else tile
+    if cut.is_fixed:
+        tile = _fixed_tile(cut, width, tile, kv_format)
+        long_tile = tile
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": cut.group_size,
+        "HEAD_DIM": size,
+        "WIDTH": width,
+        "ROW": size + (4 if kv_format == "int8" else 0),
+        "BLOCK_SIZE": block_size,
+        "WINDOW": cut.window,
+        "FORMAT": FORMATS[kv_format],
+        "SHORT_ROWS": cut.short_rows,
+        "LONG_ROWS": cut.long_rows,
+        "SHORT_TILE": tile,
+        "LONG_TILE": long_tile,
+        "CHUNK": cut.fixed_chunk if cut.is_fixed else 0,
+        "DOT": dot_dtype(dtype),
+    }
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    counts_ptr,
+    items_ptr,
+    ends_ptr,
+    tables_ptr,
+    sinks_ptr,
+    kept_ptr,
+    q_stride,
+    table_stride,
+    head_stride,
+    factor,  # of products; with a cap what comes before it
+    cap,  # what the hyperbolic tangent is multiplied by
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    HAS_LONG: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
+    SHORT_TILE: tl.constexpr,
+    LONG_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    num_units = tl.load(counts_ptr) * NUM_KV_HEADS
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        item_ptr = items_ptr + unit // NUM_KV_HEADS * 8
+        head = unit % NUM_KV_HEADS
+        table_ptr = tables_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
+        kv_at = head.to(tl.int64) * head_stride
+        if CHUNK > 0:
+            _attend_fixed(
+                q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                HAS_ENDS, SHORT_ROWS, SHORT_TILE, CHUNK, DOT,
+            )  # fmt: skip
+        elif (tl.load(item_ptr + 2) * GROUP if HAS_LONG else 0) > SHORT_ROWS:
+            _attend(
+                q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                HAS_ENDS, LONG_ROWS, LONG_TILE, DOT,
+            )  # fmt: skip
+        else:
+            _attend(
+                q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, ends_ptr,
+                table_ptr, sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS,
+                GROUP, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                HAS_ENDS, SHORT_ROWS, SHORT_TILE, DOT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    item_ptr,
+    ends_ptr,
+    table_ptr,
+    sinks_ptr,
+    kept_ptr,
+    head,
+    q_stride,
+    factor,
+    cap,
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One item of one KV head, by ROWS rows at once: row m is token m // G, query head m % G."""
+    count = tl.load(item_ptr + 2)
+    q, token, offset, query_head, used, query, last_seen, position, first, end, lowest = _load_item(
+        q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
+        DOT,
+    )  # fmt: skip
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        # In the first chunk alone: the one that begins where the tile's keys do.
+        has_sink = first <= lowest
+        sink = tl.load(sinks_ptr + query_head, mask=used & has_sink, other=float("-inf"))
+        maximum = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
+        total = tl.zeros([ROWS], tl.float32) + tl.where(has_sink, 1.0, 0.0)
+    values = tl.zeros([ROWS, WIDTH], tl.float32)
+    # [first, whole) is masked by the window, [whole, edge) not at all, [edge, end) by causality.
+    edge = first
+    if ROWS > 16:
+        whole, edge = _unmasked(first, end, position, count, WINDOW, TILE)
+        if WINDOW > 0:
+            maximum, total, values = _scan(
+                q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                first, whole, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW,
+                BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
+            )  # fmt: skip
+        maximum, total, values = _scan(
+            q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, whole,
+            edge, lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE,
+            WINDOW, FORMAT, HAS_CAP, TILE, DOT, False,
+        )  # fmt: skip
+    maximum, total, values = _scan(
+        q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, edge, end,
+        lowest, end, query, last_seen, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW,
+        FORMAT, HAS_CAP, TILE, DOT, True,
+    )  # fmt: skip
+    store_item(
+        values, maximum, total, out_ptr, parts_ptr, sums_ptr, kept_ptr, item_ptr, token, offset,
+        query_head, used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, KEEPS, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_item(
+    q_ptr,
+    item_ptr,
+    ends_ptr,
+    head,
+    q_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """An item's queries; of each row its token, the token's offset in the item, its head, whether
+    there is one, its position, and the last position that it sees; then the position of the first
+    token, the keys [first, end), and the lowest one that is seen."""
+    position = tl.load(item_ptr + 3)
+    first = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    m = tl.arange(0, ROWS)
+    offset = m // GROUP
+    query_head = head * GROUP + m % GROUP
+    used = offset < tl.load(item_ptr + 2)
+    token = tl.load(item_ptr + 1).to(tl.int64) + offset
+    h = tl.arange(0, WIDTH)
+    q_at = (token * q_stride + query_head * HEAD_DIM)[:, None] + h[None, :]
+    columns = used[:, None] & (h < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_at, mask=columns, other=0.0).to(DOT)
+    query = position + offset
+    last_seen = query
+    if HAS_ENDS:
+        last_seen = tl.maximum(query, tl.load(ends_ptr + token, mask=used, other=0) - 1)
+    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    return q, token, offset, query_head, used, query, last_seen, position, first, end, lowest
+
+
+@triton.jit
+def _attend_fixed(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    item_ptr,
+    ends_ptr,
+    table_ptr,
+    sinks_ptr,
+    kept_ptr,
+    head,
+    q_stride,
+    factor,
+    cap,
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One item of a fixed cut: all chunks of a tile, or one of them that others are merged with.
+
+    All tiles of keys are masked, those too of which every query sees all: one loop, and so the same
+    instructions for each of them.
+    """
+    q, token, offset, query_head, used, query, last_seen, _, first, end, lowest = _load_item(
+        q_ptr, item_ptr, ends_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, WINDOW, HAS_ENDS, ROWS,
+        DOT,
+    )  # fmt: skip
+    # The sinks of parts are for who merges them.
+    is_final = tl.load(item_ptr + 6) < 0
+    maximum, total = before_chunks(sinks_ptr, query_head, used & is_final, HAS_SINKS)
+    values = tl.zeros([ROWS, WIDTH], tl.float32)
+    for chunk in range(first // CHUNK * CHUNK, end, CHUNK):
+        stop = tl.minimum(chunk + CHUNK, end)
+        chunk_maximum, chunk_total, chunk_values = _scan(
+            q, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, WIDTH], tl.float32), k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+            table_ptr, tl.maximum(chunk, first), stop, lowest, stop, query, last_seen, factor,
+            cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
+        )  # fmt: skip
+        maximum, total, values = merge_chunk(
+            maximum, total, values, chunk_maximum, chunk_total, chunk_values
+        )
+    store_item(
+        values, maximum, total, out_ptr, parts_ptr, sums_ptr, kept_ptr, item_ptr, token, offset,
+        query_head, used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, KEEPS, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _unmasked(first, end, position, count, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Where tiles of keys begin and end that every query of the item sees."""
+    whole = first
+    if WINDOW > 0:
+        hidden = tl.maximum(position + count - WINDOW - first, 0)
+        whole = tl.minimum(first + tl.cdiv(hidden, TILE) * TILE, tl.maximum(end, first))
+    edge = whole + tl.maximum(tl.minimum(end, position + 1) - whole, 0) // TILE * TILE
+    return whole, edge
+
+
+@triton.jit
+def _scan(
+    q,
+    maximum,
+    total,
+    values,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    table_ptr,
+    first,
+    last,
+    lowest,
+    end,
+    query,
+    last_seen,
+    factor,
+    cap,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take the keys from `first` to before `last`, TILE at once; they exist from `lowest` to before
+    `end`. Without MASKED every query sees all of them."""
+    n = tl.arange(0, TILE)
+    key = first + n
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
+    for start in range(first, last, TILE):
+        key = start + n
+        inside = (key >= lowest) & (key < end)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        # Of the next keys: were it loaded with them, they could not be on their way long before.
+        key += TILE
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
+        key -= TILE
+        k = load_rows(k_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * factor
+        if FORMAT == 1:
+            scores *= load_scales(k_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+        if HAS_CAP:
+            # tanh(x) = 1 - 2 / (1 + e^(2x))
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * 2.8853900817779268))
+        if MASKED:
+            seen = inside[None, :] & (key[None, :] <= last_seen[:, None])
+            if WINDOW > 0:
+                seen &= key[None, :] > query[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(maximum, tl.max(scores, 1))
+        base = larger
+        if MASKED:
+            # A query that has seen no key yet has the maximum -inf; 0 keeps its weights at 0.
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - base[:, None])
+        correction = tl.exp2(maximum - base)
+        total = total * correction + tl.sum(weights, 1)
+        if FORMAT == 1:
+            weights *= load_scales(v_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+        v = load_rows(v_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+        values = values * correction[:, None]
+        values = tl.dot(weights.to(DOT), v, values, input_precision="tf32x3")
+        maximum = larger
+    return maximum, total, values
+
+
+def _config(
+    size: int,
+    group_size: int = 4,
+    *,
+    has_long: bool = True,
+    kv_format: str = "auto",
+    window: int = 0,
+    has_cap: bool = False,
+    has_sinks: bool = False,
+    keeps: bool = False,
+    is_fixed: bool = False,
+    has_ends: bool = False,
+) -> Config:
+    stored = "*bf16" if kv_format == "auto" else "*u8"
+    scales = "*fp32" if kv_format == "int8" else stored
+    signature = {
+        "q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, "k_scales_ptr": scales,
+        "v_scales_ptr": scales, "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32",
+        "counts_ptr": "*i32", "items_ptr": "*i32", "ends_ptr": "*i32", "tables_ptr": "*i32",
+        "sinks_ptr": "*fp32", "kept_ptr": "*fp32",
+        "q_stride": "i32", "table_stride": "i32", "head_stride": "i64", "factor": "fp32",
+        "cap": "fp32", "v_scale": "fp32",
+    }  # fmt: skip
+    cut = Cut(is_fixed=is_fixed).of_group(group_size, window, size)
+    constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
+    # Compiled ahead, whether this process interprets or not.
+    constants |= {"DOT": DTYPES[torch.bfloat16]}
+    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": keeps}
+    constants |= {"HAS_LONG": has_long and not is_fixed, "HAS_ENDS": has_ends}
+    return Config(
+        _attention_kernel,
+        signature,
+        constants,
+        num_warps=_num_warps(cut, size, kv_format, has_long),
+        num_stages=NUM_STAGES,
+        divisible=("q_stride", "head_stride"),
+        needs_wgmma=has_long,
+    )
+
+
+CONFIGS = [
+    _config(128),
+    _config(128, has_long=False),
+    _config(128, has_long=False, keeps=True),
+    _config(64, window=128, has_cap=True, has_sinks=True),
+    _config(80, 1),
+    _config(256, 2),
+    _config(256, 2, window=4096, has_cap=True),
+    _config(256, 2, window=1024, has_ends=True),
+    _config(128, kv_format="int8"),
+    _config(128, has_long=False, kv_format="int8"),
+    _config(128, kv_format="fp8"),
+    _config(128, is_fixed=True),
+    _config(64, 8, window=128, has_cap=True, has_sinks=True, is_fixed=True),
+    _config(80, 1, is_fixed=True),
+    _config(256, 2, is_fixed=True),
+    _config(256, 2, window=1024, is_fixed=True, has_ends=True),
+    _config(256, 2, has_cap=True, is_fixed=True),
+    _config(128, kv_format="int8", is_fixed=True),
+    _config(64, kv_format="int8", is_fixed=True),
+    _config(128, kv_format="fp8", is_fixed=True),
+]

@@ -1,0 +1,129 @@
+"""Guesses that a device makes and judges itself, so that nobody waits for the host: by torch's
+operations, on any device. `kernels/sampling/guess_runs.py` makes the same guesses in a launch.
+
+Shape legend: R rows, M tokens a row can hold, G rows that guess, L the most tokens of one of them,
+T guesses of all of them, S scheduled rows, N sampling rows, K most guesses of a row, P places: the
+sampling rows' own, then those of all guesses.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops import gpu
+from quire.ops.host.host_memory import to_device
+from quire.ops.rows.row_state import RowTensors
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+NO_TOKEN = -1
+NO_GUESS = -2
+
+
+class Runs(NamedTuple):
+    """Which runs of a row's last tokens are looked for: of `most` tokens down to `fewest`, that end
+    up to `searched` tokens before its end."""
+
+    fewest: int
+    most: int
+    searched: int
+
+
+class Tries(NamedTuple):
+    """Where guesses are judged, on the host: of each place [P] which of the sampling rows it is of,
+    and 0 or which of its guesses, from 1."""
+
+    sampling: Int64
+    depths: Int64
+
+    @property
+    def num_samples(self) -> int:
+        return int(np.count_nonzero(self.depths == 0))
+
+
+def guess_runs(state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
+    """See guess_runs_reference; on a GPU in one launch."""
+    kernels = gpu.kernels_for(state.tokens_RM, "guess_runs", any_dtype=True)
+    if kernels is None:
+        guess_runs_reference(state, rows, nums, longest, runs)
+        return
+    on_device = to_device(rows, state.device), to_device(nums, state.device)
+    kernels.guess_runs(state, *on_device, int(nums.max()), runs)
+
+
+def guess_runs_reference(
+    state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs
+) -> None:
+    """Write guesses behind the last token of each of the rows, which is the one behind its computed
+    tokens: what followed the newest of the longest runs that are like its last tokens
+    (`find_runs.py`), again and again if that is its own end; zeros if there is none.
+
+    nums: how many, from 1. longest: tokens of the longest of them at most, without guesses.
+    """
+    device = state.device
+    rows_G = to_device(rows.astype(np.int64), device)
+    lengths_G = state.computed_R[rows_G] + 1
+    tokens_GL = state.tokens_RM[rows_G, :longest]
+    ends_L, lengths_G1 = torch.arange(longest, device=device), lengths_G[:, None]
+    first_G1 = (lengths_G1 - runs.searched).clamp(min=runs.fewest)
+    is_alike_GL = (ends_L >= first_G1) & (ends_L < lengths_G1)
+    run_GL = torch.zeros_like(is_alike_GL, dtype=torch.int64)
+    for n in range(runs.most):
+        own_G1 = tokens_GL.gather(1, (lengths_G1 - 1 - n).clamp(min=0))
+        is_alike_GL = is_alike_GL & (tokens_GL.roll(n + 1, 1) == own_G1) & (ends_L > n)
+        run_GL += is_alike_GL
+    best_G = torch.where(run_GL >= runs.fewest, run_GL * longest + ends_L, -1).amax(1)
+    place_G = best_G.clamp(min=0) % longest
+    steps = np.concatenate([np.arange(num, dtype=np.int64) for num in nums.tolist()])
+    steps_T, which_T = (to_device(a, device) for a in (steps, np.arange(len(rows)).repeat(nums)))
+    behind_T, rows_T = (lengths_G - place_G)[which_T], rows_G[which_T]
+    guesses_T = state.tokens_RM[rows_T, place_G[which_T] + steps_T % behind_T]
+    guesses_T = torch.where(best_G[which_T] >= 0, guesses_T, 0)
+    state.tokens_RM[rows_T, lengths_G[which_T] + steps_T] = guesses_T
+
+
+def accept_guesses(
+    state: RowTensors,
+    rows_N: torch.Tensor,
+    lengths_N: torch.Tensor,
+    chosen_P: torch.Tensor,
+    tries: Tries,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find what counts: tokens, int32 [N, 1 + K], of which int32 [N] are valid from the left: one,
+    and one more for each guess that was right (`runner/drafting/guesses.py`).
+
+    lengths: tokens of the sampling rows without guesses, which stand behind them. chosen: at each
+    place, NO_TOKEN where there was none to choose.
+    """
+    device, most = state.device, int(tries.depths.max())
+    if not gpu.is_on_gpu(state.tokens_RM):
+        rows, lengths, chosen = rows_N.numpy(), lengths_N.numpy(), chosen_P.numpy()
+        tokens, counts = _accept_here(state.arrays.tokens_RM, rows, lengths, chosen, tries)
+        return torch.from_numpy(tokens), torch.from_numpy(counts)
+    index_P, depths_P = (to_device(each, device) for each in tries)
+    num_samples = tries.num_samples
+    tokens_NK1 = torch.full((num_samples, 1 + most), NO_TOKEN, dtype=torch.int32, device=device)
+    tokens_NK1[index_P, depths_P] = chosen_P.to(torch.int32)
+    guesses_NK = torch.full((num_samples, most), NO_GUESS, dtype=torch.int32, device=device)
+    which_T, behind_T = index_P[num_samples:], depths_P[num_samples:] - 1
+    guesses_NK[which_T, behind_T] = state.tokens_RM[rows_N[which_T], lengths_N[which_T] + behind_T]
+    is_right_NK = (tokens_NK1[:, :-1] == guesses_NK) & (tokens_NK1[:, 1:] != NO_TOKEN)
+    counts_N = 1 + is_right_NK.int().cumprod(1, dtype=torch.int32).sum(1, dtype=torch.int32)
+    return tokens_NK1, counts_N
+
+
+def _accept_here(
+    tokens_RM: Int32, rows_N: Int64, lengths_N: Int64, chosen_P: Int64, tries: Tries
+) -> tuple[Int32, Int32]:
+    """Do the same with arrays: few small operations of numpy take less time than torch's."""
+    num_samples, most = tries.num_samples, int(tries.depths.max())
+    tokens_NK1 = np.full((num_samples, 1 + most), NO_TOKEN, np.int32)
+    tokens_NK1[tries.sampling, tries.depths] = chosen_P
+    guesses_NK = np.full((num_samples, most), NO_GUESS, np.int32)
+    which_T, behind_T = tries.sampling[num_samples:], tries.depths[num_samples:] - 1
+    guesses_NK[which_T, behind_T] = tokens_RM[rows_N[which_T], lengths_N[which_T] + behind_T]
+    is_right_NK = (tokens_NK1[:, :-1] == guesses_NK) & (tokens_NK1[:, 1:] != NO_TOKEN)
+    counts_N = 1 + np.logical_and.accumulate(is_right_NK, axis=1).sum(axis=1, dtype=np.int32)
+    return tokens_NK1, counts_N

@@ -1,0 +1,52 @@
+"""Where the last tokens of rows stood before, for guesses at what follows ("prompt lookup")."""
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.ops.host.native import core
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+SEARCHED = 32_768  # tokens before a sequence's end: some 20 us
+
+
+def find_runs(
+    tokens_RM: Int32, rows: Int64, lengths: Int64, fewest: int, most: int, searched: int
+) -> Int64:
+    """Find [N] the end of the newest of the longest runs that are like a row's last tokens, of at
+    least `fewest` of them; `most` are compared. -1: there is none. lengths: [N] tokens of the
+    rows. searched: how far before a row's end such a run may end."""
+    native = core()
+    if native is None:
+        return find_runs_reference(tokens_RM, rows, lengths, fewest, most, searched)
+    assert tokens_RM.dtype == np.int32 and tokens_RM.strides[1] == 4
+    assert rows.dtype == lengths.dtype == np.int64
+    rows, lengths = np.ascontiguousarray(rows), np.ascontiguousarray(lengths)
+    places = np.empty(len(rows), np.int64)
+    native.find_runs(
+        tokens_RM.ctypes.data, tokens_RM.strides[0] // 4, rows.ctypes.data, lengths.ctypes.data,
+        len(rows), fewest, most, searched, places.ctypes.data,
+    )  # fmt: skip
+    return places
+
+
+def find_runs_reference(
+    tokens_RM: Int32, rows: Int64, lengths: Int64, fewest: int, most: int, searched: int
+) -> Int64:
+    """The numpy path of `find_runs`."""
+    found = np.full(len(rows), -1, np.int64)
+    for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        if length <= fewest:
+            continue
+        tokens = tokens_RM[row, :length]
+        first = max(length - searched, fewest)
+        ends = first + np.flatnonzero(tokens[first - 1 : length - 1] == tokens[-1])
+        runs = np.ones(len(ends), np.int64)
+        for n in range(1, most):
+            alike = (ends > n) & (runs == n)
+            alike[alike] = tokens[ends[alike] - 1 - n] == tokens[length - 1 - n]
+            runs[alike] += 1
+        if len(runs) and runs.max() >= fewest:
+            found[i] = ends[np.flatnonzero(runs == runs.max())[-1]]
+    return found

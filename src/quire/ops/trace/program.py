@@ -1,0 +1,281 @@
+"""A model's forward pass as a program of the C++ core (csrc/program.h), made from its record of
+operations: what a graph is to a GPU. A step is then one call instead of hundreds of operations.
+
+Shape legend: T tokens of the step, N heads, H head dim.
+
+The record of one forward pass over a few tokens holds every operation with its arguments. A tensor
+that an operation returned is a buffer of the program; a view of it is some of the buffer's columns,
+since the first dimension of all of them counts tokens. All buffers are float32, whatever the
+model's dtype: between its weights, a program rounds nothing.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+
+from quire.ops.attention_inputs import DeltaHeads
+from quire.ops.collectives.shared_group import SharedGroup
+from quire.ops.elementwise import ClampedGate
+from quire.ops.host.native import address
+from quire.ops.trace.program_parts import Part, Place, ProgramParts
+from quire.ops.weights.packed import ELEMENTS, PackedWeight
+
+CACHE_LINE = 16  # floats
+
+
+class Kind(IntEnum):
+    """As in csrc/program.h."""
+
+    EMBEDDING = 0
+    PACKED_ROWS = 1
+    ROTARY_FACTORS = 2
+    RMS_NORM = 3
+    ADD_RMS_NORM = 4
+    LAYER_NORM = 5
+    ROTARY = 6
+    SILU_MUL = 7
+    GELU_MUL = 8
+    GELU_TANH_MUL = 9
+    SCALE = 10
+    GELU = 11
+    GELU_TANH = 12
+    RELU = 13
+    ADD = 14
+    STORE = 15
+    PREPARE = 16
+    MULTIPLY = 17
+    GATED_ADD = 18
+    EXPERTS = 19
+    ATTEND = 20
+    CONVOLVE = 21
+    DELTA_RULE = 22
+    GATED_NORM = 23
+    SIGMOID_MUL = 24
+    ALL_REDUCE = 25
+    SQUARE_SUM = 26
+    RMS_NORM_BY_SUM = 27
+    PLACE = 28
+    ADD_FEATURES = 29
+
+
+# Kinds whose threads share the work of all rows in a way of their own: a phase each.
+SHARED = (
+    Kind.MULTIPLY,
+    Kind.EXPERTS,
+    Kind.ATTEND,
+    Kind.CONVOLVE,
+    Kind.DELTA_RULE,
+    Kind.ALL_REDUCE,
+)
+NO_HEADS = DeltaHeads(0, 0, 0, 0)
+OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # and of their memory
+
+Places = Callable[[torch.Tensor], Place]
+
+
+class Input(IntEnum):
+    """As in csrc/program.h."""
+
+    IDS = 0
+    POSITIONS = 1
+    SEGMENTS = 2
+
+
+class Untraceable(Exception):
+    """The record holds something that a program cannot do; operations must be called one by one."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Columns of a buffer from `offset` on."""
+
+    buffer: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Those of a layer that are here, from `first` on of so many. biases: float32, of each expert;
+    none where there are none."""
+
+    gate_up: list[PackedWeight]
+    down: list[PackedWeight]
+    biases: tuple[list[torch.Tensor], list[torch.Tensor]]
+    first: int
+    num_all: int
+    num_chosen: int
+    normalises: bool
+    clamped: ClampedGate | None
+
+    def part(self, place: Places) -> Part:
+        """Return them as program_parts.py has them. Weights and biases must outlive a program."""
+        gate_up, down = (
+            [_weight(each, place) for each in part] for part in (self.gate_up, self.down)
+        )
+        gate_up_biases, down_biases = ([*map(place, each)] for each in self.biases)
+        return {
+            "gate_up": gate_up,
+            "down": down,
+            "gate_up_biases": gate_up_biases,
+            "down_biases": down_biases,
+            "first": self.first,
+            "all": self.num_all,
+            "num_chosen": self.num_chosen,
+            "normalises": self.normalises,
+            "alpha": 1.0 if self.clamped is None else self.clamped.alpha,
+            "limit": 0.0 if self.clamped is None else self.clamped.limit,
+        }
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a program. csrc/program.h says what the fields are and which a kind reads."""
+
+    kind: Kind
+    views: tuple[View, ...]
+    num_written: int = 1  # of the views, the first ones
+    heads: int = 1
+    size: int = 0
+    stride: int = 0
+    layer: int = 0
+    first: int = 0
+    count: int = 0
+    input: Input = Input.IDS
+    table: torch.Tensor | None = None
+    frequencies: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    soft_cap: float = 0.0
+    eps: float = 0.0
+    delta: DeltaHeads = NO_HEADS
+    packed: PackedWeight | None = None
+    group: SharedGroup | None = None
+
+    def part(self, begins_phase: bool, layer: int, place: Places) -> Part:
+        """Return it as program_parts.py has it. Its tensors and weight must outlive a program.
+        layer: its number among those that the program is given."""
+        for tensor, dtype in (
+            (self.frequencies, torch.float64),
+            (self.weight, torch.float32),
+            (self.bias, torch.float32),
+        ):
+            assert tensor is None or tensor.dtype == dtype, f"needs {dtype}, got {tensor.dtype}"
+        return {
+            "begins_phase": begins_phase,
+            "kind": int(self.kind),
+            "views": [(view.buffer, view.offset) for view in self.views],
+            "heads": self.heads,
+            "size": self.size,
+            "stride": self.stride,
+            "layer": layer,
+            "first": self.first,
+            "count": self.count,
+            "input": int(self.input),
+            "element": 0 if self.table is None else ELEMENTS[self.table.dtype],
+            "table": None if self.table is None else place(self.table),
+            "frequencies": None if self.frequencies is None else place(self.frequencies),
+            "weight": None if self.weight is None else place(self.weight),
+            "bias": None if self.bias is None else place(self.bias),
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "eps": self.eps,
+            "delta": tuple(self.delta),
+            "packed": None if self.packed is None else _weight(self.packed, place),
+            "group": None if self.group is None else self.group.core,
+        }
+
+
+def here(tensor: torch.Tensor) -> int:
+    """Return the place of a tensor in this process: its address."""
+    return address(tensor, tensor.dtype)
+
+
+def _weight(weight: PackedWeight, place: Places) -> tuple[tuple[int, ...], Place]:
+    return tuple(weight.layout), place(weight.data)
+
+
+@dataclass
+class ProgramDraft:
+    """Instructions over buffers, of which the first are memory of the caller: buffer 0 the result.
+    widths: float32 per token. experts: of the layers that have any."""
+
+    widths: list[int] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
+    num_outside: int = 1
+
+    @property
+    def phases(self) -> list[int]:
+        """The phase of each instruction."""
+        found: list[int] = []
+        for i, instruction in enumerate(self.instructions):
+            joins = i > 0 and not {instruction.kind, self.instructions[i - 1].kind} & set(SHARED)
+            found.append(0 if i == 0 else found[-1] + (0 if joins else 1))
+        return found
+
+    def parts(self, layers: Mapping[int, int], place: Places) -> ProgramParts:
+        """Return what the core makes a program of. layers: which of those that it is given is the
+        layer of that number. place: of a tensor, where its reader finds it."""
+        places, width = self.places()
+        phases, instructions = self.phases, list[Part]()
+        for i, instruction in enumerate(self.instructions):
+            begins = i == 0 or phases[i] != phases[i - 1]
+            layer = instruction.layer
+            if instruction.kind in OF_LAYERS:
+                layer = layers[layer]
+            instructions.append(instruction.part(begins, layer, place))
+        experts = [each.part(place) for each in self.experts]
+        return ProgramParts(self.widths, places, width, self.num_outside, experts, instructions)
+
+    def places(self) -> tuple[list[int], int]:
+        """Find where each buffer begins in the arena, in floats per token, and the arena's width.
+
+        A place is free again from the phase after the last that uses it: within a phase the
+        threads may be anywhere. Buffers that threads read beside rows of their own stand behind
+        all others: the slowest line to write is one that several threads have read.
+        """
+        shared = self._read_by_all()
+        own = set(range(self.num_outside, len(self.widths))) - shared
+        places = [0] * len(self.widths)
+        behind_own = self._place(own, 0, places)
+        return places, self._place(shared - set(range(self.num_outside)), behind_own, places)
+
+    def _place(self, buffers: set[int], least: int, places: list[int]) -> int:
+        """Write the places of some buffers, from `least` on; return where the last one ends."""
+        first, last = self._lifetimes()
+        live: list[tuple[int, int, int]] = []  # begin, end, last phase
+        total = least
+        for buffer in sorted(buffers, key=lambda b: (first[b], b)):
+            live = sorted(item for item in live if item[2] >= first[buffer])
+            width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
+            begin = least
+            for taken, end, _ in live:
+                if begin + width <= taken:
+                    break
+                begin = max(begin, end)
+            places[buffer] = begin
+            live.append((begin, begin + width, last[buffer]))
+            total = max(total, begin + width)
+        return total
+
+    def _read_by_all(self) -> set[int]:
+        """Find the buffers of which threads read other rows than those that they have."""
+        read = (
+            view.buffer
+            for instruction in self.instructions
+            if instruction.kind in SHARED
+            for view in instruction.views[instruction.num_written :]
+        )
+        return set(read)
+
+    def _lifetimes(self) -> tuple[list[int], list[int]]:
+        first, last = [0] * len(self.widths), [0] * len(self.widths)
+        for phase, instruction in zip(self.phases, self.instructions, strict=True):
+            for i, view in enumerate(instruction.views):
+                if i < instruction.num_written and not first[view.buffer]:
+                    first[view.buffer] = phase
+                last[view.buffer] = phase
+        return first, last

@@ -1,0 +1,1 @@
+"""Weights of linear layers: formats, packing and quantisation."""

@@ -1,0 +1,1 @@
+"""Grammars of structured output, from what requests specify."""

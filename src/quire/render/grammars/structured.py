@@ -1,0 +1,125 @@
+"""From the form that an answer must have to rules of its grammar.
+
+`content_rule` adds them to a grammar in the making, for an answer of which they are a part;
+`grammar_of` is the whole grammar of an answer that is nothing else. Sizes are bounded here, before
+anything else looks at the text; whether it makes sense says the check (`grammars.py`).
+"""
+
+from collections.abc import Callable, Mapping
+
+from quire.base.errors import RequestError
+from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
+from quire.render.grammars.json_schema import prepared
+from quire.render.grammars.lark import WHITESPACE, Lark, regex
+from quire.render.grammars.structural_tags import tags_rule
+
+MAX_CHARS = 1 << 18
+MAX_CHOICES = 1 << 14
+
+
+def grammar_of(
+    wanted: StructuredOutputsParams,
+    added_tokens: Mapping[str, int] | None = None,
+    *,
+    strict: bool = False,
+    field: str = FIELD,
+) -> str:
+    """Return the grammar of an answer that is only this. added_tokens: as `Lark` takes them.
+    Raises RequestError, which names the field."""
+    lark = Lark(added_tokens)
+    return lark.text(content_rule(lark, wanted, strict=strict, field=field))
+
+
+def content_rule(
+    lark: Lark, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
+) -> str:
+    """Add rules for a content of this form; return the name of the first. strict: what a schema
+    asks for and cannot be had is an error, not left out. Raises RequestError, which names the
+    field."""
+
+    def json_rule(schema: object) -> str:
+        own = wanted.whitespace_pattern
+        compact = wanted.disable_any_whitespace
+        _check_text(own or "", field)
+        options = prepared(
+            schema,
+            field,
+            strict=strict,
+            whitespace=None if compact else WHITESPACE if own is None else own,
+            closed=wanted.disable_additional_properties,
+        )
+        try:
+            return lark.json(options)
+        except RequestError:
+            raise
+        except (TypeError, ValueError) as error:  # of a program that asks in Python
+            raise RequestError(f"{field}: the schema is not JSON: {error}.", field) from None
+
+    match wanted.form:
+        case "json":
+            return json_rule(wanted.json)
+        case "json_object":
+            return json_rule({"type": "object"})
+        case "regex":
+            assert wanted.regex is not None
+            return lark.rule(_regex(wanted.regex, field))
+        case "choice":
+            assert wanted.choice is not None
+            return _choice_rule(lark, wanted.choice, field)
+        case "grammar":
+            assert wanted.grammar is not None
+            return _nested_rule(lark, wanted.grammar, field)
+        case _:
+            assert wanted.structural_tag is not None
+            return _tags_rule(lark, wanted.structural_tag, json_rule, field)
+
+
+def no_tokenizer(field: str) -> RequestError:
+    """Make the error of a model that cannot say which tokens a text is made of."""
+    return RequestError(f"{field} needs a tokenizer, which this model does not have.", field)
+
+
+def _choice_rule(lark: Lark, choice: list[str], field: str) -> str:
+    """Add a rule for one of these texts. They make one lexeme, which is compiled in no time."""
+    if len(choice) > MAX_CHOICES:
+        message = f"{field} has {len(choice)} choices; at most {MAX_CHOICES} are possible."
+        raise RequestError(message, field)
+    _check_text("".join(choice), field)
+    return lark.rule(lark.terminal(" | ".join(map(lark.spelled, choice))))
+
+
+def _nested_rule(lark: Lark, grammar: str, field: str) -> str:
+    _check_text(grammar, field)
+    if not grammar.strip():
+        raise RequestError(f"{field}: the grammar is empty.", field)
+    return lark.rule(lark.nested(grammar))
+
+
+def _tags_rule(lark: Lark, text: str, json_rule: Callable[[object], str], field: str) -> str:
+    _check_text(text, field)
+    parts = {
+        "json_schema": json_rule,
+        "regex": lambda pattern: lark.rule(_regex(pattern, field)),
+        "grammar": lambda grammar: _nested_rule(lark, grammar, field),
+    }
+    return tags_rule(lark, text, parts, field)
+
+
+def _regex(pattern: str, field: str) -> str:
+    _check_text(pattern, field)
+    if "\0" in pattern:
+        raise RequestError(f"{field}: the regular expression has a character NUL.", field)
+    try:
+        return regex(pattern)
+    except ValueError as error:
+        raise RequestError(f"{field}: the regular expression is wrong: {error}.", field) from None
+
+
+def _check_text(text: str, field: str) -> None:
+    if len(text) > MAX_CHARS:
+        raise RequestError(f"{field} has more than {MAX_CHARS} characters.", field)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{field} has half a surrogate pair.", field) from None

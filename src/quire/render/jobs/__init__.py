@@ -1,0 +1,1 @@
+"""Processes for work that must be bounded in time and memory."""

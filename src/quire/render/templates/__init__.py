@@ -1,0 +1,1 @@
+"""Conversations to text, by the chat templates of models."""

@@ -1,0 +1,108 @@
+"""One conversation to be put through a chat template, and who does that.
+
+`InThisProcess` does it here and now: nothing keeps a template from running for ever, or from taking
+all memory. `TemplatePool` (`template_pool.py`) does it in processes that can be ended.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Protocol
+
+from quire.render.templates.chat_template import ChatOptions, ChatTemplate
+from quire.render.templates.conversation import plain_data
+
+MAX_KEPT_TEMPLATES = 8
+
+
+@dataclass(frozen=True)
+class TemplateJob:
+    """source: the template's text. variables: what it may refer to, such as bos_token.
+
+    is_foreign: whether the template came with the request, not from the operator.
+    """
+
+    source: str
+    variables: Mapping[str, str]
+    messages: object
+    options: ChatOptions
+    is_foreign: bool = False
+
+    def pack(self) -> bytes:
+        """JSON, for `unpack` in another process. Raises RequestError for what is not plain data."""
+        try:
+            return _as_json(self._parts())
+        except (TypeError, ValueError, RecursionError):
+            return _as_json(self._plain()._parts())
+
+    def _parts(self) -> tuple[Any, ...]:
+        o = self.options
+        shown = (o.add_generation_prompt, o.continue_final_message, o.tools, o.documents)
+        kwargs = o.template_kwargs
+        return self.source, dict(self.variables), self.messages, *shown, o.content_format, kwargs
+
+    def _plain(self) -> "TemplateJob":
+        """Return the same in JSON's types: a caller in Python may use classes of his own."""
+        o, messages = self.options, self.messages
+        if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
+            messages = [plain_data(one, f"messages[{i}]") for i, one in enumerate(messages)]
+        else:
+            messages = None  # what it is does not matter, since it is no conversation
+        options = replace(
+            o,
+            tools=plain_data(o.tools, "tools"),
+            documents=plain_data(o.documents, "documents"),
+            template_kwargs=plain_data(o.template_kwargs, "chat_template_kwargs"),
+        )
+        return replace(self, messages=messages, options=options)
+
+
+def unpack(data: bytes) -> TemplateJob:
+    parts = json.loads(data.decode("utf-8", "surrogatepass"))
+    source, variables, messages, begins, goes_on, tools, documents, form, kwargs = parts
+    options = ChatOptions(begins, goes_on, tools, documents, form, kwargs)
+    return TemplateJob(source, variables, messages, options)
+
+
+def _as_json(value: object) -> bytes:
+    """Encode as JSON, halves of surrogate pairs included, which may come from a client's."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+class TemplateRunner(Protocol):
+    """Renders conversations; raises RequestError for what a template cannot do, and EngineBusy
+    where too many wait."""
+
+    def prepare(self) -> None:
+        """Begin what the first conversation would have to wait for; to be called once."""
+
+    def render(self, job: TemplateJob) -> str: ...
+
+    async def render_async(self, job: TemplateJob) -> str:
+        """Do the same without holding up an event loop."""
+
+
+class InThisProcess:
+    """Keeps the last few compiled templates. now: the clock of templates that tell the date."""
+
+    def __init__(self, now: Callable[[], datetime] = datetime.now) -> None:
+        self._now = now
+        self._compiled: dict[str, tuple[Mapping[str, str], ChatTemplate]] = {}
+
+    def prepare(self) -> None: ...
+
+    def render(self, job: TemplateJob) -> str:
+        return self._template(job).render(job.messages, job.options)
+
+    async def render_async(self, job: TemplateJob) -> str:
+        return self.render(job)
+
+    def _template(self, job: TemplateJob) -> ChatTemplate:
+        variables, found = self._compiled.get(job.source, (None, None))
+        if found is None or variables != job.variables:
+            found = ChatTemplate(job.source, job.variables, self._now)
+            if len(self._compiled) >= MAX_KEPT_TEMPLATES:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[job.source] = job.variables, found
+        return found

@@ -1,0 +1,129 @@
+"""`IncrementalDetokenizer`: the tokens of one continuation, as they come, to the text to show.
+
+Token ids go through a token stream (whole characters only) and through the stop strings. The cost
+is linear in the number of tokens.
+
+Invariants of stop strings: text is held back only while it may begin a stop string; text that is
+released never holds a stop string that counts; where the text is cut does not depend on the pieces.
+The stop string whose end comes first wins; of two that end together, the one named first.
+"""
+
+from collections.abc import Sequence
+
+from quire.base.requests.sampling_params import SamplingParams
+from quire.render.tokens.token_stream import open_stream
+from quire.render.tokens.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """matched: the stop string that was found; nothing may be pushed after that."""
+
+    __slots__ = ("_floor", "_held", "_include", "_stops", "matched")
+
+    def __init__(self, stops: Sequence[str], include_in_output: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include_in_output
+        self._held = ""
+        self._floor = 0  # a stop string must end behind this place in the held text
+        self.matched: str | None = None
+
+    def push(self, text: str, counts: bool = True) -> str:
+        """New text to give out. counts: whether a stop string that ends in `text` stops."""
+        text = self._held + text
+        if counts:
+            place = self._search(text)
+            if place >= 0:
+                self._held = ""
+                return text[:place]
+        else:
+            self._floor = len(text)
+        keep = self._beginning(text)
+        self._held = text[keep:]
+        self._floor = max(0, self._floor - keep)
+        return text[:keep]
+
+    def flush(self) -> str:
+        """Return what was held back, when nothing follows any more."""
+        held, self._held = self._held, ""
+        return held
+
+    def _search(self, text: str) -> int:
+        """Return where to cut the text; -1 if no stop string ends in it."""
+        best_end, cut = len(text) + 1, -1
+        for stop in self._stops:
+            at = text.find(stop, max(0, self._floor - len(stop) + 1))
+            end = at + len(stop)
+            if at >= 0 and end < best_end:
+                best_end, cut = end, end if self._include else at
+                self.matched = stop
+        return cut
+
+    def _beginning(self, text: str) -> int:
+        """Return where the longest end of the text begins that is the beginning of a stop
+        string."""
+        keep = len(text)
+        for stop in self._stops:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= at < keep:
+                if stop.startswith(text[at:]):
+                    keep = at
+                at = text.find(stop[0], at + 1)
+        return keep
+
+
+class IncrementalDetokenizer:
+    """num_tokens: how many tokens count so far; one after a stop string does not.
+
+    stop_string: the stop string that ended the text; tokens that come after it are ignored.
+    """
+
+    __slots__ = ("_min_tokens", "_stops", "num_tokens", "stream")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams | None = None,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        """prompt_token_ids: what the text continues; leave it out to decode ids on their own."""
+        params = params or SamplingParams()
+        self.stream = open_stream(
+            tokenizer,
+            prompt_token_ids,
+            params.skip_special_tokens,
+            params.spaces_between_special_tokens,
+            params.shown_special_token_ids or (),
+        )
+        self.num_tokens = 0
+        self._min_tokens = params.min_tokens
+        stops = params.stop_strings
+        self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
+
+    @property
+    def stop_string(self) -> str | None:
+        return None if self._stops is None else self._stops.matched
+
+    def push(self, token_id: int, hidden: bool = False) -> str:
+        """New text to show after one more token. hidden: the token counts, but has no text."""
+        stops = self._stops
+        if stops is not None and stops.matched is not None:
+            return ""
+        self.num_tokens += 1
+        text = "" if hidden else self.stream.push(token_id)
+        if stops is None or not text:
+            return text
+        return stops.push(text, self.num_tokens > self._min_tokens)
+
+    def update(self, token_ids: Sequence[int]) -> str:
+        """`push` several tokens."""
+        return "".join([self.push(token_id) for token_id in token_ids])
+
+    def flush(self) -> str:
+        """Return the rest, when no token follows: text held back and an unfinished character."""
+        stops = self._stops
+        if stops is None:
+            return self.stream.flush()
+        if stops.matched is not None:
+            return ""
+        text = stops.push(self.stream.flush(), counts=False)
+        return text + stops.flush()

@@ -1,0 +1,203 @@
+"""What a model directory says about its tokenizer, read but not yet interpreted.
+
+In: a directory in the Hugging Face layout. Out: `TokenizerFiles`. Nothing is downloaded.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ModelError
+from quire.spec.config_fields import read_object
+from quire.spec.gguf.container import GGUFFile, is_gguf
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+GPT2_END = "<|endoftext|>"
+GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
+DEFAULT_TEMPLATE = "default"
+# Where the metadata of a GGUF file has its vocabulary, or else all of tokenizer.json.
+GGUF_TEMPLATE = "tokenizer.chat_template"
+GGUF_TOKENS, WHOLE_TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.huggingface.json"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Where the vocabulary is, and the settings beside it.
+
+    named_tokens: bos_token, eos_token, ... -> text; also what chat templates may refer to.
+    special_tokens: texts that count as special beside those marked so in tokenizer.json.
+    chat_templates: name -> template; the usual one is called `default`.
+    """
+
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    named_tokens: dict[str, str] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
+    chat_templates: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokenizer_class(self) -> str:
+        """The class of transformers that the files name, without `Fast`; may be empty."""
+        name = self.config.get("tokenizer_class") or self._model_config.get("tokenizer_class")
+        return name.removesuffix("Fast") if isinstance(name, str) else ""
+
+    @property
+    def model_type(self) -> str | None:
+        """That of config.json."""
+        return self._model_config.get("model_type")
+
+    @property
+    def _model_config(self) -> dict[str, Any]:
+        return read_json(self.directory / "config.json")
+
+    @property
+    def tokenizer_json(self) -> Path:
+        return self.directory / "tokenizer.json"
+
+    @property
+    def vocab_json(self) -> Path:
+        return self.directory / "vocab.json"
+
+    @property
+    def merges_txt(self) -> Path:
+        return self.directory / "merges.txt"
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    """Return whether `Tokenizer.from_directory` would find a vocabulary there."""
+    if is_gguf(directory):
+        return any(key in GGUFFile(directory).metadata for key in (GGUF_TOKENS, WHOLE_TOKENIZER))
+    files = TokenizerFiles(Path(directory))
+    pair = files.vocab_json.is_file() and files.merges_txt.is_file()
+    return files.tokenizer_json.is_file() or pair
+
+
+def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
+    """Read the JSON and template files of a directory. Raises ModelError without a vocabulary."""
+    folder = Path(directory)
+    if not has_tokenizer(folder):
+        raise ModelError(_no_tokenizer(folder))
+    config = read_json(folder / "tokenizer_config.json")
+    legacy = read_json(folder / "special_tokens_map.json")
+    named = _named_tokens(config, legacy)
+    if not (folder / "tokenizer.json").is_file():
+        _check_gpt2(folder, config)
+        named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), GPT2_END) | named
+    return TokenizerFiles(
+        folder, config, named, _special_tokens(config, legacy, named), _templates(folder, config)
+    )
+
+
+def chat_templates(directory: str | Path) -> dict[str, str]:
+    """Return the chat templates of a directory or a GGUF file by name, without reading the
+    vocabulary; none where there is no tokenizer."""
+    if is_gguf(directory):
+        return gguf_templates(GGUFFile(directory))
+    if not has_tokenizer(directory):
+        return {}
+    folder = Path(directory)
+    return _templates(folder, read_json(folder / "tokenizer_config.json"))
+
+
+def gguf_templates(file: GGUFFile) -> dict[str, str]:
+    """Return the usual template under its own key, others under the key and their name."""
+    found = {}
+    for key in file.metadata:
+        named = re.fullmatch(rf"{re.escape(GGUF_TEMPLATE)}(?:\.(.+))?", key)
+        if named:
+            found[named.group(1) or DEFAULT_TEMPLATE] = file.text(key)
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is no such file."""
+    return read_object(path) if path.is_file() else {}
+
+
+def _no_tokenizer(folder: Path) -> str:
+    advice = 'without a tokenizer prompts must be token ids: {"prompt_token_ids": [...]}.'
+    if (folder / "tokenizer.model").is_file():
+        return (
+            f"{folder} has only tokenizer.model; convert it to tokenizer.json (transformers:"
+            f" AutoTokenizer.from_pretrained(...).save_pretrained(...)); {advice}"
+        )
+    return f"{folder} has no tokenizer.json and no vocab.json with merges.txt; {advice}"
+
+
+def _check_gpt2(folder: Path, config: dict[str, Any]) -> None:
+    kind = config.get("tokenizer_class") or ""
+    if kind not in GPT2_CLASSES:
+        raise ModelError(
+            f"{folder} has vocab.json and merges.txt for a {kind}, but no tokenizer.json; make one"
+            " (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))."
+        )
+
+
+def _token_text(value: Any) -> str | None:
+    """Return a token's text, which is written as such or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _named_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for source in sources:
+        extra = source.get("extra_special_tokens")
+        texts = {name: _token_text(source.get(name)) for name in NAMED_TOKENS}
+        if isinstance(extra, dict):
+            texts |= {name: _token_text(value) for name, value in extra.items()}
+        for name, text in texts.items():
+            if text is not None:
+                named.setdefault(name, text)
+    return named
+
+
+def _special_tokens(
+    config: dict[str, Any], legacy: dict[str, Any], named: dict[str, str]
+) -> tuple[str, ...]:
+    texts = dict.fromkeys(named.values())
+    for source in (config, legacy):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            values = source.get(key)
+            if isinstance(values, list):
+                texts |= dict.fromkeys(t for v in values if (t := _token_text(v)) is not None)
+    return tuple(texts)
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return templates by name. A file of its own comes before the text inside
+    tokenizer_config.json."""
+    found = _inline_templates(config.get("chat_template"))
+    if not found:
+        found = _inline_templates(read_json(folder / "chat_template.json").get("chat_template"))
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        found[DEFAULT_TEMPLATE] = own.read_text("utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text("utf-8")
+    return found
+
+
+def _inline_templates(value: Any) -> dict[str, str]:
+    """Read a text, a list of {name, template}, or an object of templates by name."""
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    if isinstance(value, list):
+        pairs = [
+            (item.get("name"), item.get("template")) for item in value if isinstance(item, dict)
+        ]
+    elif isinstance(value, dict):
+        pairs = list(value.items())
+    else:
+        pairs = []
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

@@ -1,0 +1,1 @@
+"""Draft models on the runner's side, and steps that verify draft tokens."""

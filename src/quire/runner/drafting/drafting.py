@@ -1,0 +1,343 @@
+"""Passes of a model that guesses, between two steps, over the rows of the last one.
+
+The first pass computes all tokens of a row that the drafter has not seen, the last known one among
+them; each further pass one guess of each row. Every guess is chosen as the row chooses its tokens,
+with the noise of its place: where both models agree on the probabilities, they agree on the token.
+Penalties, biases and masks are left out: they make a guess better or worse, never an answer.
+
+    position      0 ... first ........ known - 1 | known .......... known + k - 2
+    computed by   earlier calls  first pass      | further passes, one guess each
+    stands in     the row's own blocks .. capacity | spare blocks of the row
+
+What stands behind a row's own blocks is written into spare blocks behind the pool's, of which the
+scheduler does not know. Nothing there is needed later: a token that turns out to be right is
+computed once more when its row has a block for it.
+
+Shape legend: T tokens of the pass, S rows of an order, N rows that guess, k most guesses of a row,
+F numbers of the target's hidden states that the drafter reads of each token, R rows of the engine,
+E what comes out of a pass, D the drafter's model dim, V the target's vocabulary.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import DraftAnswer, DraftOrder
+from quire.base.settings.config import EngineConfig
+from quire.models.eagle3 import Eagle3
+from quire.models.model import Model
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention.traced import TracedAttention
+from quire.ops.elementwise import select_rows
+from quire.ops.host.host_memory import to_device
+from quire.ops.rows.row_state import write_deltas
+from quire.ops.rows.step_inputs import SampleInputs, gather_step
+from quire.ops.trace.program import Untraceable
+from quire.runner.media.media import StepMedia
+from quire.runner.memory_plan import spare_blocks
+from quire.runner.model_runner import DecoderModel, ModelRunner
+from quire.runner.native_model import (
+    NativeModel,
+    NativePass,
+    OperationsBesideCore,
+    native_or_same,
+)
+from quire.runner.native_program import TRACED_TOKENS, traced
+from quire.runner.step_ops import Asked, Needs, Sampling, StepShape
+from quire.runner.torch_ops import TorchOps
+from quire.spec.model_spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Drafter(Protocol):
+    """Its layers have numbers behind the target's, and cache groups of their own.
+
+    num_read: F. With 0 it reads tokens alone. Else it reads what the target has computed of a token
+    beside the *next* token's id: the hidden state at position p, and the id at p + 1, give what the
+    token at p + 2 may be. Its keys and values of the two stand at p.
+    """
+
+    num_read: int
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute what is known of the step's tokens, [T, D]. read: None if num_read is 0."""
+        ...
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RD: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute one more token of each row, which was guessed, [R, D]. out: what the pass before
+        gave at the rows' last tokens."""
+        ...
+
+    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits of what comes next, [R, V]; -inf for tokens that it does not know."""
+        ...
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Blocks behind the pools of the drafter's cache groups, num for each row. first: the first
+    spare block of each group."""
+
+    num: int
+    groups: range
+    first: tuple[int, ...]
+
+
+class DraftPasses:
+    """A drafter over the rows of a runner, whose counters it leaves as they are. target: whose
+    hidden states the drafter reads; its `last_read` returns them, [T, F], after each forward pass.
+    None: it reads none."""
+
+    def __init__(self, drafter: Drafter, target: Any, runner: ModelRunner, spare: Spare) -> None:
+        self._drafter, self._target, self._runner, self._spare = drafter, target, runner, spare
+        state = runner.rows.state
+        self._state = replace(state, computed_R=torch.zeros_like(state.computed_R))
+        self._ops = TorchOps(runner.device, self._state)
+        self.is_ahead = drafter.num_read > 0
+
+    @torch.inference_mode()
+    def run(self, order: DraftOrder) -> DraftAnswer:
+        """Carry out an order and wait for it."""
+        arrival = self._runner.device.run(lambda: [self._carry_out(order)])
+        return DraftAnswer(arrival.wait()[0].numpy(), arrival.duration_s())
+
+    def _carry_out(self, order: DraftOrder) -> torch.Tensor:
+        """Return the guesses, int32 [S, k]."""
+        most = int(order.num_guesses.max(initial=0))
+        found_Sk = torch.full((len(order.rows), most), -1, dtype=torch.int32, device=self._device)
+        self._lend_blocks(order)
+        out_TD = self._first_pass(order)
+        guessing = np.flatnonzero(order.num_guesses)
+        out_ND = select_rows(out_TD, self._index(np.cumsum(order.num_tokens)[guessing] - 1))
+        for num in range(most):
+            if num > 0:
+                stay = np.flatnonzero(order.num_guesses[guessing] > num)
+                guessing = guessing[stay]
+                out_ND = self._further_pass(order, guessing, num, self._rows_of(out_ND, stay))
+            rows, lengths = order.rows[guessing], order.num_known[guessing] + num
+            found_Sk[self._index(guessing), num] = self._choose(out_ND, rows, lengths)
+        return found_Sk
+
+    def _first_pass(self, order: DraftOrder) -> torch.Tensor:
+        read_TF = None
+        ids_T, positions_T = self._prepare(order.rows, order.first, order.num_tokens)
+        if self._target is not None:
+            begins = np.cumsum(order.num_tokens) - order.num_tokens
+            starts = np.repeat(order.read_from - begins, order.num_tokens)
+            places = starts + np.arange(len(starts))
+            left_TF = self._target.last_read(int(places.max()) + 1)
+            read_TF = select_rows(left_TF, self._index(places))
+        return self._drafter.first(ids_T, positions_T, read_TF, self._runner.backend)
+
+    def _further_pass(
+        self, order: DraftOrder, guessing: npt.NDArray[np.intp], num: int, out_ND: torch.Tensor
+    ) -> torch.Tensor:
+        first = order.num_known[guessing] - 1 - self.is_ahead + num
+        ids_N, positions_N = self._prepare(order.rows[guessing], first, np.ones_like(first))
+        return self._drafter.further(ids_N, positions_N, out_ND, self._runner.backend)
+
+    def _prepare(
+        self, rows: Int32, first: Int32, num_tokens: Int32
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prepare a pass over so many tokens of rows, from these positions on; returns their ids
+        and positions."""
+        state, shape = self._state, StepShape(num_tokens, first + num_tokens, 0)
+        state.computed_R[self._index(rows)] = self._index(first)
+        longest = -(-int(shape.context_lens.max()) // state.block_size)
+        inputs = gather_step(state, rows, num_tokens, longest)
+        step = replace(self._runner.attention_step(inputs, shape), groups=self._spare.groups)
+        self._runner.backend.prepare(step)
+        if not self.is_ahead:
+            return inputs.ids_T, inputs.positions_T
+        rows_T = self._index(np.repeat(rows, num_tokens))
+        return state.tokens_RM[rows_T, inputs.positions_T + 1].long(), inputs.positions_T
+
+    def _choose(self, out_ND: torch.Tensor, rows: Int32, lengths: Int32) -> torch.Tensor:
+        """Choose what comes next in rows of these lengths, and write it behind them; returns it,
+        int32 [N], -1 where nothing could be chosen."""
+        rows_N, lengths_N = self._index(rows), self._index(lengths)
+        asked = Asked(rows, self._runner.sampler.flags.at(rows))
+        no_prompts = np.zeros(0, np.int64)
+        self._ops.serve(Sampling(asked, lengths, no_prompts))
+        needs = Needs(has_filters=bool(asked.flags.has_filter.any()))
+        vocabulary = self._runner.sampler.vocabulary
+        logits_NV = vocabulary.needed(self._drafter.logits(out_ND), needs).float().contiguous()
+        samples = SampleInputs(rows_N, rows_N, lengths_N, rows_N)
+        ids_N, is_valid_N = vocabulary.choose(self._ops, logits_NV, samples, needs)
+        self._state.tokens_RM[rows_N, lengths_N] = ids_N.int()
+        return torch.where(is_valid_N, ids_N, -1).int()
+
+    def _lend_blocks(self, order: DraftOrder) -> None:
+        """Let spare blocks stand behind the rows' own where guesses need more room."""
+        size, spare = self._state.block_size, self._spare
+        ends = order.num_known + order.num_guesses - 1
+        deltas = [
+            (group, row, capacity // size + i, first + row * spare.num + i)
+            for row, capacity, end in zip(
+                order.rows.tolist(), order.capacity.tolist(), ends.tolist(), strict=True
+            )
+            for group, first in zip(spare.groups, spare.first, strict=True)
+            for i in range(-(-(end - capacity) // size))
+        ]
+        if deltas:
+            write_deltas(self._state, np.array(deltas, np.int32))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._runner.device.device
+
+    def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
+        return to_device(values.astype(np.int64), self._device)
+
+    def _rows_of(self, out_ND: torch.Tensor, places: npt.NDArray[np.intp]) -> torch.Tensor:
+        return out_ND if len(places) == len(out_ND) else select_rows(out_ND, self._index(places))
+
+
+class NativeHead:
+    """Computes what the head does, in float32 between its weights. Raises Untraceable where the
+    core cannot. The head is attached to its target before."""
+
+    def __init__(self, head: Eagle3, backend: CpuBackend) -> None:
+        self.num_read, self._head, self._backend = head.num_read, head, backend
+        self._first = _native(head.first, head.num_read, head, backend)
+        self._further = _native(head.further, head.num_out, head, backend)
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """See Eagle3; float32."""
+        assert read_TF is not None
+        return self._run(self._first, ids_T, positions_T, read_TF)
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RE: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """See Eagle3; float32."""
+        return self._run(self._further, ids_R, positions_R, out_RE)
+
+    def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
+        """See Eagle3."""
+        return self._head.logits(out_RE)
+
+    def _run(
+        self, made: NativePass, ids: torch.Tensor, positions: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.empty(len(ids), self._head.num_out)
+        made.run(ids, positions, [out, given.float().contiguous()])
+        return out
+
+
+def _native(compute: Any, width: int, head: Eagle3, backend: CpuBackend) -> NativePass:
+    """Trace one of the head's passes; width: of what it is given beside ids and positions."""
+
+    def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
+        given = torch.zeros(TRACED_TOKENS, width, dtype=head.dtype)
+        return [compute(ids_T, positions_T, given, TracedAttention()), given]
+
+    return NativePass(traced(run), backend)
+
+
+def native_head(head: Eagle3, backend: AttentionBackend) -> Eagle3 | NativeHead:
+    """Return the head in its native form where there is one, else itself."""
+    if not isinstance(backend, CpuBackend):
+        return head
+    try:
+        return NativeHead(head, backend)
+    except Untraceable as reason:
+        logger.warning("The EAGLE-3 head runs operation by operation: %s.", reason)
+        return head
+
+
+class PlainDrafter:
+    """A model of its own as a drafter, for which all tokens are text. position_axes: of its
+    tokens."""
+
+    num_read = 0
+
+    def __init__(self, model: DecoderModel, position_axes: int) -> None:
+        self._model, self._text = model, StepMedia(num_axes=position_axes)
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor | None,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """See Drafter."""
+        return self._model(ids_T, self._text.positions(positions_T), attention)
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RD: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """See Drafter."""
+        return self._model(ids_R, self._text.positions(positions_R), attention)
+
+    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+        """See Drafter."""
+        return self._model.logits(out_RD)
+
+
+def with_spare_blocks(
+    config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Add what guesses stand in to the pools of the drafter's groups, if there is one."""
+    if spec.drafter is None:
+        return num_blocks
+    assert config.scheduler.max_num_seqs
+    spare, own = config.scheduler.max_num_seqs * spare_blocks(config), len(spec.own_groups)
+    return (*num_blocks[:own], *(num + spare for num in num_blocks[own:]))
+
+
+def make_draft_passes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    drafter: Model | None,
+    runner: ModelRunner,
+    num_blocks: tuple[int, ...],
+) -> DraftPasses | None:
+    """Let a model guess for the rows of a runner, whose pools have so many blocks; None without
+    one."""
+    if drafter is None:
+        return None
+    own = len(spec.own_groups)
+    groups = range(own, len(num_blocks))
+    spare = Spare(spare_blocks(config), groups, num_blocks[own:])
+    if isinstance(drafter, Eagle3):
+        target = runner.model
+        assert isinstance(target, Model | NativeModel | OperationsBesideCore)
+        return DraftPasses(native_head(drafter, runner.backend), target, runner, spare)
+    plain = PlainDrafter(native_or_same(drafter, runner.backend), drafter.position_axes)
+    return DraftPasses(plain, None, runner, spare)

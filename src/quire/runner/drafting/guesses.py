@@ -1,0 +1,226 @@
+"""Steps with guesses: one forward pass, and one choice at each place (T 4.4.4).
+
+The forward pass computes the guesses behind each row's last known token, as if they were known. A
+row's places are this token and its guesses, and the row chooses at all of them at once, each time
+by what it would have known there. What it has chosen counts up to the first that is not the guess:
+those are the tokens that it would have chosen without guesses, whatever it asks for. What wrong
+guesses have left in the cache is written again.
+
+What rows hold on the device says where they go on, so the device judges the guesses and moves the
+counters. A step with guesses of the host has ended when `begin` returns. Where the device makes
+them, the host has only bounds of its rows, and the next step may be launched behind this one.
+
+Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K most guesses of a row, P
+places: the sampling rows' own, then those of all guesses.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import Candidates, Plan, StepResult
+from quire.ops.attention.states import KeptInputs
+from quire.ops.elementwise import select_rows
+from quire.ops.host.host_memory import to_device
+from quire.ops.rows.row_state import advance, write_tokens
+from quire.ops.rows.step_inputs import SampleInputs, gather_step
+from quire.ops.sampling.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses, guess_runs
+from quire.runner.device import Tensors
+from quire.runner.sampling.candidates import CandidatesPart
+from quire.runner.step_ops import Sampling, StepShape
+from quire.runner.steps import PlainStep, StepRunner, shape_of
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class Places(NamedTuple):
+    """Where rows choose, arrays [P]. sampling: which of the sampling rows; depths: 0, or which of
+    its guesses, from 1; last: which of the step's tokens; lengths: tokens known there."""
+
+    rows: Int32
+    sampling: Int64
+    depths: Int64
+    last: Int64
+    lengths: Int64
+
+
+def places_of(plan: Plan) -> Places:
+    """List the places of a plan with guesses."""
+    rows_N, num_samples = plan.sample_rows, len(plan.sample_rows)
+    counts = np.array([len(draft.token_ids) for draft in plan.drafts])
+    order = np.argsort(rows_N, kind="stable")
+    drafted = np.array([draft.row for draft in plan.drafts], np.int32)
+    guessing = order[np.searchsorted(rows_N, drafted, sorter=order)].repeat(counts)
+    depths = np.arange(1, 1 + len(guessing)) - (np.cumsum(counts) - counts).repeat(counts)
+    sampling = np.concatenate([np.arange(num_samples), guessing])
+    depths = np.concatenate([np.zeros(num_samples, np.int64), depths])
+    scheduled, num_guessed = plan.sample_places[sampling], plan.num_drafts
+    return Places(
+        rows_N[sampling],
+        sampling,
+        depths,
+        (np.cumsum(plan.num_tokens) - num_guessed - 1)[scheduled] + depths,
+        (plan.computed_bound + plan.num_tokens - num_guessed)[scheduled] + depths,
+    )
+
+
+class GuessedStep(PlainStep):
+    """A plan with guesses on its way through a runner. runs: how the device makes guesses that the
+    plan leaves to it."""
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        plan: Plan,
+        masks: MaskPromise | None,
+        runs: Runs | None = None,
+    ) -> None:
+        super().__init__(runner, plan, masks)
+        self._places, self._runs = places_of(plan), runs
+        self._kept: KeptInputs | None = None  # until the rows' states are settled
+        self._logits: torch.Tensor | None = None  # of the first half, for the other
+        self._scored: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Give it to the device, and wait for it if the guesses are the host's."""
+        self._launch()
+        if not self._plan.is_guessing:
+            _, counts_N, *_ = self._chosen.wait()
+            if self._kept is not None and self._kept.has_any:
+                self._settle_states(self._kept, counts_N.numpy())
+
+    def end(self) -> StepResult:
+        """See Step."""
+        tokens_NK1, counts_N, *found = self._chosen.wait()
+        return self._result(tokens_NK1.numpy(), counts_N.numpy(), found)
+
+    def _launch(self) -> None:
+        """Give it to the device."""
+        plan, rows, places = self._plan, self._runner.rows, self._places
+        self._follow(places.rows)
+        updates = rows.changes(plan, self._runner.sampler.flags.has_edits)
+        self._served = Sampling(self._asked, places.lengths, rows.prompt_lens[places.rows])
+        change, shape = rows.ops.prepare(updates, None), shape_of(plan)
+        first = partial(self.first, shape)
+        self._give(change, first, self.second, self._served, places.depths)
+        self._chosen = self._arrivals[-1]
+
+    def first(self, shape: StepShape) -> Tensors:
+        """Compute logits and what the parts want; returns what the host looks at before the other
+        half."""
+        runner, plan, places = self._runner, self._plan, self._places
+        runner.moves.carry_out(plan)
+        for part in self._forward:
+            part.before()
+        hidden_TD = self._hidden(shape)
+        if any(part.num_tensors for part in self._forward):
+            is_known = np.ones(plan.num_scheduled_tokens, bool)
+            is_known[places.last[places.depths > 0]] = False
+            known_TD = select_rows(hidden_TD, self._index(np.flatnonzero(is_known)))
+            self._scored = [each for part in self._forward for each in part.after(known_TD)]
+        self._logits = runner.logits(hidden_TD, self._index(places.last), self._needs)
+        return self._seen(self._logits, int(places.lengths.max()))
+
+    def _hidden(self, shape: StepShape) -> torch.Tensor:
+        """Write the guesses behind the rows' tokens, or let the device guess there; compute the
+        hidden states of all that the plan schedules, [T, D]."""
+        plan, state, backend = self._plan, self._runner.rows.state, self._runner.backend
+        longest = int(shape.context_lens.max())
+        if plan.is_guessing:
+            assert self._runs is not None, "the device's drafter is not set"
+            rows = np.array([draft.row for draft in plan.drafts], np.int32)
+            nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
+            guess_runs(state, rows, nums, longest, self._runs)
+        else:
+            end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
+            for draft in plan.drafts:
+                begin = end_of[draft.row] - len(draft.token_ids)
+                write_tokens(state, draft.row, begin, draft.token_ids)
+            self._kept = backend = KeptInputs(backend, plan.num_drafts > 0)
+        num_blocks = -(-longest // state.block_size)
+        inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
+        return self._runner.hidden(inputs, shape, backend, self._forward)
+
+    def second(self) -> Tensors:
+        """Choose at all places and move the counters, unless states are settled before. Returns the
+        tokens that count, how many these are, log-probabilities, scores."""
+        plan, places, state = self._plan, self._places, self._runner.rows.state
+        rows_S, known_S = self._index(plan.rows), self._index(plan.num_tokens - plan.num_drafts)
+        at_N = self._index(plan.sample_places)
+        contexts_S = state.computed_R[rows_S] + known_S
+        lengths_N = contexts_S[at_N]
+        which_P, depths_P = self._index(places.sampling), self._index(places.depths)
+        chosen_P, *found = self._choose(lengths_N[which_P] + depths_P)
+        sampling_N = self._index(plan.sample_rows)
+        tries = Tries(places.sampling, places.depths)
+        tokens_NK1, counts_N = accept_guesses(state, sampling_N, lengths_N, chosen_P, tries)
+        more_N = counts_N.long() - 1
+        last_N = tokens_NK1.gather(1, more_N[:, None])[:, 0].clamp(min=0)
+        # Who samples from another row's logits guesses nothing, and neither does that row.
+        contexts_S = contexts_S.index_add(0, at_N, more_N)
+        moved = rows_S, contexts_S, sampling_N, lengths_N + more_N, last_N
+        self._advance = partial(advance, state, *moved)
+        if self._kept is None or not self._kept.has_any:
+            self._advance()
+        return [tokens_NK1, counts_N, *found]
+
+    def _choose(self, lengths_P: torch.Tensor) -> list[torch.Tensor]:
+        rows, places, logits_PV = self._runner.rows, self._places, self._logits
+        assert logits_PV is not None, "the first half comes first"
+        samples = SampleInputs(
+            self._index(places.rows),
+            self._index(places.last),
+            lengths_P,
+            self._index(self._served.prompt_lens),
+        )
+        rows.ops.serve(self._served)
+        sampler = self._runner.sampler
+        ids_P, is_valid_P = sampler.sample(logits_PV, samples, self._needs, self._sampling)
+        found = [tensor for part in self._sampling for tensor in part.found()]
+        return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
+
+    def _settle_states(self, kept: KeptInputs, counts_N: Int32) -> None:
+        """Leave the states of rows that guess behind the guesses that were right, and move the
+        counters."""
+        plan = self._plan
+        num_tokens = plan.num_tokens - plan.num_drafts
+        is_own = np.isin(plan.sample_rows, plan.rows)
+        num_tokens[plan.sample_places[is_own]] += counts_N[is_own] - 1
+
+        def work() -> list[torch.Tensor]:
+            kept.settle(num_tokens[plan.num_drafts > 0])
+            self._advance()
+            return []
+
+        self._arrivals.append(self._runner.device.run(work))
+        self._arrivals[-1].wait()
+
+    def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
+        """Add candidates."""
+        for part in self._sampling:
+            if isinstance(part, CandidatesPart):
+                result = self._with_candidates(result, part.by_place(arrived))
+        return result
+
+    def _with_candidates(self, result: StepResult, found: dict[int, Candidates]) -> StepResult:
+        """Add the candidates of the places whose tokens count."""
+        places, rows, num = self._places, self._plan.sample_rows, len(self._plan.sample_rows)
+        first: dict[int, Candidates] = {}
+        more: dict[int, list[Candidates]] = {}
+        for place, each in sorted(found.items()):
+            n = places.sampling[place]
+            row = int(rows[n])
+            if place < num and row not in result.row_errors:
+                first[row] = each
+            elif place >= num and places.depths[place] < result.num_accepted[n]:
+                more.setdefault(row, []).append(each)
+        return replace(result, candidates=first, more_candidates=more)
+
+    def _index(self, values: npt.NDArray[np.integer]) -> torch.Tensor:
+        return to_device(values.astype(np.int64), self._runner.rows.state.device)

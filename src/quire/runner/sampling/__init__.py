@@ -1,0 +1,1 @@
+"""What rows sample with, and how a step chooses tokens."""

@@ -1,0 +1,313 @@
+"""Log-probabilities that rows request: of the tokens that they choose, and of their prompts.
+
+A step tells them as three tensors for each group of positions (`logprob_tensors`): token ids,
+log-probabilities, ranks. The chosen token, or the prompt's, comes first, then its candidates: the
+most probable tokens, or those that the request names.
+
+Shape legend: N sampling rows of the step (or places for them), P positions, C candidates, T tokens
+of the step, D model dim, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import Candidates, Plan, RowStart, StepResult
+from quire.ops.host.host_memory import to_device
+from quire.ops.rows.row_state import RowTensors
+from quire.ops.rows.step_inputs import SampleInputs
+from quire.ops.sampling.logprobs import TokenLogprobs, named_logprobs, token_logprobs
+from quire.runner.attachment import Attachment, ForwardPart, SamplingFeature, SamplingPart
+from quire.runner.step_ops import ALL_LOGPROBS, NO_LOGPROBS, Asked, Needs
+
+Int64 = npt.NDArray[np.int64]
+
+SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
+NUM_TENSORS = 3  # of a group of positions
+
+
+def logprob_tensors(found: TokenLogprobs) -> list[torch.Tensor]:
+    """Return what is sent to the host of log-probabilities."""
+    return [found.token_ids, found.logprobs, found.ranks]
+
+
+def to_candidates(tensors: list[torch.Tensor], counts: Int64) -> list[Candidates]:
+    """Return candidates of each row, from `logprob_tensors` on the host. counts: how many
+    candidates each row requested, besides its own token."""
+    ids, logprobs, ranks = tensors[0].int().numpy(), tensors[1].numpy(), tensors[2].tolist()
+    return [
+        Candidates(ids[r, : count + 1], logprobs[r, : count + 1], ranks[r])
+        for r, count in enumerate(counts.tolist())
+    ]
+
+
+def padded(lists: Sequence[Sequence[int]]) -> tuple[Int64, Int64]:
+    """Return how long each list is, and all of them, [lists, longest], padded with 0."""
+    counts = np.array([len(ids) for ids in lists], np.int64)
+    ids = np.zeros((len(lists), int(counts.max())), np.int64)
+    for place, each in enumerate(lists):
+        ids[place, : len(each)] = each
+    return counts, ids
+
+
+# ---- of chosen tokens ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WantedLogprobs:
+    """Log-probabilities that rows request: how many candidates each, and at which places among
+    the step's sampling rows they are. is_masked: the candidates are those that masks allow.
+    token_ids: the candidates, [places, C], padded; None: the most probable ones."""
+
+    counts: Int64
+    places: Int64
+    is_masked: bool = False
+    token_ids: Int64 | None = None
+
+
+class CandidatesOfRows(SamplingFeature):
+    """The sampling feature: log-probabilities of chosen tokens, and the tokens that requests name
+    as candidates (`logprob_token_ids`)."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._named: dict[int, list[int]] = {}
+
+    def start(self, start: RowStart) -> None:
+        """See SamplingFeature."""
+        self.release(start.row)
+        if start.params.logprob_token_ids:
+            self._named[start.row] = start.params.logprob_token_ids
+
+    def release(self, row: int) -> None:
+        """See SamplingFeature."""
+        self._named.pop(row, None)
+
+    def copy(self, parent: int, child: int) -> None:
+        """See SamplingFeature."""
+        self.release(child)
+        if parent in self._named:
+            self._named[child] = self._named[parent]
+
+    def part_of(self, needs: Needs, asked: Asked | None) -> "CandidatesPart | None":
+        """See SamplingFeature."""
+        if needs.num_candidates == NO_LOGPROBS:
+            return None
+        return CandidatesPart(needs, asked, [] if asked is None else self.wanted(asked))
+
+    def wanted(self, asked: Asked) -> list[WantedLogprobs]:
+        """Group the rows that request log-probabilities: rows with few candidates share one pass,
+        rows that want the vocabulary another one, as do masked beams, and rows that name
+        tokens."""
+        nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
+        masked = asked.masked_beams
+        named = np.isin(asked.rows, list(self._named))
+        is_few = (nums >= 0) & ~named
+        for is_in_part in is_few & ~masked, nums == ALL_LOGPROBS, is_few & masked:
+            places = np.flatnonzero(is_in_part)
+            if len(places):
+                counts = np.where(nums == ALL_LOGPROBS, self._vocab_size, nums)[places]
+                is_masked = bool(masked[places[0]])
+                found.append(WantedLogprobs(counts, places, is_masked))
+        if named.any():
+            counts, ids = padded([self._named[row] for row in asked.rows[named].tolist()])
+            found.append(WantedLogprobs(counts, np.flatnonzero(named), token_ids=ids))
+        return found
+
+
+class CandidatesPart(SamplingPart):
+    """Log-probabilities of a step's rows, group by group, or of all rows of a step that is recorded
+    (without `asked`)."""
+
+    def __init__(self, needs: Needs, asked: Asked | None, wanted: list[WantedLogprobs]) -> None:
+        self._needs, self._asked, self._wanted = needs, asked, wanted
+        self._raw: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def before(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Keep the rows' raw logits, as a copy where masks are written into the given ones."""
+        if self._asked is None:
+            is_changed = self._needs.has_masks and not self._needs.makes_copy
+            self._raw = [logits_NV.clone() if is_changed else logits_NV]
+        else:
+            places = (to_device(part.places, logits_NV.device) for part in self._wanted)
+            self._raw = [logits_NV.index_select(0, index) for index in places]
+        return logits_NV
+
+    def chosen(
+        self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
+    ) -> torch.Tensor:
+        """Compute log-probabilities of these tokens and their candidates."""
+        raw, self._raw, self._tensors = self._raw, [], []
+        if self._asked is None:
+            found = token_logprobs(raw[0], ids_N, self._needs.num_candidates)
+            self._tensors = logprob_tensors(found)
+            return ids_N
+        for part, raw_NV in zip(self._wanted, raw, strict=True):
+            index = to_device(part.places, ids_N.device)
+            count, ids = int(part.counts.max()), ids_N.index_select(0, index)
+            if part.token_ids is not None:
+                found = named_logprobs(raw_NV, ids, to_device(part.token_ids, ids_N.device))
+            elif part.is_masked:
+                found = token_logprobs(logits_NV.index_select(0, index), ids, count, raw_NV)
+            else:
+                found = token_logprobs(raw_NV, ids, count)
+            self._tensors += logprob_tensors(found)
+        return ids_N
+
+    def found(self) -> list[torch.Tensor]:
+        """See SamplingPart."""
+        return self._tensors
+
+    def read(
+        self, result: StepResult, arrived: list[torch.Tensor], *, is_recorded: bool
+    ) -> StepResult:
+        """Add candidates of the rows that have a token."""
+        found = self.by_place(arrived, is_of_all=is_recorded)
+        assert self._asked is not None
+        by_row = {int(self._asked.rows[n]): each for n, each in found.items()}
+        by_row = {row: each for row, each in by_row.items() if row not in result.row_errors}
+        return replace(result, candidates=by_row)
+
+    def by_place(
+        self, arrived: list[torch.Tensor], *, is_of_all: bool = False
+    ) -> dict[int, Candidates]:
+        """Read candidates, by place among the sampling rows. is_of_all: tensors of all rows came,
+        not of each group."""
+        found: dict[int, Candidates] = {}
+        for i, part in enumerate(self._wanted):
+            tensors = arrived[NUM_TENSORS * i : NUM_TENSORS * (i + 1)]
+            if is_of_all:
+                index = torch.from_numpy(part.places)
+                tensors = [tensor[index] for tensor in arrived]
+            items = to_candidates(tensors, part.counts)
+            found.update(zip(part.places.tolist(), items, strict=True))
+        return found
+
+
+# ---- of prompts ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Positions first..last-1 of a row, at `place` among the step's known tokens, whose next tokens
+    are known and get log-probabilities. counts: candidates of each. ids: the named ones, [P, C],
+    padded; None: the most probable ones."""
+
+    row: int
+    first: int
+    last: int
+    place: int
+    counts: Int64
+    ids: Int64 | None
+
+
+@dataclass
+class _Prompt:
+    """A row's prompt that gets log-probabilities: its tokens so far, candidates of each, and named
+    candidates with their counts."""
+
+    length: int
+    num: int
+    named: tuple[Int64, Int64] | None
+
+
+class PromptScores(SamplingFeature):
+    """Log-probabilities of prompts: an attachment as long as a row requests some.
+
+    attachments: of the runner. state: of the rows. logits: computes [P, V] of hidden states [P, D].
+    """
+
+    def __init__(
+        self,
+        attachments: list[Attachment],
+        vocab_size: int,
+        state: RowTensors,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self.at_rest = ForwardPart()
+        self._attachments, self._vocab_size = attachments, vocab_size
+        self._state, self._logits = state, logits
+        self._prompts: dict[int, _Prompt] = {}  # by row
+
+    def start(self, start: RowStart) -> None:
+        """See SamplingFeature."""
+        self.release(start.row)
+        params = start.params
+        if params.prompt_logprobs is None:
+            return
+        num, rows = params.prompt_logprobs, params.named_in_prompt
+        self._prompts[start.row] = _Prompt(
+            start.num_prompt_tokens,
+            self._vocab_size if num == ALL_LOGPROBS else num,
+            padded(rows) if rows else None,
+        )
+        if self not in self._attachments:
+            self._attachments.append(self)
+
+    def release(self, row: int) -> None:
+        """See SamplingFeature."""
+        if self._prompts.pop(row, None) is not None and not self._prompts:
+            self._attachments.remove(self)
+
+    def prepare(self, plan: Plan) -> "ScoresPart | None":
+        """See Attachment."""
+        for host in plan.host_tokens:
+            if host.is_prompt and host.row in self._prompts:
+                self._prompts[host.row].length = host.position + len(host.token_ids)
+        scores = self._of(plan.without_drafts)
+        return ScoresPart(scores, self._state, self._logits) if scores else None
+
+    def _of(self, plan: Plan) -> list[Scored]:
+        """List what a plan's step tells, in the order of rows and positions."""
+        found: list[Scored] = []
+        ends = np.cumsum(plan.num_tokens)
+        for i, row in enumerate(plan.rows.tolist()):
+            prompt = self._prompts.get(row)
+            if prompt is None:
+                continue
+            first, num_tokens = int(plan.computed_bound[i]), int(plan.num_tokens[i])
+            last, place = min(first + num_tokens, prompt.length - 1), int(ends[i]) - num_tokens
+            for at in range(first, last, SCORED_AT_ONCE):
+                end = min(last, at + SCORED_AT_ONCE)
+                counts, ids = np.full(end - at, prompt.num), None
+                if prompt.named is not None:
+                    counts, ids = (each[at:end] for each in prompt.named)
+                found.append(Scored(row, at, end, place + at - first, counts, ids))
+        return found
+
+
+class ScoresPart(ForwardPart):
+    """Log-probabilities of the prompt tokens that follow some positions of a step."""
+
+    def __init__(
+        self,
+        scores: list[Scored],
+        state: RowTensors,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._scores, self._state, self._logits = scores, state, logits
+        self.num_tensors = NUM_TENSORS * len(scores)
+
+    def after(self, hidden_TD: torch.Tensor) -> list[torch.Tensor]:
+        """See ForwardPart."""
+        return [tensor for part in self._scores for tensor in self._score(hidden_TD, part)]
+
+    def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
+        logits_PV = self._logits(hidden_TD[part.place : part.place + len(part.counts)])
+        targets_P = self._state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
+        if part.ids is None:
+            return logprob_tensors(token_logprobs(logits_PV, targets_P, int(part.counts[0])))
+        named = to_device(part.ids, logits_PV.device)
+        return logprob_tensors(named_logprobs(logits_PV, targets_P, named))
+
+    def read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:
+        """Add log-probabilities of prompts, by row."""
+        found: dict[int, list[Candidates]] = {}
+        for i, part in enumerate(self._scores):
+            tensors = arrived[NUM_TENSORS * i : NUM_TENSORS * (i + 1)]
+            found.setdefault(part.row, []).extend(to_candidates(tensors, part.counts))
+        return replace(result, prompt_candidates=found)

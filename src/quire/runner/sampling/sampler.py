@@ -1,0 +1,153 @@
+"""From logits to tokens: what each row requested, with as little work as the rows of a step need.
+No torch.
+
+Order, as in vLLM: log-probabilities from the raw logits; logits processors, lists, biases,
+penalties, the mask of a grammar, DRY; the greedy choice, or temperature, min-p, top-k, top-p, XTC
+and a random choice. A row's token never depends on which other rows are in the step. A step of
+greedy rows is one arg max.
+
+Shape legend: N sampling rows of the step (or places for them), V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.plan import RowStart
+from quire.runner.attachment import EditLists, SamplingFeature, SamplingPart
+from quire.runner.step_ops import (
+    ALL_LOGPROBS,
+    NO_LOGPROBS,
+    RECORDED_CANDIDATES,
+    Asked,
+    Needs,
+    SamplingFlags,
+    StepOps,
+)
+
+if TYPE_CHECKING:  # a start without torch imports this file
+    import torch
+
+    from quire.ops.rows.step_inputs import SampleInputs
+
+Rows = npt.NDArray[np.int32]
+
+
+class Vocabulary:
+    """The vocabulary that a step's rows choose from: all of it is here. size: of its tokens."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def whole(self, logits: "torch.Tensor") -> "torch.Tensor":
+        """Return logits [N, V] of what the model gives a rank."""
+        return logits
+
+    def needed(self, logits: "torch.Tensor", needs: Needs) -> "torch.Tensor":
+        """Return as many of the logits as sampling needs."""
+        return logits
+
+    def choose(
+        self, ops: StepOps, logits: "torch.Tensor", samples: "SampleInputs", needs: Needs
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Choose among these; see StepOps."""
+        return ops.choose(logits, samples, needs)
+
+
+class Sampler:
+    """How each row samples, and the choice for a step. The rows' columns hold the same for the
+    device. edits: one of the features, which the operations carry out; None without any."""
+
+    def __init__(
+        self,
+        ops: StepOps,
+        max_num_rows: int,
+        vocabulary: Vocabulary,
+        features: Sequence[SamplingFeature] = (),
+        edits: EditLists | None = None,
+    ) -> None:
+        self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
+        self.flags = SamplingFlags.of_rows(max_num_rows)
+        self.features = list(features)
+        self._ops, self._edits = ops, edits
+
+    def start_row(self, start: RowStart) -> None:
+        """Give a row to a sequence."""
+        self.flags.start(start)
+        for feature in self.features:
+            feature.start(start)
+
+    def release_rows(self, rows: Rows) -> None:
+        """Forget rows that sequences have left."""
+        self.flags.release(rows)
+        for feature in self.features:
+            for row in rows.tolist():
+                feature.release(row)
+
+    def copy_row(self, parent: int, child: int) -> None:
+        """Let a forked child sample as its parent."""
+        self.flags.copy(parent, child)
+        for feature in self.features:
+            feature.copy(parent, child)
+
+    def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
+        """Return what these rows requested. masked_rows: those with a mask; others may be among
+        them."""
+        flags, masked = self.flags.at(rows), np.empty(0, np.intp)
+        if masked_rows is not None and len(masked_rows):
+            masked = np.flatnonzero(np.isin(rows, masked_rows))
+        if not flags.has_edits.any():
+            return Asked(rows, flags, masked=masked)
+        assert self._edits is not None, "rows have edits, and no table has them"
+        places = np.flatnonzero(flags.has_edits)
+        return Asked(rows, flags, self._edits.spans(rows, places), masked)
+
+    def needs(self, asked: Asked) -> Needs:
+        """Return what a step does whose sampling rows requested this."""
+        num_logprobs = asked.flags.num_logprobs
+        wanted = int(num_logprobs.max(initial=NO_LOGPROBS))
+        if wanted != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
+            wanted = self.vocab_size
+        elif wanted >= 0:
+            wanted = next((num for num in RECORDED_CANDIDATES if num >= wanted), wanted)
+        return Needs(
+            bool(asked.flags.has_filter.any()),
+            bool(asked.flags.has_penalties.any()),
+            self._edits.generation if asked.spans and self._edits is not None else None,
+            min(wanted, self.vocab_size),
+            len(asked.masked) > 0,
+            bool(asked.masked_beams.any()),
+            bool(asked.flags.has_extras.any()),
+        )
+
+    def parts(self, needs: Needs, asked: Asked | None = None) -> list[SamplingPart]:
+        """Return the features' parts in a step; without `asked` in one that is recorded."""
+        if needs.num_candidates == NO_LOGPROBS and not needs.has_extras:
+            return []
+        parts = (feature.part_of(needs, asked) for feature in self.features)
+        return [part for part in parts if part is not None]
+
+    def sample(
+        self,
+        logits_NV: "torch.Tensor",
+        samples: "SampleInputs",
+        needs: Needs,
+        parts: Sequence[SamplingPart] = (),
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Choose a token per row, int64 [N]; tell whether there was one to choose, bool [N].
+
+        logits: of any float dtype, as many of the model's as the vocabulary says are needed; masks
+        and parts may be written into them.
+        """
+        for part in parts:
+            logits_NV = part.before(logits_NV)
+        table = None if needs.edits is None or self._edits is None else self._edits.table
+        edited_NV = self._ops.edit(logits_NV, samples, needs, table)
+        for part in parts:
+            part.edited(edited_NV)
+        ids_N, is_valid_N = self.vocabulary.choose(self._ops, edited_NV, samples, needs)
+        for part in reversed(parts):
+            ids_N = part.chosen(edited_NV, ids_N, samples)
+        return ids_N, is_valid_N

@@ -1,0 +1,1 @@
+"""From a configuration to a runner: memory plan, load, assembly."""

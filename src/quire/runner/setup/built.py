@@ -1,0 +1,79 @@
+"""A runner with what it was made from: what an engine holds of a loaded model in its process."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import DraftAnswer, DraftOrder, Plan, StepResult
+from quire.base.settings.config import EngineConfig
+from quire.models.checkpoint.kv_scales import Scales
+from quire.models.checkpoint.source import ModelSource
+from quire.ops.host.threads import num_threads
+from quire.runner.drafting.drafting import DraftPasses
+from quire.runner.memory_plan import MemoryPlan
+from quire.runner.model_runner import ModelRunner
+from quire.runner.native_model import expert_pairs_of
+from quire.runner.stage import StageModel, run_stage, skip_stage
+from quire.spec.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class BuiltRunner:
+    """A runner and what it was made from. config: with all derived values filled in."""
+
+    runner: ModelRunner
+    config: EngineConfig
+    spec: ModelSpec
+    memory: MemoryPlan
+    dtype: torch.dtype
+    device: torch.device
+    backend_name: str
+    copy_bytes_per_s: float = 0.0
+    host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
+    draft: DraftPasses | None = None  # of a model that guesses
+    draft_source: ModelSource | None = None
+    kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
+    stage: StageModel | None = None  # of a model in stages
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        """Carry out a plan and wait for it."""
+        if self.stage is None:
+            return self.runner.run(plan, masks)
+        return run_stage(self.runner, self.stage, plan, masks)
+
+    def skip(self, plan: Plan) -> None:
+        """Take note of a plan that is not carried out, because one before it failed."""
+        if self.stage is not None:
+            skip_stage(self.stage, plan)
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+    @property
+    def is_async(self) -> bool:
+        """Tell whether the device works beside the host."""
+        return self.runner.is_async
+
+    @property
+    def drafts_ahead(self) -> bool | None:
+        """Tell whether the model that guesses reads the served one; None: nobody guesses."""
+        return None if self.draft is None else self.draft.is_ahead
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a step on a CPU."""
+        return num_threads()
+
+    @property
+    def expert_pairs(self) -> int:
+        """See expert_pairs_of."""
+        if self.stage is not None:
+            return self.stage.expert_pairs
+        return expert_pairs_of(self.runner.model)
+
+    def guess(self, order: DraftOrder) -> DraftAnswer:
+        """Carry out what the model that guesses is to do; there must be one."""
+        assert self.draft is not None, "no drafter is set"
+        return self.draft.run(order)

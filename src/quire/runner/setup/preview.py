@@ -1,0 +1,126 @@
+"""What a runner would be made with, found out without loading weights (`quire doctor`)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.base.settings.config import EngineConfig
+from quire.base.settings.speculation import parse_speculation
+from quire.models.checkpoint.files import has_weights, weight_files
+from quire.models.checkpoint.formats import weight_formats
+from quire.models.checkpoint.rank_place import RankPlace
+from quire.models.checkpoint.source import ModelSource, load_format_of
+from quire.models.draft_model import with_drafter
+from quire.models.load.loading import check_files, formats_of_file
+from quire.models.load.packing import Stored, planned_bytes
+from quire.models.model import Model
+from quire.models.registry import make_model, model_spec
+from quire.models.vision.place import encoder_size
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention.select import make_backend
+from quire.ops.collective import FirstOf
+from quire.ops.host.threads import num_threads
+from quire.runner.build import choose_device, torch_dtype
+from quire.runner.derive import derive_config
+from quire.runner.memory_plan import MemoryPlan, available_cpu_bytes, plan_cpu_memory
+from quire.runner.setup.step_size import first_budget
+from quire.spec.media_families import EncoderSize
+from quire.spec.model_spec import ModelSpec
+from quire.spec.pooling_spec import with_pooling
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Of ranks that share layers, each. config: with all derived values filled in. memory: None on
+    a GPU, where it is measured when the engine starts. first_budget: tokens of the first steps, if
+    the engine goes on from there to what steps have time for. runs_by: whose class the model is.
+    encoder: of its vision tower; None without one."""
+
+    config: EngineConfig
+    attention_backend: str
+    weights_bytes: int
+    memory: MemoryPlan | None
+    first_budget: int | None = None
+    runs_by: str = ""
+    encoder: EncoderSize | None = None
+
+
+def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
+    """Find out what a runner would be made with. Raises ModelError, ConfigError, OutOfMemory, as
+    `build_runner` would; but weight files may be absent."""
+    spec = model_spec(
+        source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
+    )
+    spec = with_pooling(spec, source.directory, config.model)
+    device = choose_device(config.device)
+    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
+    num_ranks = config.parallel.tensor_parallel_size
+    own, place = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
+    is_asked_for = config.scheduler.max_num_batched_tokens is not None
+    config = derive_config(config, spec, device.type)
+    dtype = torch_dtype(config.model.dtype)
+    weight_formats(config.model).check(config.model.dtype, device.type)
+    model, weights = _outline(config, source, spec, device, place)
+    own = replace(own, encoder=encoder_size(model, spec, place))
+    if draft_source is not None and spec.drafter is not None:
+        weights += _outline(config, draft_source, spec.drafter, device, place)[1]
+    memory = None
+    if device.type == "cpu":
+        memory = plan_cpu_memory(config, own, weights, available_cpu_bytes() // num_ranks)
+    smallest = (1,) * len(own.cache_groups)
+    cache = config.cache
+    layout = KVLayout(
+        own.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
+    )
+    backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
+    follows = device.type == "cpu" and not is_asked_for and not spec.is_encoder
+    first = first_budget(config, spec, num_threads()) if follows else None
+    runs_by = model.runs_by if isinstance(model, Model) else "another package's class"
+    return Preview(config, backend.name, weights, memory, first, runs_by, own.encoder)
+
+
+def _outline(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    device: torch.device,
+    place: RankPlace,
+) -> tuple[Model, int]:
+    """Make a model without memory, and count the bytes that it would take."""
+    dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
+    model = make_model(spec, dtype, torch.device("meta"), place)
+    stored: Stored = {}
+    if load_format_of(config, source) != "dummy":
+        stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
+        if has_weights(source.directory):
+            check_files(weight_files(source.directory), spec, place)
+    return model, planned_bytes(model, dtype, device, formats, stored)
+
+
+def free_and_total_bytes(device: str) -> tuple[int, int]:
+    """Return how much memory a type of device has left and has; of a CPU what this process may
+    still take counts as both."""
+    if device == "cpu":
+        available = available_cpu_bytes()
+        return available, available
+    free, total = torch.cuda.mem_get_info()
+    return free, total
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """num_threads: of one operation. gpus: (name, bytes, compute capability) as torch sees them."""
+
+    version: str
+    cuda: str | None
+    num_threads: int
+    gpus: tuple[tuple[str, int, str], ...]
+
+
+def torch_facts() -> TorchFacts:
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        known = torch.cuda.get_device_properties(index)
+        gpus.append((known.name, known.total_memory, f"{known.major}.{known.minor}"))
+    version = str(torch.__version__)
+    return TorchFacts(version, torch.version.cuda, torch.get_num_threads(), tuple(gpus))

@@ -1,0 +1,150 @@
+"""How many tokens a step has time for: at first from measured kernels, then from measured steps.
+
+Each decoding row gets one token per step, so a step with a prompt should not take longer than
+`STEP_S`. The time of a token depends on the machine, its load and the contexts. Only steps with a
+prompt count that were large or took too long: a small step mostly reads the weights.
+
+    time of a step = time of reading the weights + tokens x time of a token
+
+Steps of different sizes show the fixed time. If it is most of `STEP_S`, few tokens would make
+prompts slow and answers hardly faster; then a step may take twice the fixed time.
+
+The median of the last three steps counts, so one disturbed step changes nothing. The budget changes
+only by more than a margin, so it does not jump to and fro.
+
+Where chunks are cut changes no bit of the core's results on a CPU (docs/inside/cpu.md).
+"""
+
+import math
+from collections import deque
+
+from quire.base.plan import Plan
+from quire.base.settings.config import EngineConfig
+from quire.models.checkpoint.formats import weight_formats
+from quire.ops.weights.formats import measured_speed
+from quire.spec.model_spec import ModelSpec
+
+STEP_S = 0.25
+MOST_TOKENS = 256  # what memory is planned for
+FEWEST_TOKENS, STRIDE = 16, 8
+UNMEASURED_TOKENS = 64  # without the core: a guess, which the first steps correct
+NUM_STEPS, FEWEST_STEPS = 3, 2
+NUM_TIMES, FEWEST_TIMES = 3, 2  # of steps of about one size
+FORGOTTEN = 32  # steps after which the time of another size says nothing any more
+MOST_FIXED = 0.8  # of a step's time
+MOST_GROWTH = 3  # at a time
+RAISE, LOWER = 1.05, 0.9  # of what a step has time for, over the next budget and under this one
+
+
+def first_budget(config: EngineConfig, spec: ModelSpec, num_threads: int) -> int:
+    """Return the tokens that take a quarter of a second at the measured rate, as `bounded_tokens`.
+    config: with all derived values filled in."""
+    layers = weight_formats(config.model).layers
+    speed = measured_speed(config.model.dtype if layers is None else layers.format)
+    if speed is None:
+        return UNMEASURED_TOKENS
+    operations = 2 * max(1, linear_parameters(spec))
+    return bounded_tokens(STEP_S * speed.tile_flops * num_threads / operations)
+
+
+def bounded_tokens(tokens: float) -> int:
+    """Return so many tokens as a multiple of 8 between 16 and 256, rounded down."""
+    return int(min(MOST_TOKENS, max(FEWEST_TOKENS, tokens))) // STRIDE * STRIDE
+
+
+def linear_parameters(spec: ModelSpec) -> int:
+    """Count the weights that each token is multiplied with, head and embedding aside."""
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    mixing = spec.num_layers * attention
+    if spec.linear_layers:
+        gates = spec.hidden_size * spec.head_dim * spec.num_heads
+        num_linear = len(spec.linear_layers)
+        linear = num_linear * spec.linear_attention.parameters(spec.hidden_size)
+        mixing = (spec.num_layers - num_linear) * (attention + gates) + linear
+    dense, experts = 3 * spec.hidden_size * spec.intermediate_size, spec.experts
+    if experts is None:
+        return mixing + spec.num_layers * dense
+    num_sparse = sum(experts.is_sparse(layer) for layer in range(spec.num_layers))
+    num_gates = experts.num_experts + (1 if experts.shared_size else 0)
+    sparse = spec.hidden_size * (num_gates + 3 * experts.token_size)
+    return mixing + spec.num_layers * dense + num_sparse * (sparse - dense)
+
+
+class StepBudget:
+    """Follows the time of steps. num_tokens: the budget, at first the configured one."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._steps: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)  # tokens and seconds
+        self._times = _StepTimes()
+
+    @property
+    def target_s(self) -> float:
+        """The most time of a step with a prompt."""
+        return max(STEP_S, 2 * (self._times.fixed_s or 0.0))
+
+    def observe(self, plan: Plan, duration_s: float) -> int:
+        """Take the time of a step; return the budget of the next steps."""
+        num_tokens = plan.num_scheduled_tokens
+        if duration_s <= 0 or num_tokens == 0:
+            return self.num_tokens
+        self._times.add(num_tokens, duration_s)
+        has_prompt = int(plan.num_tokens.max()) > 1
+        if has_prompt and (2 * num_tokens >= self.num_tokens or duration_s > self.target_s):
+            self._steps.append((num_tokens, duration_s))
+            if len(self._steps) >= FEWEST_STEPS:
+                self._follow()
+        return self.num_tokens
+
+    def _follow(self) -> None:
+        tokens = sorted(map(self._time_for, self._steps))[len(self._steps) // 2]
+        if tokens >= RAISE * (self.num_tokens + STRIDE) or tokens <= LOWER * self.num_tokens:
+            wanted = bounded_tokens(min(tokens, MOST_GROWTH * self.num_tokens))
+            if wanted == self.num_tokens == FEWEST_TOKENS and self._times.fixed_s is None:
+                wanted = 2 * FEWEST_TOKENS  # see whether larger steps take much longer
+            self.num_tokens = wanted
+            self._steps.clear()
+
+    def _time_for(self, step: tuple[int, float]) -> float:
+        """Estimate the tokens that a step has time for. The estimate lies between all time coming
+        from tokens and the fixed time coming on top: the two overlap in part."""
+        num_tokens, duration_s = step
+        fixed_s = min(self._times.fixed_s or 0.0, MOST_FIXED * duration_s)
+        in_all = self.target_s / duration_s
+        beside = (self.target_s - fixed_s) / (duration_s - fixed_s)
+        return num_tokens * math.sqrt(in_all * beside)
+
+
+class _StepTimes:
+    """The last times of steps, by size in powers of two."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._last: dict[int, int] = {}  # when there was a step of this size
+        self._times: dict[int, deque[tuple[float, int]]] = {}
+
+    def add(self, num_tokens: int, duration_s: float) -> None:
+        size = num_tokens.bit_length()
+        self._num_steps += 1
+        if self._is_forgotten(size):
+            self._times[size] = deque(maxlen=NUM_TIMES)
+        self._times[size].append((duration_s, num_tokens))
+        self._last[size] = self._num_steps
+
+    @property
+    def fixed_s(self) -> float | None:
+        """The time of a step without tokens: where the line through the smallest and the largest
+        steps begins. None until there are two sizes."""
+        known = [
+            sorted(times)[(len(times) - 1) // 2]  # a disturbed step takes longer, never shorter
+            for size, times in sorted(self._times.items())
+            if len(times) >= FEWEST_TIMES and not self._is_forgotten(size)
+        ]
+        if not known or known[-1][1] < 2 * known[0][1]:
+            return None
+        (short_s, few), (long_s, many) = known[0], known[-1]
+        token_s = max(0.0, (long_s - short_s) / (many - few))
+        return max(0.0, short_s - token_s * few)
+
+    def _is_forgotten(self, size: int) -> bool:
+        return self._num_steps - self._last.get(size, -FORGOTTEN) > FORGOTTEN

@@ -1,0 +1,134 @@
+"""Log-probabilities as clients read them: the format of completions, that of chat, and vLLM's list
+for the prompt.
+
+The chosen token comes first in a position's dictionary (`decoded_logprobs`). Its number
+is the same float wherever it is shown: clients compare it with the maximum to see whether it was
+greedy.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from quire.base.requests.outputs import Logprob, PromptLogprobs
+from quire.render.tokens.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no minus infinity
+
+Position = dict[int, Logprob] | None
+
+
+class TokenNames:
+    """Tokens as texts, or as `token_id:N` where that is wanted or there is no text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+        self._tokenizer = None if as_ids else tokenizer
+        pieces = None if tokenizer is None else tokenizer.pieces
+        self._table = None if pieces is None else pieces.table
+
+    def text(self, token_id: int, logprob: Logprob | None) -> str:
+        """Return a token as text. logprob: None at the first token of a prompt."""
+        if self._tokenizer is not None:
+            if logprob is None:
+                return self._tokenizer.decode([token_id])
+            if logprob.decoded_token is not None:
+                return logprob.decoded_token
+        return f"token_id:{token_id}"
+
+    def bytes(self, token_id: int, text: str) -> list[int]:
+        """UTF-8 of the token; also of one that is a part of a character, whose text is empty."""
+        piece = None if self._table is None else self._table[token_id]
+        return list(piece if isinstance(piece, bytes) else text.encode())
+
+
+class LegacyLogprobs:
+    """The format of completions: parallel lists. Offsets run on from block to block. with_ids: tell
+    also the ids of the best, by the names under which they are shown."""
+
+    def __init__(self, names: TokenNames, num_top: int, with_ids: bool = False) -> None:
+        self._names = names
+        self._num_top = num_top
+        self._with_ids = with_ids
+        self._offset = 0
+
+    def block(self, token_ids: Sequence[int], positions: Iterable[Position]) -> dict[str, Any]:
+        """Make the block of some tokens; a position without logprobs (the first of a prompt) shows
+        null."""
+        tokens: list[str] = []
+        chosen: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        ids: list[dict[str, int] | None] = []
+        offsets: list[int] = []
+        for token_id, position in zip(token_ids, positions, strict=False):
+            found = None if position is None else position[token_id]
+            text = self._names.text(token_id, found)
+            tokens.append(text)
+            chosen.append(None if found is None else shown(found))
+            best = None if position is None else self._top(position)
+            tops.append(None if best is None else {name: shown(best[name][1]) for name in best})
+            ids.append(None if best is None else {name: best[name][0] for name in best})
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": chosen,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+            **({"top_token_ids": ids} if self._with_ids else {}),
+        }
+
+    def _top(self, position: dict[int, Logprob]) -> dict[str, tuple[int, Logprob]]:
+        """Return the best by text; where two tokens have the same, the later one is shown by its
+        id."""
+        found: dict[str, tuple[int, Logprob]] = {}
+        for place, (token_id, logprob) in enumerate(position.items()):
+            if place and not _is_wanted(logprob, self._num_top):
+                continue
+            text = self._names.text(token_id, logprob)
+            found[f"token_id:{token_id}" if text in found else text] = token_id, logprob
+        return found
+
+
+def chat_logprobs(
+    names: TokenNames,
+    token_ids: Sequence[int],
+    positions: Iterable[dict[int, Logprob]],
+    num_top: int,
+) -> dict[str, Any]:
+    """Write the format of chat completions: one object per token, with the best tokens by rank."""
+    content = []
+    for token_id, position in zip(token_ids, positions, strict=False):
+        best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        entry = _entry(names, token_id, position[token_id])
+        entry["top_logprobs"] = [_entry(names, *item) for item in best]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs_json(positions: PromptLogprobs) -> list[dict[str, Any] | None]:
+    """Token id (as text) -> logprob, rank and text, per position of the prompt."""
+    return [
+        None
+        if position is None
+        else {
+            str(token_id): {
+                "logprob": shown(item),
+                "rank": item.rank,
+                "decoded_token": item.decoded_token,
+            }
+            for token_id, item in position.items()
+        }
+        for position in positions
+    ]
+
+
+def shown(item: Logprob) -> float:
+    return max(item.logprob, LEAST)
+
+
+def _is_wanted(item: Logprob, num_top: int) -> bool:
+    return num_top < 0 or (item.rank or 0) <= num_top
+
+
+def _entry(names: TokenNames, token_id: int, item: Logprob) -> dict[str, Any]:
+    text = names.text(token_id, item)
+    return {"token": text, "logprob": shown(item), "bytes": names.bytes(token_id, text)}

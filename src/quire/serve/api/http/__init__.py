@@ -1,0 +1,1 @@
+"""HTTP of an API process: connections, limits, keys, server-sent events."""

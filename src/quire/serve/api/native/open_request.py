@@ -1,0 +1,223 @@
+"""One completion whose prompt comes in pieces; its first tokens make the request."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
+from quire.base.requests.sampling_params import SamplingParams
+from quire.render.renderer import RenderedPrompt
+from quire.render.tokens.open_text import OpenText
+from quire.serve.api.bodies.open_body import Rule, check_neutral
+from quire.serve.api.bodies.params import completion_params, room_beside
+from quire.serve.api.bodies.protocol import CompletionRequest, StreamOptions
+from quire.serve.api.bodies.structured import checked_grammar
+from quire.serve.api.bodies.validation_errors import invalid_fields, shown
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.openai.answers import Answer, Json, UsageCounter
+from quire.serve.api.openai.completions import CompletionChoice
+from quire.serve.api.openai.hooked_prompt import admitted_ids
+from quire.serve.api.openai.jobs import Origin, PromptJob, make_job
+from quire.serve.api.openai.rendering import check_model, token_names, tokenizer_of
+from quire.serve.hooks import RequestHooks
+
+MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
+ONE = "an open prompt has one continuation; remove it"
+RULES = {
+    "n": Rule(ONE, (1,)),
+    "best_of": Rule(ONE, (1,)),
+    "use_beam_search": Rule(ONE, (False,)),
+    "stream": Rule("the answer is always streamed; remove it", (True,)),
+    "echo": Rule("an open prompt cannot be echoed; remove it", (False,)),
+    "prompt_logprobs": Rule(
+        "an open prompt does not return them; send the whole prompt to /v1/completions", ()
+    ),
+    "suffix": Rule("filling in the middle needs the whole prefix and suffix; remove it", ("",)),
+    "truncate_prompt_tokens": Rule(
+        "the parts of an open prompt are computed as they arrive; remove it", ()
+    ),
+}
+
+
+class OpenRequest:
+    """model: the name to show. is_complete: the last piece is there. answer: None before there are
+    tokens; it is to be read from then on."""
+
+    def __init__(
+        self, api: ApiContext, fields: Json, request_id: str, core_id: int | None = None
+    ) -> None:
+        """fields: those of a completion; core_id: the core that it must go to. Raises ApiError or
+        RequestError for what is wrong."""
+        body = _body(fields)
+        self.model = check_model(api, body.model)
+        check_neutral(body)
+        check_neutral(body, RULES)
+        running = body.wants_running_usage
+        usage = {"include_usage": True, "continuous_usage_stats": running}
+        options = StreamOptions.model_validate(usage)
+        self.body = body.model_copy(update={"stream": True, "stream_options": options})
+        self.is_complete = False
+        self.answer: Answer | None = None
+        self._api = api
+        self._id = request_id
+        self._core_id = core_id
+        self._max_model_len = api.client.ready.max_model_len
+        self._params = self._make_params()
+        self._usage = UsageCounter(0)
+        self._text: OpenText | None = None
+        self._grammar: str | None = None  # not checked yet
+        self._at_least = 0  # tokens of all text so far
+        self._hooks: RequestHooks | None = None
+        self._held: list[int] = []  # what hooks have to see first, when it is whole
+
+    async def take(self, prompt: object, is_last: bool, tenant: str) -> None:
+        """Take the next piece: a text, a list of token ids, or None. Raise ApiError or QuireError;
+        then the request is of no use any more."""
+        token_ids = await self._token_ids(prompt, is_last)
+        num_prompt = self._usage.num_prompt + len(token_ids)
+        if self.answer is None and self._grammar is None:
+            self._grammar = (await checked_grammar(self._api, self.body)).text
+        if self._api.hooks is not None and self._hooks is None:
+            self._hooks = self._api.hooks.open(self._job_id, tenant, self.model)
+        if self._hooks is not None and self._hooks.see("before_admission"):
+            token_ids = await self._admitted(self._hooks, token_ids, is_last)
+            num_prompt = len(token_ids) if is_last else num_prompt
+        if is_last:
+            self._check_length(num_prompt)
+        if self.answer is None and token_ids:
+            self._usage.tenant = tenant
+            self._begin(token_ids, is_last, tenant)
+        elif self.answer is not None and (token_ids or is_last):
+            self._api.client.append(self._job_id, token_ids, is_last)
+        self._usage.num_prompt = num_prompt
+        self.is_complete = is_last
+
+    async def _admitted(
+        self, hooks: RequestHooks, token_ids: list[int], is_last: bool
+    ) -> list[int]:
+        """Return the tokens that may go to the engine: hooks see the whole prompt first, so none
+        before the last piece, and then all."""
+        self._held += token_ids
+        if self._held:
+            room_beside(RenderedPrompt(self._held), self._max_model_len, "prompt", can_cut=False)
+        if not is_last or not self._held:
+            return []
+        return await admitted_ids(self._api, self.body, hooks, self._held)
+
+    @property
+    def _job_id(self) -> str:
+        return f"{self._id}-0"
+
+    def _make_params(self) -> SamplingParams:
+        """Make the parameters; without max_tokens the answer may fill what the model has."""
+        body, room = self.body, self._max_model_len - 1
+        if body.max_tokens is None:
+            body = body.model_copy(update={"max_tokens": room})
+        return completion_params(body, self._api.requests.defaults, room)
+
+    def _check_length(self, num_prompt: int) -> None:
+        """Check what only the length of the whole prompt tells."""
+        if not num_prompt:
+            raise bad_request("the prompt is empty: it gives no tokens.", "prompt")
+        room = self._max_model_len - num_prompt
+        if room >= 1:  # otherwise the engine refuses it
+            completion_params(self.body, self._api.requests.defaults, room)
+
+    def _begin(self, token_ids: list[int], is_last: bool, tenant: str) -> None:
+        api, prompt = self._api, RenderedPrompt(token_ids)
+        room_beside(prompt, self._max_model_len, "prompt", can_cut=False)
+        job = make_job(
+            api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or "",
+            Origin(self._core_id),
+        )  # fmt: skip
+        if not is_last:
+            opened = msgspec.structs.replace(job.request, is_open=True)
+            job = dataclasses.replace(job, request=opened)
+        hooks = None if self._hooks is None else [self._hooks]
+        self.answer = Answer(
+            api.client, self.body, self._head(), [job], [[self._choice(job)]], hooks,
+            api.config.enable_per_request_metrics,
+        )  # fmt: skip
+
+    def _choice(self, job: PromptJob) -> CompletionChoice:
+        names = token_names(self._api, self.body.return_tokens_as_token_ids)
+        return CompletionChoice(0, self.body, job, None, names, self._usage)
+
+    def _head(self) -> Json:
+        return {
+            "type": "chunk", "id": self._id, "object": "text_completion",
+            "created": int(time.time()), "model": self.model,
+        }  # fmt: skip
+
+    # ---- pieces to tokens --------------------------------------------------------------------
+
+    async def _token_ids(self, prompt: object, is_last: bool) -> list[int]:
+        """Return the tokens that a piece makes certain."""
+        token_ids: list[int] = []
+        if isinstance(prompt, str):
+            token_ids = await self._tokens_of(prompt)
+        elif prompt is not None:
+            token_ids = _checked_ids(prompt)
+            if self._text is not None:
+                token_ids = await self._in_time(self._text.add_ids, token_ids)
+        if is_last and self._text is not None:
+            token_ids = token_ids + await self._in_time(self._text.close)
+        return token_ids
+
+    async def _tokens_of(self, piece: str) -> list[int]:
+        if self._text is None:
+            special = self.body.add_special_tokens is not False
+            adds_special = special and not self._usage.num_prompt
+            self._text = OpenText(tokenizer_of(self._api), adds_special)
+        self._check_piece(piece)
+        return await self._in_time(self._text.add, piece)
+
+    def _check_piece(self, piece: str) -> None:
+        """Refuse what will certainly be too long before it is tokenised, or all of it held back."""
+        assert self._text is not None
+        bound = tokenizer_of(self._api).bound
+        self._at_least += 0 if bound is None else bound.at_least(piece)
+        is_held = self._text.num_held_chars + len(piece) > MAX_HELD_CHARS
+        if self._at_least > self._max_model_len or is_held:
+            raise bad_request(
+                f"the prompt has too many characters for max_model_len = {self._max_model_len}"
+                " tokens; shorten it.",
+                "prompt",
+                code=CONTEXT_LENGTH_EXCEEDED,
+            )
+
+    async def _in_time(self, encode: Any, *piece: Any) -> list[int]:
+        """Long texts are tokenised in a thread."""
+        assert self._text is not None
+        num_chars = self._text.num_held_chars + sum(map(len, piece))
+        found: list[int] = await self._api.lanes.run(num_chars, encode, *piece)
+        return found
+
+
+def _body(fields: Json) -> CompletionRequest:
+    try:
+        return CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
+        raise invalid_fields(errors, list(CompletionRequest.model_fields)) from error
+
+
+def _checked_ids(prompt: object) -> list[int]:
+    """Return the ids if they are some; the engine looks whether they are in the vocabulary."""
+    if not isinstance(prompt, list) or not prompt:
+        raise _wrong_piece(shown(prompt))
+    for value in prompt:
+        if type(value) is not int:
+            kind = "an object" if isinstance(value, Mapping) else shown(value)
+            raise _wrong_piece(f"a list with {kind}")
+    return prompt
+
+
+def _wrong_piece(what: str) -> ApiError:
+    text = f"prompt must be a text or a list of token ids, got {what}."
+    return bad_request(text, "prompt")

@@ -1,0 +1,1 @@
+"""Chats and completions, as OpenAI's API has them."""

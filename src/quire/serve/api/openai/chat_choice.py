@@ -1,0 +1,229 @@
+"""One message of a chat's answer, in one piece or in several: reasoning, content and calls."""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from quire.base.requests.outputs import CompletionOutput, RequestOutput
+from quire.render.answers.parser import AnswerParser
+from quire.render.answers.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from quire.render.tokens.detokenizer import IncrementalDetokenizer
+from quire.serve.api.bodies.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
+from quire.serve.api.bodies.protocol import ChatCompletionRequest
+from quire.serve.api.openai.answers import Json, UsageCounter
+from quire.serve.api.openai.jobs import PromptJob
+
+ROLE = "assistant"
+
+
+class ReasoningCount:
+    """The parser says at which character of the answer's text reasoning ends; which token that is
+    tells a detokeniser of the same kind as the answer's. num_tokens: so far."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._ends: list[int] = []  # of each token's text
+        self._is_over = False
+        self.num_tokens = 0
+
+    def take(self, token_ids: Sequence[int], end: int | None) -> None:
+        """Take in new tokens. end: where reasoning ends, 0 if there is none; None: it goes on."""
+        if self._is_over:
+            return
+        if end == 0:
+            self._is_over, self.num_tokens = True, 0
+            return
+        at = self._ends[-1] if self._ends else 0
+        for token_id in token_ids:
+            at += len(self._detokenizer.push(token_id))
+            self._ends.append(at)
+        self.num_tokens = len(self._ends)
+        if end is not None:
+            self._is_over = True
+            self.num_tokens = min(bisect_left(self._ends, end) + 1, len(self._ends))
+
+
+class ChatChoice:
+    """usage: the one of all n. parser: takes reasoning and calls out of the text; None for a model
+    that writes neither. reasoning: counts its tokens, where a model writes any. is_named: the
+    request names the tool to be called, so that a call is what ends the answer. role: the
+    message's, which may be changed before the first chunk."""
+
+    role = ROLE
+
+    def __init__(
+        self,
+        index: int,
+        body: ChatCompletionRequest,
+        job: PromptJob,
+        names: TokenNames,
+        usage: UsageCounter,
+        parser: AnswerParser | None = None,
+        reasoning: ReasoningCount | None = None,
+        is_named: bool = False,
+    ) -> None:
+        self.usage = usage
+        self._index = index
+        self._body = body
+        self._job = job
+        self._names = names
+        self._parser = parser
+        self._reasoning = reasoning
+        self._is_named = is_named
+        self._echo = _last_text(body) if body.echo else ""
+        self._begun = False
+        self._arguments: dict[int, str] = {}  # of each call so far
+        # Everything that makes a chunk worth sending although it has no text
+        self._num_top = body.num_named or body.top_logprobs or 0
+        self._has_logprobs = bool(body.logprobs or body.num_named)
+        self._always = self._has_logprobs or body.return_token_ids or body.wants_running_usage
+
+    def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
+        found = [] if self._begun else [self._first_chunk(output)]
+        *before, delta = self._deltas(completion)
+        self._count(output, completion)
+        for each in before:
+            choice = {"index": self._index, "delta": each, "logprobs": None, "finish_reason": None}
+            found.append({"choices": [choice]})
+        if delta or completion.finish_reason or self._always:
+            choice = {"index": self._index, "delta": delta} | self._beside(completion)
+            found.append({"choices": [choice]})
+        return found
+
+    def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        if self._parser is None:
+            content, thought, calls = completion.text, "", list[Json]()
+        else:
+            made = self._made_of(self._parsed(self._parser, completion))
+            content, thought = made.get("content", ""), made.get("reasoning", "")
+            calls = made.get("tool_calls", [])
+        self._count(output, completion)
+        content = self._echo + content
+        message: Json = {"role": self.role, "content": content or (None if calls else "")}
+        message["refusal"] = None
+        if thought:
+            message |= _as_reasoning(thought)
+        if calls:
+            message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"} for c in calls]
+        choice = {"index": self._index, "message": message} | self._beside(completion)
+        beside: Json = {} if self._index else {"prompt_logprobs": None}
+        return {"choices": [choice]} | beside | self._about_prompt(output)
+
+    def _first_chunk(self, output: RequestOutput) -> Json:
+        self._begun = True
+        choice = {
+            "index": self._index,
+            "delta": {"role": self.role, "content": self._echo},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return {"choices": [choice]} | self._about_prompt(output)
+
+    def _deltas(self, completion: CompletionOutput) -> list[Json]:
+        """Return what is new, in the order in which it was written; of an answer that is parsed,
+        what is certain."""
+        if self._parser is None:
+            return [{"content": completion.text} if completion.text else {}]
+        deltas = [self._made_of(run) for run in _runs(self._parsed(self._parser, completion))]
+        for delta in deltas:
+            if thought := delta.pop("reasoning", ""):
+                delta |= _as_reasoning(thought)
+        return deltas
+
+    def _parsed(self, parser: AnswerParser, completion: CompletionOutput) -> list[Part]:
+        parts = parser.push(completion.text)
+        return parts if completion.finish_reason is None else parts + parser.flush()
+
+    def _made_of(self, parts: Iterable[Part]) -> Json:
+        """Put parts together: the fields of a delta. What is new of a call is one entry."""
+        made: Json = {}
+        calls: dict[int, Json] = {}
+        for part in parts:
+            if isinstance(part, Content):
+                made["content"] = made.get("content", "") + part.text
+            elif isinstance(part, Reasoning) and self._body.include_reasoning is not False:
+                made["reasoning"] = made.get("reasoning", "") + part.text
+            elif isinstance(part, CallBegun):
+                self._arguments[part.index] = ""
+                function = {"name": part.name, "arguments": ""}
+                head: Json = {"index": part.index, "id": part.id, "type": "function"}
+                calls[part.index] = head | {"function": function}
+            elif isinstance(part, CallArguments):
+                self._arguments[part.index] += part.text
+                new: Json = {"index": part.index, "function": {"arguments": ""}}
+                calls.setdefault(part.index, new)["function"]["arguments"] += part.text
+        if calls:
+            made["tool_calls"] = list(calls.values())
+        return made
+
+    def _count(self, output: RequestOutput, completion: CompletionOutput) -> None:
+        self.usage.count(len(completion.token_ids), output)
+        if self._reasoning is not None and self._parser is not None:
+            before = self._reasoning.num_tokens
+            self._reasoning.take(completion.token_ids, self._parser.reasoning_end)
+            self.usage.num_reasoning = self.usage.num_reasoning or 0
+            self.usage.num_reasoning += self._reasoning.num_tokens - before
+
+    def _beside(self, completion: CompletionOutput) -> Json:
+        """Return the fields of a choice beside its message or delta."""
+        reason = completion.finish_reason
+        fields: Json = {"logprobs": None, "finish_reason": reason}
+        if reason == "stop" and self._can_be_called and not self._is_named:
+            fields["finish_reason"] = "tool_calls"
+        if reason is not None:
+            fields["stop_reason"] = completion.stop_reason
+        if self._has_logprobs:
+            fields["logprobs"] = chat_logprobs(
+                self._names,
+                completion.token_ids,
+                completion.logprobs or (),
+                self._num_top,
+            )
+        if self._body.return_token_ids:
+            fields["token_ids"] = completion.token_ids
+        return fields
+
+    @property
+    def _can_be_called(self) -> bool:
+        """Whether there are calls, and all are whole: a stop string may have cut one off."""
+        try:
+            for text in self._arguments.values():
+                json.loads(text)
+            return bool(self._arguments)
+        except (ValueError, RecursionError):
+            return False
+
+    def _about_prompt(self, output: RequestOutput) -> Json:
+        """Once for all n."""
+        found: Json = {}
+        if self._index > 0:
+            return found
+        if self._body.return_token_ids:
+            found["prompt_token_ids"] = self._job.token_ids
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+        return found
+
+
+def _runs(parts: Iterable[Part]) -> list[list[Part]]:
+    """Split parts into runs of which each is one delta: reasoning, then content, then calls."""
+    runs, place = [list[Part]()], 0
+    for part in parts:
+        now = 0 if isinstance(part, Reasoning) else 1 if isinstance(part, Content) else 2
+        if now < place:
+            runs.append([])
+        place = now
+        runs[-1].append(part)
+    return runs
+
+
+def _as_reasoning(text: str) -> Json:
+    """Return reasoning under both names that clients look for."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _last_text(body: ChatCompletionRequest) -> str:
+    """Return what the answer goes on from, if the last message is the assistant's."""
+    last = body.messages[-1]
+    content = last.get("content")
+    return content if last.get("role") == ROLE and isinstance(content, str) else ""

@@ -1,0 +1,83 @@
+"""`before_admission` of the endpoints: bodies and prompts through hooks, before they are rendered.
+
+What a hook is shown is what the model will get: of a prompt in token ids, their text as well.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Scope
+
+from quire.base.requests.hooks import HookContext, HookRequest
+from quire.serve.api.bodies.protocol import ChatCompletionRequest, ServedBody
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import bad_request
+from quire.serve.api.http.auth import tenant_asking
+from quire.serve.api.openai.rendering import check_model, decode, render_prompt
+from quire.serve.hooks import RequestHooks, asked_of
+
+NOBODY = HookContext("", "", "")
+TEMPLATE = ("tools", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort")
+
+
+async def admitted_chat(
+    api: ApiContext, body: ChatCompletionRequest, scope: Scope, request_id: str
+) -> tuple[ChatCompletionRequest, list[RequestHooks] | None]:
+    """Return the body as hooks leave it, and the hooks of its one request; None without any. Raises
+    RequestError for one that a hook ends, and HookFailed."""
+    if api.hooks is None:
+        return body, None
+    hooks = _opened(api, body, scope, request_id)
+    template = {name: value for name in TEMPLATE if (value := getattr(body, name)) is not None}
+    asked = HookRequest(NOBODY, body.messages, template=template, params=asked_of(body))
+    messages = (await hooks.before_admission(asked)).messages
+    if messages is not body.messages:
+        body = body.model_copy(update={"messages": [dict(each) for each in messages or ()]})
+    return body, [hooks]
+
+
+async def admitted_prompts(
+    api: ApiContext, body: ServedBody, scope: Scope, answer_id: str, prompts: list[object]
+) -> tuple[list[object], list[RequestHooks] | None]:
+    """Do the same for the prompts of a completion, each a text or token ids, which are requests of
+    their own."""
+    if api.hooks is None:
+        return prompts, None
+    each = [_opened(api, body, scope, f"{answer_id}-{index}") for index in range(len(prompts))]
+    found: list[object] = []
+    for hooks, prompt in zip(each, prompts, strict=True):
+        if isinstance(prompt, str):
+            asked = HookRequest(NOBODY, prompt=prompt, params=asked_of(body))
+            found.append((await hooks.before_admission(asked)).prompt)
+        else:
+            found.append(await admitted_ids(api, body, hooks, prompt))
+    return found, each
+
+
+async def admitted_ids(
+    api: ApiContext, body: ServedBody, hooks: RequestHooks, token_ids: Any
+) -> list[int]:
+    """Return token ids as hooks leave them: if they changed their text, its own."""
+    text = await _text_of(api, token_ids)
+    asked = HookRequest(NOBODY, None, text, token_ids, params=asked_of(body))
+    changed = (await hooks.before_admission(asked)).prompt
+    if changed is None or changed == text:
+        found: list[int] = token_ids
+        return found
+    return (await render_prompt(api, changed, add_special_tokens=False)).token_ids
+
+
+def _opened(api: ApiContext, body: ServedBody, scope: Scope, request_id: str) -> RequestHooks:
+    assert api.hooks is not None
+    tenant = tenant_asking(scope, api.config, body)
+    return api.hooks.open(request_id, tenant, check_model(api, body.model))
+
+
+async def _text_of(api: ApiContext, token_ids: Sequence[Any]) -> str | None:
+    """Return what ids stand for; None without a tokenizer. Ids that are none are refused here:
+    where a prompt is cut later, nobody else might look at them."""
+    size = api.client.ready.vocab_size
+    for each in token_ids:
+        if type(each) is not int or not 0 <= each < size:
+            raise bad_request(f"prompt must hold token ids from 0 to {size - 1}.", "prompt")
+    return None if api.renderer.tokenizer is None else await decode(api, list(token_ids))

@@ -1,0 +1,1 @@
+"""Endpoints of models that pool: embeddings, classes and scores."""

@@ -1,0 +1,1 @@
+"""The Python interfaces: `LLM`, `AsyncLLM` and sessions."""

@@ -1,0 +1,449 @@
+"""`AsyncLLM`: an engine for asyncio programs, in a process of its own; vLLM's interface for them.
+
+Text is made in this process, on the event loop; the core's process, or those of several cores, do
+the rest.
+"""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from math import inf
+from types import SimpleNamespace
+from typing import Any, cast
+
+from msgspec import structs
+
+from quire.base.errors import ConfigError, EngineDead, RequestError
+from quire.base.messages import PinnedPrefix, Request
+from quire.base.requests.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from quire.base.requests.pooling_params import TASK_NAMES, PoolingParams, needed_task
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import check_open
+from quire.base.settings.config import EngineConfig, config_from_flat
+from quire.engine.client.async_client import pin
+from quire.engine.client.fleet import CoreClient, client_of
+from quire.engine.start.preflight import check_before_loading
+from quire.engine.start.text import TextSide, build_text_side
+from quire.engine.wire.core_choice import check_core
+from quire.models.checkpoint.source import resolve_source
+from quire.render.media.parts import refuse_media
+from quire.render.pooling_prompts import to_pool, truncated_for
+from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
+from quire.render.templates.chat_template import ChatOptions
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.serve.async_renderer import AsyncRenderer, size_of
+from quire.serve.lanes import Lanes
+from quire.serve.media.local_media import LocalMedia
+from quire.serve.processes.managed_core import ManagedCores
+from quire.serve.python.async_session import AsyncSession
+from quire.serve.python.piece_reader import Piece, PieceReader
+from quire.serve.python.pooling import numbers_of, parts_of, salt_of
+from quire.serve.python.session_tokens import KEEP_S
+from quire.serve.vllm_compat import drop_vllm_settings
+
+CONNECT_S = 1.0  # between two looks at whether the core is still there
+
+# Of a prompt, its cache_salt, and whether it is a conversation.
+MakeRequest = Callable[[RenderedPrompt, str, bool], Awaitable[Request]]
+
+
+class AsyncEngineArgs(SimpleNamespace):
+    """vLLM's way to give settings: the arguments of `AsyncLLM`, as attributes."""
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        super().__init__(model=model, **settings)
+
+
+class AsyncLLM:
+    """An engine in a process of its own, for any number of requests at once.
+
+        async with await AsyncLLM.create("demo") as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    model, settings: as `LLM` takes them. The constructor returns when the model is loaded;
+    `create` does the same without holding up the event loop. It serves one event loop at a time,
+    and ends with `shutdown`, with its block, or with the program.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        self._prepare(model, settings)
+        try:
+            self._load()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    async def create(cls, model: str = "demo", **settings: Any) -> "AsyncLLM":
+        """Do the same as the constructor, while the event loop goes on."""
+        engine = cls.__new__(cls)
+        engine._prepare(model, settings)
+        try:
+            await asyncio.to_thread(engine._load)
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: None = None,
+    ) -> "AsyncLLM":
+        """Make one of vLLM's arguments. The last three are vLLM's; stat_loggers are refused, the
+        others mean nothing here."""
+        if stat_loggers is not None:
+            raise ConfigError("stat_loggers are not supported; remove them.")
+        return cls(**vars(engine_args))
+
+    def _prepare(self, model: str, settings: dict[str, Any]) -> None:
+        self._media_settings = (
+            settings.pop("allowed_local_media_path", ""),
+            settings.pop("allowed_media_domains", ()),
+        )
+        drop_vllm_settings(settings)
+        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
+        self._config: EngineConfig = config_from_flat(model=model, **settings)
+        self._cores = ManagedCores(self._config, "warning")
+        # Also when the program ends.
+        self._end = weakref.finalize(self, ManagedCores.stop, self._cores)
+        self._loaded: TextSide | None = None
+        self._lanes = Lanes(inf, inf)  # prompts are the program's own: they wait
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: CoreClient | None = None  # of that loop
+        self._closing: asyncio.Task[None] | None = None
+
+    def _load(self) -> None:
+        """Load the model; the text side is read while the core does."""
+        source = resolve_source(self._config.model)
+        check_before_loading(self._config, source)
+        self._cores.start()
+        self._loaded = build_text_side(self._config.model, source)
+        self._media = LocalMedia(self._loaded.renderer, *self._media_settings)
+        self._cores.wait_until_ready()
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt | Messages | AsyncIterable[Piece],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        timeout_s: float = 0.0,
+        tenant: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt, or answer one conversation.
+
+        A prompt may come in pieces, from an asynchronous iterator of texts, lists of token ids,
+        {"prompt": text} or {"prompt_token_ids": ids}: each is computed while the next one is
+        awaited, and the answer begins when the iterator ends. The last word of a text waits for
+        more of it, so that the tokens are those of the whole text. The request is open from the
+        first token on; `timeout_s` and `abort` count from then. While it waits for a piece it gives
+        way to requests that need its room. What the iterator raises ends the request, and is raised
+        here.
+
+        What an output holds says `sampling_params.output_kind`: everything so far (CUMULATIVE),
+        what is new (DELTA), or everything at the end (FINAL_ONLY). A reader that is slower than the
+        engine gets several steps in one output. Leaving early, or cancelling the task that reads,
+        ends the request.
+
+        prompt: as `LLM.generate` and `LLM.chat` take one. sampling_params: the model's defaults if
+        absent. request_id: unique among open ones; a running number if absent. timeout_s: seconds
+        after which the request ends with finish_reason `timeout`. tenant: tenants share the engine
+        evenly. data_parallel_rank: of several cores, the one that it must
+        go to; the one that suits it best if absent. trace_headers are ignored.
+
+        Raises RequestError for a request that cannot be served, EngineBusy beyond
+        max_num_queued_reqs, EngineDead if the core has ended or ends.
+        """
+        if lora_request is not None:
+            message = "lora_request: adapters are not supported yet; remove it."
+            raise RequestError(message, "lora_request")
+        check_core(data_parallel_rank, self._config.parallel.data_parallel_size)
+        text = self._text
+        params = sampling_params or self.get_default_sampling_params()
+
+        async def make(rendered: RenderedPrompt, salt: str, is_chat: bool) -> Request:
+            grammar = await self._grammar(params, rendered, is_chat)
+            request = text.requests.make(
+                rendered, params, request_id, salt, priority, tenant, timeout_s, grammar
+            )
+            return structs.replace(request, core_id=data_parallel_rank)
+
+        if isinstance(prompt, AsyncIterable):
+            check_open(params)
+            outputs = self._from_pieces(prompt, make)
+        else:
+            outputs = self._from_whole(prompt, params, make)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _from_whole(
+        self, prompt: Prompt | Messages, params: SamplingParams, make: MakeRequest
+    ) -> AsyncGenerator[RequestOutput, None]:
+        rendered = await self._render(prompt)
+        if params.truncate_prompt_tokens is not None:
+            length = (await self._connected()).ready.max_model_len
+            rendered = truncated_for(params, rendered, length)
+        salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
+        request = await make(rendered, salt, is_conversation(prompt))
+        async with contextlib.aclosing(self._outputs_of(request, rendered.text)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def _outputs_of(
+        self, request: Request, text: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        client = await self._connected()
+        try:
+            async with contextlib.aclosing(_sent(client, request, text)) as outputs:
+                async for output in outputs:
+                    yield output
+        except EngineDead as error:
+            raise self._cores.dead() from error
+
+    async def _from_pieces(
+        self, pieces: AsyncIterable[Piece], make: MakeRequest
+    ) -> AsyncGenerator[RequestOutput, None]:
+        client = await self._connected()
+        async with PieceReader(pieces, self._text.renderer, self._lanes) as reader:
+            rendered = await reader.first()
+            request = await make(rendered, reader.cache_salt or "", False)
+            request = structs.replace(request, is_open=not reader.is_complete)
+            reader.follow(client, request.request_id)
+            try:
+                async with contextlib.aclosing(_sent(client, request, None)) as outputs:
+                    async for output in outputs:
+                        output.prompt = reader.text
+                        yield output
+            except EngineDead as error:
+                if error is reader.error:  # of an engine that the iterator asks
+                    raise
+                raise self._cores.dead() from error
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float = 0.0,
+        tenant: str = "",
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yield what a prompt comes to, once, of a model that pools; as `LLM.encode`. The other
+        parameters are those of `generate`, and so is what is raised."""
+        refuse_media(prompt, "a model that pools")
+        client = await self._connected()
+        params = pooling_params or PoolingParams()
+        spec, longest = needed_task(client.ready.pooling, *TASK_NAMES), client.ready.max_model_len
+        rendered = await self._lanes.run(
+            size_of(prompt), to_pool, self._text.renderer, [prompt], params, longest
+        )
+        request = self._text.requests.make_pooling(
+            rendered, request_id, salt_of(prompt), priority, tenant, timeout_s
+        )
+        try:
+            async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
+                async for output in outputs:
+                    made = PoolingOutput(numbers_of(output, spec, params))
+                    yield PoolingRequestOutput(*parts_of(output, made))
+        except EngineDead as error:
+            raise self._cores.dead() from error
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End one request or several: who reads them gets what there is, with finish_reason
+        `abort`. Ids that are not open are ignored."""
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        if self._link is not None and self._loop is asyncio.get_running_loop():
+            for name in names:
+                self._link.abort(name)
+
+    async def _grammar(self, params: SamplingParams, prompt: RenderedPrompt, is_chat: bool) -> str:
+        """Return the grammar of an answer, checked; empty for one that may be anything."""
+        renderer = self._text.renderer
+        grammar = renderer.answer_grammar(
+            params, prompt, renderer.answer_format() if is_chat else None
+        )
+        return (await renderer.grammars.check_async(grammar)).text if grammar else ""
+
+    async def _render(
+        self, prompt: Prompt | Messages, options: ChatOptions | None = None
+    ) -> RenderedPrompt:
+        """Token ids and text; what takes long goes beside the event loop."""
+        renderer = AsyncRenderer(self._text.renderer, self._lanes)
+        prompt, media = await self._media.take_async(prompt)
+        return await renderer.render(prompt, options, media=media)
+
+    # ---- the engine --------------------------------------------------------------------------
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raise RequestError if the model has none."""
+        tokenizer = self._text.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what requests get that bring no parameters: from the model's
+        generation_config.json."""
+        return self._text.requests.defaults.default_sampling_params()
+
+    async def pin_prefix(
+        self,
+        prompt: Prompt | Messages,
+        ttl_s: float = 0.0,
+        cache_salt: str = "",
+        tenant: str = "",
+        share: float = 1.0,
+    ) -> PinnedPrefix:
+        """Compute a prefix and keep it, as `LLM.pin_prefix` does. share: of what pinned prefixes
+        may hold, how much the tenant's may. Cancelling the task ends the computation."""
+        rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
+        request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant, share)
+        client = await self._connected()
+        try:
+            return await pin(client, request)
+        except asyncio.CancelledError:  # perhaps when it was there already
+            with contextlib.suppress(EngineDead):
+                await client.unpin(request.request_id)
+            raise
+        except EngineDead as error:
+            raise self._cores.dead() from error
+
+    async def unpin_prefix(self, prefix_id: str) -> bool:
+        """Keep a prefix no longer; False if there is none of that id."""
+        return await (await self._connected()).unpin(prefix_id)
+
+    async def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Oldest first."""
+        return await (await self._connected()).prefixes()
+
+    def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> AsyncSession:
+        """Begin a session, as `LLM.session` does."""
+        text, num_cores = self._text, self._config.parallel.data_parallel_size
+        renderer = AsyncRenderer(text.renderer, self._lanes)
+        return AsyncSession(
+            text, renderer, self._outputs_of, self._connected, num_cores, keep_s, cache_salt
+        )
+
+    async def reset_prefix_cache(self) -> bool:
+        """Use nothing any more that was cached before, in memory, directory or store. What runs
+        keeps its blocks; pinned prefixes are computed again."""
+        await (await self._connected()).reset_prefix_cache()
+        return True
+
+    async def check_health(self) -> None:
+        """Raise EngineDead if the core has ended, or makes no progress."""
+        self._cores.check()
+
+    @property
+    def is_running(self) -> bool:
+        return self._cores.is_alive and not self._cores.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the core has ended without being told to."""
+        return self.is_stopped and not self._cores.is_stopped
+
+    @property
+    def dead_error(self) -> EngineDead:
+        """What requests get when the core has gone."""
+        return self._cores.dead()
+
+    def shutdown(self) -> None:
+        """End the core and free its memory; open requests end with EngineDead. It waits until the
+        process has ended, which takes as long as its present step, and as keeping what is cached
+        if there is a directory or store for it. A second call does nothing."""
+        loop = self._loop
+        self._end()
+        if loop is None or loop.is_closed():
+            return
+        if _is_running_here(loop):
+            self._let_go()
+        elif loop.is_running():
+            loop.call_soon_threadsafe(self._let_go)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._end)
+        self.shutdown()
+        if self._closing is not None:
+            await self._closing
+
+    # ---- the connection ----------------------------------------------------------------------
+
+    @property
+    def _text(self) -> TextSide:
+        if self._loaded is None or not self.is_running:
+            raise self._cores.dead()
+        return self._loaded
+
+    async def _connected(self) -> CoreClient:
+        """Return the client of the running event loop, once it has heard of the core."""
+        client = self._client()
+        while not client.is_alive:
+            self._cores.check_some()
+            try:
+                await asyncio.wait_for(client.wait_until_ready(), CONNECT_S)
+            except TimeoutError:
+                continue
+            except EngineDead as error:
+                raise self._cores.dead() from error
+        return client
+
+    def _client(self) -> CoreClient:
+        loop = asyncio.get_running_loop()
+        if self._link is not None and self._loop is loop:
+            return self._link
+        if self._loop is not None and self._loop.is_running():
+            raise ConfigError(
+                "this AsyncLLM belongs to another event loop, which is still running; use it from"
+                " that loop, or create another AsyncLLM."
+            )
+        self._link = client_of(self._cores.paths, self._text.tokenizer)
+        self._loop = loop
+        self._link.start()
+        return self._link
+
+    def _let_go(self) -> None:
+        """Let nobody wait any longer; on the event loop."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.fail_all(self._cores.dead())
+            self._closing = asyncio.ensure_future(link.close())
+
+
+class AsyncLLMEngine(AsyncLLM):
+    """vLLM's older name of it."""
+
+
+def _sent(
+    client: CoreClient, request: Request, text: str | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """Return the outputs of a request, which is sent when the first of them is asked for."""
+    return cast(AsyncGenerator[RequestOutput, None], client.generate(request, text))
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

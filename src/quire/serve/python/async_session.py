@@ -1,0 +1,120 @@
+"""`AsyncLLM.session()`: what `LLM.session()` is, for asyncio programs.
+
+    async with llm.session() as story:
+        await story.append("Once upon a time")
+        async for output in story.generate(SamplingParams(max_tokens=20)):
+            print(output.outputs[0].text)
+        other = story.fork().rewind(5)                       # both go on, over the same blocks
+
+The tokens change with an answer's last output. Whoever changes them before, or leaves before it,
+goes on without that answer.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from quire.base.errors import EngineDead
+from quire.base.messages import Request
+from quire.base.requests.outputs import RequestOutput
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine.client.fleet import CoreClient
+from quire.engine.start.text import TextSide
+from quire.render.media.parts import refuse_media
+from quire.render.renderer import Messages, Prompt, is_conversation
+from quire.render.templates.chat_template import ChatOptions
+from quire.render.templates.turns import behind_an_answer
+from quire.serve.async_renderer import AsyncRenderer
+from quire.serve.python.session_tokens import KEEP_S, SessionTokens, Source, check_answer
+
+Outputs = AsyncGenerator[RequestOutput, None]
+
+
+class AsyncSession(SessionTokens):
+    """A session of an `AsyncLLM`. run: carries a request out. connected: the client of the running
+    event loop. num_cores: of the engine."""
+
+    def __init__(
+        self,
+        text: TextSide,
+        renderer: AsyncRenderer,
+        run: Callable[[Request], Outputs],
+        connected: Callable[[], Awaitable[CoreClient]],
+        num_cores: int = 1,
+        keep_s: float = KEEP_S,
+        cache_salt: str = "",
+    ) -> None:
+        super().__init__(text.requests, text.renderer, keep_s, cache_salt)
+        self._async_renderer, self._run, self._connected = renderer, run, connected
+        self._num_cores = num_cores
+
+    async def append(self, prompt: Prompt | Messages) -> "AsyncSession":
+        """Put a text, token ids or messages behind the tokens. Nothing is computed yet. Messages
+        behind an answer are written as the chat template writes them there."""
+        before, added = self.token_ids, await self._tokens_of(prompt)
+        self._replace(before + added)
+        return self
+
+    async def generate(self, sampling_params: SamplingParams | None = None) -> Outputs:
+        """Go on with the tokens; yields outputs as `AsyncLLM.generate` does, and with the last one
+        what came becomes part of the tokens. Raises RequestError, EngineDead, and StepFailed if a
+        step failed on it; then, and if it is left early, they are as they were."""
+        params = self._params(sampling_params)
+        before, request = self.token_ids, self._request(params)
+        is_delta, token_ids = params.output_kind is RequestOutputKind.DELTA, list[int]()
+        async with contextlib.aclosing(self._run(request)) as outputs:
+            async for output in outputs:
+                [completion] = output.outputs
+                check_answer(completion)
+                new = completion.token_ids
+                token_ids = token_ids + new if is_delta else new
+                if output.finished:
+                    await self._take(request.request_id, before, token_ids)
+                yield output
+
+    async def close(self) -> None:
+        """Hold nothing for it any more. A second call does nothing."""
+        self._replace([])
+        await self._let_go(self._leave())
+
+    async def __aenter__(self) -> "AsyncSession":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ------------------------------------------------------------------------------------------
+
+    async def _take(self, request_id: str, before: list[int], token_ids: list[int]) -> None:
+        """Let an answer that has ended become part of the tokens, unless they are others now."""
+        source = Source(request_id, await self._core_of(request_id))
+        if self.token_ids is not before:
+            await self._let_go(source)
+            return
+        self._replace(before + token_ids)
+        former = self._leave()
+        self._begin_with(source, len(self.token_ids))
+        await self._let_go(former)
+
+    async def _core_of(self, request_id: str) -> int | None:
+        """Return which of several cores holds a request."""
+        if self._num_cores == 1:
+            return None
+        found = await (await self._connected()).held(request_id)
+        return found[0].core_id if found else None
+
+    async def _tokens_of(self, prompt: Prompt | Messages) -> list[int]:
+        renderer, is_first = self._async_renderer, not self.token_ids
+        refuse_media(prompt, "a session")
+        if not is_conversation(prompt) or is_first:
+            return (await renderer.render(prompt, add_special_tokens=is_first)).token_ids
+        told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]
+        whole = await self._renderer.chat_text_async(told, ChatOptions())
+        tail = self._tail_of(whole, mark)
+        return (await renderer.render(tail, add_special_tokens=False)).token_ids
+
+    async def _let_go(self, source: Source | None) -> None:
+        if source is None:
+            return
+        with contextlib.suppress(EngineDead):  # then it holds nothing
+            client = await self._connected()
+            await client.keep(source.request_id, 0.0, None, source.core_id)

@@ -1,0 +1,465 @@
+"""`LLM`: a model's name and prompts are enough (T 4.2.1). vLLM's offline interface."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from quire.base.errors import STEP_FAILED, ConfigError, RequestError, StepFailed
+from quire.base.messages import PinnedPrefix, Request
+from quire.base.requests.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from quire.base.requests.pooling_params import PoolingParams
+from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.settings.config import config_from_flat
+from quire.engine.start.build import Engine, build_engine
+from quire.render.answers.format import AnswerFormat
+from quire.render.media.parts import refuse_media
+from quire.render.pooling_prompts import truncated_for
+from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
+from quire.render.templates.chat_template import ChatOptions
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.serve.hooks import TIMEOUT_S, Hooks
+from quire.serve.media.local_media import LocalMedia
+from quire.serve.processes.core_processes import ProcessEngine, start_engine
+from quire.serve.progress import LoadBar, RequestBar
+from quire.serve.python.beam_search import BeamSearchOutput, BeamSearchParams
+from quire.serve.python.local_hooks import LocalHooks, LocalRequest
+from quire.serve.python.pooling import Pooling
+from quire.serve.python.session import Session
+from quire.serve.python.session_tokens import KEEP_S
+from quire.serve.vllm_compat import drop_vllm_settings
+
+
+class LLM:
+    """An engine in this process; with data_parallel_size above 1, in as many processes.
+
+        with LLM("demo") as llm:
+            for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    model: directory, Hugging Face id, `demo`, or a named shape with random weights
+    (`shape:qwen3-0.6b`). settings: the fields of the dataclasses in `quire.base.settings.config`.
+    hooks: names or objects, which prompts and outputs pass through in this order
+    (base/requests/hooks.py). hook_timeout: seconds for one call of them. allowed_local_media_path:
+    images below this folder may be named by their paths. allowed_media_domains: hosts that images
+    may be downloaded from. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        hooks: Sequence[Any] = (),
+        hook_timeout: float = TIMEOUT_S,
+        allowed_local_media_path: str = "",
+        allowed_media_domains: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        made = Hooks(hooks, hook_timeout) if hooks else None
+        drop_vllm_settings(settings)
+        settings.pop("limit_mm_per_prompt", None)  # a program knows how many it sends
+        config = config_from_flat(model=model, **settings)
+        self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
+        with LoadBar(enabled=not config.disable_log_stats) as bar:
+            self._engine: Engine | ProcessEngine | None = None
+            if config.parallel.data_parallel_size > 1:
+                self._engine = start_engine(config)
+            else:
+                self._engine = build_engine(config, bar.update)
+        self._hooks = None if made is None else LocalHooks(made, self._engine)
+        self._media = LocalMedia(
+            self._engine.renderer, allowed_local_media_path, allowed_media_domains
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs in the order of the prompts.
+
+        prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, token ids, or a list of these;
+        dictionaries may hold a "cache_salt", and images or videos as "multi_modal_data", for each
+        of which the prompt has the model's placeholder once. sampling_params: one for all, or one
+        each; the model's defaults if absent. With n above 1 each output holds n continuations.
+        Raises RequestError before anything runs if one cannot be served.
+        """
+        renderer = self._alive.renderer
+        listed, media = self._media.take_all(_as_list(prompts))
+        listed, hooked = self._admitted(listed, sampling_params)
+        pairs = zip(listed, media, strict=True)
+        rendered = [renderer.render(prompt, media=each) for prompt, each in pairs]
+        salts = [p.get("cache_salt") or "" if isinstance(p, Mapping) else "" for p in listed]
+        return self._run(rendered, sampling_params, salts, priority, use_tqdm, hooked)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of conversations.
+
+        Contents may have images as parts: {"type": "image_url", "image_url": {"url": ...}} with a
+        data: URL or an allowed file or host, or {"type": "image_pil", "image_pil": picture}.
+        """
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            content_format=chat_template_content_format,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        if not messages:
+            raise RequestError("messages is empty; give at least one message.", "messages")
+        single = isinstance(messages[0], Mapping)
+        conversations = [messages] if single else list(messages)
+        conversations, media = self._media.take_all(conversations)
+        conversations, hooked = self._admitted(conversations, sampling_params, options)
+        renderer = self._alive.renderer
+        pairs = zip(conversations, media, strict=True)
+        rendered = [renderer.render(c, options, chat_template, media=each) for c, each in pairs]
+        salts = [""] * len(rendered)
+        form = renderer.answer_format(chat_template, bool(tools))
+        return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked, form)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Return the most probable continuations of each prompt, best first."""
+        listed = _as_list(prompts)
+        for prompt in listed:
+            refuse_media(prompt, "beam search")
+        sampling = [each.sampling_params() for each in _each(params, len(listed), "params")]
+        outputs = self.generate(listed, sampling, use_tqdm)
+        return [BeamSearchOutput.of(output) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt; of a model that gives them."""
+        return self._pooling(use_tqdm).embed(self._seen(prompts), pooling_params or PoolingParams())
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's classes; of a model that gives them."""
+        params = pooling_params or PoolingParams()
+        return self._pooling(use_tqdm).classify(self._seen(prompts), params)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Return what each prompt comes to, as numpy arrays. pooling_task: embed or classify, to be
+        sure of it."""
+        params = pooling_params or PoolingParams()
+        return self._pooling(use_tqdm).encode(self._seen(prompts), params, pooling_task)
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well texts go together, one with each of data_2 or as many with as many: the
+        cosine of their embeddings, or what a model with one class says of the pair."""
+        params = pooling_params or PoolingParams()
+        return self._pooling(use_tqdm).score(self._seen(data_1), self._seen(data_2), params)
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        options: ChatOptions | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, or answer one conversation, piece by piece.
+
+        Each output holds what is new; with n above 1, of those continuations that have news, told
+        apart by their index. Leaving the iterator early ends the request.
+        """
+        engine = self._alive
+        params = (sampling_params or self.get_default_sampling_params()).clone()
+        params.output_kind = RequestOutputKind.DELTA
+        prompt, media = self._media.take(prompt)
+        [prompt], hooked = self._admitted([prompt], params, options)
+        rendered = engine.renderer.render(prompt, options, media=media)
+        rendered = truncated_for(params, rendered, engine.client.max_model_len)
+        name = hooked[0].request_id if hooked else None
+        is_chat = is_conversation(prompt)
+        form = engine.renderer.answer_format() if is_chat else None
+        grammar = self._grammar(params, rendered, form)
+        request = engine.requests.make(rendered, params, name, grammar=grammar)
+        engine.client.check(request)
+        engine.client.add(request, rendered.text)
+        mine = self._streams[request.request_id] = deque[RequestOutput]()
+        finished = False
+        try:
+            while not finished:
+                while not mine:
+                    self._step()
+                output = mine.popleft()
+                if hooked:
+                    output = hooked[0].take(output)
+                    if hooked[0].has_ended:
+                        engine.client.abort([request.request_id])
+                finished = output.finished
+                yield output
+        finally:
+            del self._streams[request.request_id]
+            if not finished:
+                engine.client.abort([request.request_id])
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raise RequestError if the model has none."""
+        tokenizer = self._alive.renderer.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what requests get that bring no parameters: from the model's
+        generation_config.json."""
+        return self._alive.requests.defaults.default_sampling_params()
+
+    def reset_prefix_cache(self) -> None:
+        """Use nothing any more that was cached before, in memory, directory or store. What runs
+        keeps its blocks; pinned prefixes are computed again."""
+        self._alive.client.reset_prefix_cache()
+
+    def pin_prefix(
+        self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = ""
+    ) -> PinnedPrefix:
+        """Compute a prefix and keep its KV blocks for ttl_s seconds, or with 0 until
+        `unpin_prefix`: prompts that begin with its tokens, and have its salt, compute only the
+        rest. Messages are rendered without the beginning of an answer. Raises RequestError, and
+        StepFailed if a step failed on it."""
+        engine = self._alive
+        prompt, media = self._media.take(prompt)
+        options = ChatOptions(add_generation_prompt=False)
+        rendered = engine.renderer.render(prompt, options, media=media)
+        request = engine.requests.make_pin(rendered, ttl_s, None, cache_salt)
+        engine.client.check(request)
+        bar = RequestBar(1, enabled=False)
+        done = self._finished([request], [rendered], bar)[request.request_id]
+        [pinned] = done.outputs
+        if pinned.finish_reason != "pinned":
+            error = pinned.error
+            kind = StepFailed if error and error.code == STEP_FAILED else RequestError
+            why = pinned.finish_reason if error is None else error.message
+            raise kind(f"the prefix was not pinned: {why}")
+        for prefix in self.pinned_prefixes():
+            if prefix.id == request.request_id:
+                return prefix
+        raise RequestError("the prefix was pinned, but its ttl_s has passed already; raise ttl_s.")
+
+    def unpin_prefix(self, prefix_id: str) -> bool:
+        """Keep a prefix no longer; False if there is none of that id. Requests that run keep their
+        blocks."""
+        return self._alive.client.unpin(prefix_id)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Oldest first."""
+        return self._alive.client.prefixes()
+
+    def session(self, keep_s: float = KEEP_S, cache_salt: str = "") -> Session:
+        """Begin a session: tokens that grow, fork and go back, over KV blocks that are held for
+        keep_s seconds after each answer. Hooks are not for sessions: what passes is in tokens."""
+        if self._hooks is not None:
+            raise ConfigError("sessions do not support hooks; create an LLM without hooks.")
+
+        def run(request: Request) -> RequestOutput:
+            self._alive.client.check(request)
+            bar = RequestBar(1, enabled=False)
+            prompt = RenderedPrompt(request.prompt_token_ids)
+            return self._finished([request], [prompt], bar)[request.request_id]
+
+        return Session(self._alive, run, keep_s, cache_salt)
+
+    def close(self) -> None:
+        """Free the model and its KV memory; with a directory or store of KV blocks, first keep
+        there what is cached, for KEEP_AT_END_S at most. A second call does nothing."""
+        if self._engine is not None:
+            self._engine.client.close()
+            self._engine = None
+            if self._hooks is not None:
+                self._hooks.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The parts, for tools and tests. Raises ConfigError if cores are processes."""
+        if not isinstance(self._alive, Engine):
+            num = self._alive.config.parallel.data_parallel_size
+            raise ConfigError(
+                f"data_parallel_size={num}: the cores are not in this process, so there is no"
+                " single core to return."
+            )
+        return self._alive
+
+    @property
+    def _alive(self) -> Engine | ProcessEngine:
+        if self._engine is None:
+            raise ConfigError("this LLM is closed; create a new one.")
+        return self._engine
+
+    def _admitted(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: ChatOptions | None = None,
+    ) -> tuple[list[Any], list[LocalRequest]]:
+        """Return prompts as hooks leave them, and what they are to hooks; nothing without hooks."""
+        if self._hooks is None:
+            return prompts, []
+        return self._hooks.admit(prompts, self._params(sampling_params, len(prompts)), options)
+
+    def _run(
+        self,
+        prompts: list[RenderedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        salts: list[str],
+        priority: Sequence[int] | None,
+        show_progress: bool,
+        hooked: list[LocalRequest],
+        form: AnswerFormat | None = None,
+    ) -> list[RequestOutput]:
+        """Check all requests, then add all, then step until they are done. form: of answers in a
+        conversation."""
+        engine = self._alive
+        priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
+        names: list[str | None] = [each.request_id for each in hooked] or [None] * len(prompts)
+        params_of = self._params(sampling_params, len(prompts))
+        longest = engine.client.max_model_len
+        prompts = [truncated_for(*each, longest) for each in zip(params_of, prompts, strict=True)]
+        requests = []
+        for prompt, params, name, salt, number in zip(
+            prompts, params_of, names, salts, priorities, strict=True
+        ):
+            grammar = self._grammar(params, prompt, form)
+            made = engine.requests.make(prompt, params, name, salt, number, grammar=grammar)
+            requests.append(made)
+            engine.client.check(requests[-1])
+        bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
+        done = self._finished(requests, prompts, bar)
+        outputs = [done[request.request_id] for request in requests]
+        if hooked:
+            return [each.finish(output) for each, output in zip(hooked, outputs, strict=True)]
+        return outputs
+
+    def _pooling(self, show_progress: bool) -> Pooling:
+        def finish(requests: list[Request], prompts: list[RenderedPrompt]) -> list[RequestOutput]:
+            bar = RequestBar(len(requests), enabled=show_progress)
+            done = self._finished(requests, prompts, bar)
+            return [done[request.request_id] for request in requests]
+
+        return Pooling(self._alive, finish)
+
+    def _seen(self, prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+        """Return prompts to pool as hooks leave them."""
+        listed = _as_list(prompts)
+        for prompt in listed:
+            refuse_media(prompt, "a model that pools")
+        return self._admitted(listed, SamplingParams())[0]
+
+    def _grammar(
+        self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None
+    ) -> str:
+        """Return the grammar of an answer, checked; empty for one that may be anything. form: of a
+        conversation. Raise RequestError for one that makes no sense."""
+        renderer = self._alive.renderer
+        grammar = renderer.answer_grammar(params, prompt, form)
+        return renderer.grammars.check(grammar).text if grammar else ""
+
+    def _finished(
+        self, requests: list[Request], prompts: list[RenderedPrompt], bar: RequestBar
+    ) -> dict[str, RequestOutput]:
+        """Add requests that were checked, and step until they are done."""
+        client, done = self._alive.client, dict[str, RequestOutput]()
+        try:
+            with bar:
+                for request, prompt in zip(requests, prompts, strict=True):
+                    client.add(request, prompt.text)
+                while len(done) < len(requests):
+                    _collect(self._step(), done, bar)
+        except BaseException:
+            client.abort([r.request_id for r in requests if r.request_id not in done])
+            raise
+        return done
+
+    def _step(self) -> list[RequestOutput]:
+        """Take one step of the engine; what belongs to an open stream is kept for it."""
+        outputs: list[RequestOutput] = []
+        for output in self._alive.client.step():
+            stream = self._streams.get(output.request_id)
+            (outputs if stream is None else stream).append(output)
+        return outputs
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """Return one copy per request, asking for the final output only."""
+        listed = []
+        wanted = self.get_default_sampling_params() if given is None else given
+        for params in _each(wanted, count, "sampling_params"):
+            own = params.clone()
+            own.output_kind = RequestOutputKind.FINAL_ONLY
+            listed.append(own)
+        return listed
+
+
+def _collect(outputs: list[RequestOutput], done: dict[str, RequestOutput], bar: RequestBar) -> None:
+    for output in outputs:
+        if output.finished:
+            done[output.request_id] = output
+            bar.finished(output)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """Return one prompt, or several: token ids on their own are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _each(value: Any, count: int, name: str) -> list[Any]:
+    """Return the same value for all, or a sequence with one for each."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for each."
+        )
+    return list(value)

@@ -1,0 +1,164 @@
+"""The hooks of an `LLM`: around prompts and outputs of a program that has no event loop."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from quire.base.errors import HookFailed, RequestError
+from quire.base.requests.hooks import CONTENT_FILTER, EndRequest, HookContext, HookRequest
+from quire.base.requests.outputs import CompletionOutput, RequestOutput, SampleLogprobs
+from quire.base.requests.sampling_params import SamplingParams
+from quire.base.step_outputs import Failure
+from quire.engine.start.build import Engine
+from quire.render.renderer import is_conversation
+from quire.render.templates.chat_template import ChatOptions
+from quire.serve.hook_calls import OwnLoop
+from quire.serve.hooks import Hooks, RequestHooks, asked_of
+from quire.serve.processes.core_processes import ProcessEngine
+
+NOBODY = HookContext("", "", "")
+
+
+class LocalHooks:
+    """hooks: asked on an event loop of their own. engine: whose prompts they see."""
+
+    def __init__(self, hooks: Hooks, engine: Engine | ProcessEngine) -> None:
+        self._hooks = hooks
+        self._engine = engine
+        self._loop = OwnLoop("llm-hooks")
+        self._numbers = count()
+
+    def admit(
+        self, prompts: list[Any], params: list[SamplingParams], options: ChatOptions | None = None
+    ) -> "tuple[list[Any], list[LocalRequest]]":
+        """Return prompts as hooks leave them, and the requests that they are to be. Raises
+        RequestError for one that a hook ends, and HookFailed."""
+        found, requests = [], []
+        for prompt, own in zip(prompts, params, strict=True):
+            name = f"hooked-{next(self._numbers)}"
+            hooks = self._hooks.open(name, "", self._engine.config.model.model)
+            asked = self._asked(prompt, own, options or ChatOptions())
+            changed = self._loop.run(hooks.before_admission(asked))
+            found.append(self._changed(prompt, asked, changed))
+            requests.append(LocalRequest(name, hooks, own.n, self._loop))
+        return found, requests
+
+    def close(self) -> None:
+        self._hooks.close()
+        self._loop.stop()
+
+    def _asked(self, prompt: Any, params: SamplingParams, options: ChatOptions) -> HookRequest:
+        """Return what hooks see of a prompt in any of its forms."""
+        asked = asked_of(params)
+        if is_conversation(prompt):
+            given = {
+                "tools": options.tools,
+                "documents": options.documents,
+                "chat_template_kwargs": options.template_kwargs,
+            }
+            template = {name: value for name, value in given.items() if value}
+            return HookRequest(NOBODY, prompt, template=template, params=asked)
+        token_ids = prompt
+        if isinstance(prompt, Mapping):
+            token_ids = prompt.get("prompt_token_ids") or prompt.get("prompt")
+        if isinstance(token_ids, str):
+            return HookRequest(NOBODY, prompt=token_ids, params=asked)
+        return HookRequest(NOBODY, None, self._text_of(token_ids), token_ids, params=asked)
+
+    def _text_of(self, token_ids: Any) -> str | None:
+        size, tokenizer = self._engine.spec.vocab_size, self._engine.renderer.tokenizer
+        for each in token_ids or ():
+            if type(each) is not int or not 0 <= each < size:
+                raise RequestError(f"a prompt must hold token ids from 0 to {size - 1}.", "prompt")
+        return None if tokenizer is None else tokenizer.decode(token_ids or ())
+
+    def _changed(self, prompt: Any, asked: HookRequest, changed: HookRequest) -> Any:
+        """Return a prompt in the form that it had, with what hooks made of it."""
+        if asked.messages is not None:
+            return changed.messages
+        if changed.prompt is None or changed.prompt == asked.prompt:
+            return prompt
+        new: dict[str, Any] = {"prompt": changed.prompt}
+        if asked.prompt_token_ids is not None:
+            tokenizer = self._engine.renderer.tokenizer
+            assert tokenizer is not None
+            new = {"prompt_token_ids": tokenizer.encode(changed.prompt, False)}
+        return {**prompt, **new} if isinstance(prompt, Mapping) else new
+
+
+@dataclass
+class _Choice:
+    """What is known of one continuation; token ids and log-probabilities until it ends."""
+
+    has_ended: bool = False
+    is_changed: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: SampleLogprobs = field(default_factory=list)
+
+
+class LocalRequest:
+    """One request of an `LLM`. has_ended: a hook has ended it."""
+
+    def __init__(self, request_id: str, hooks: RequestHooks, n: int, loop: OwnLoop) -> None:
+        self.request_id = request_id
+        self.has_ended = False
+        self._hooks = hooks
+        self._loop = loop
+        self._choices = {index: _Choice() for index in range(n)}
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """Return what the program gets in place of an output: what is new, or all in one piece.
+        Raises HookFailed."""
+        if self._hooks.see("on_output"):
+            self._loop.run(self._pass(output))
+        return output
+
+    def finish(self, output: RequestOutput) -> RequestOutput:
+        """Do the same with the only output of a request, which has an error where a hook failed."""
+        try:
+            return self.take(output)
+        except HookFailed as error:
+            failure = Failure(error.code, str(error))
+            output.outputs = [
+                CompletionOutput(each.index, "", [], finish_reason="error", error=failure)
+                for each in output.outputs
+            ]
+            return output
+
+    async def _pass(self, output: RequestOutput) -> None:
+        passed: list[CompletionOutput] = []
+        for completion in output.outputs:
+            mine = self._choices.setdefault(completion.index, _Choice())
+            try:
+                await self._pass_one(mine, completion)
+            except EndRequest as end:
+                self.has_ended = output.finished = True
+                later = {each.index for each in output.outputs} - {each.index for each in passed}
+                open_ones = {index for index, each in self._choices.items() if not each.has_ended}
+                passed += [_end(index, end.reason) for index in sorted(later | open_ones)]
+                break
+            passed.append(completion)
+        output.outputs = passed
+
+    async def _pass_one(self, mine: _Choice, completion: CompletionOutput) -> None:
+        is_last = completion.finished()
+        text = completion.text
+        if text or is_last:
+            completion.text = await self._hooks.on_output(
+                completion.index, "content", text, is_last
+            )
+        mine.has_ended = is_last
+        mine.is_changed |= completion.text != text
+        mine.token_ids += completion.token_ids
+        mine.logprobs += completion.logprobs or []
+        is_told = is_last and not mine.is_changed
+        completion.token_ids = mine.token_ids if is_told else []
+        if completion.logprobs is not None:
+            completion.logprobs = mine.logprobs if is_told else None
+        if not is_told:
+            completion.cumulative_logprob = None
+
+
+def _end(index: int, reason: str) -> CompletionOutput:
+    return CompletionOutput(index, "", [], finish_reason=CONTENT_FILTER, stop_reason=reason)

@@ -1,0 +1,125 @@
+"""What sessions are, whoever waits for their answers: tokens, and who has the first of them.
+
+A session knows its tokens, and which held request has the first of them computed. If that is gone,
+the engine computes them again.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from quire.base.errors import STEP_FAILED, RequestError, StepFailed
+from quire.base.messages import Fork, Request
+from quire.base.requests.outputs import CompletionOutput
+from quire.base.requests.sampling_params import SamplingParams
+from quire.engine.client.requests import RequestMaker
+from quire.render.renderer import RenderedPrompt, Renderer
+from quire.render.templates.turns import text_behind
+
+KEEP_S = 600.0
+
+
+@dataclass(eq=False, slots=True)
+class Source:
+    """A held request, for as many sessions as begin with its tokens."""
+
+    request_id: str
+    core_id: int | None
+    num_users: int = 0
+
+
+class SessionTokens:
+    """token_ids: all of its tokens, those that were given and those that were generated.
+
+    keep_s: how long blocks are held after each answer.
+    """
+
+    def __init__(
+        self, requests: RequestMaker, renderer: Renderer, keep_s: float, cache_salt: str
+    ) -> None:
+        self.token_ids: list[int] = []
+        self._requests, self._renderer = requests, renderer
+        self._keep_s, self._salt = keep_s, cache_salt
+        self._source: Source | None = None
+        self._num_shared = 0  # of its tokens, from the first on, that the source has
+
+    def fork(self, at_token: int | None = None) -> Self:
+        """Return another session with the first at_token tokens, all if absent."""
+        num_tokens = len(self.token_ids)
+        at_token = num_tokens if at_token is None else at_token
+        if not 0 <= at_token <= num_tokens:
+            raise RequestError(
+                f"at_token must be from 0 to {num_tokens}, the number of tokens; got {at_token}."
+            )
+        child = copy.copy(self)
+        child.token_ids = self.token_ids[:at_token]
+        child._begin_with(self._source, self._num_shared)
+        return child
+
+    def rewind(self, num_tokens: int) -> Self:
+        """Drop the last tokens."""
+        if not 0 <= num_tokens <= len(self.token_ids):
+            raise RequestError(
+                f"num_tokens must be from 0 to {len(self.token_ids)}, the number of tokens; got"
+                f" {num_tokens}."
+            )
+        self._replace(self.token_ids[: len(self.token_ids) - num_tokens])
+        self._num_shared = min(self._num_shared, len(self.token_ids))
+        return self
+
+    # ---- for those who wait for answers --------------------------------------------------------
+
+    def _replace(self, token_ids: list[int]) -> None:
+        """Let these be its tokens."""
+        self.token_ids = token_ids
+
+    def _params(self, given: SamplingParams | None) -> SamplingParams:
+        """Return parameters of its own. Raises RequestError if nothing can be gone on with."""
+        params = (given or self._requests.defaults.default_sampling_params()).clone()
+        if params.num_samples > 1:
+            raise RequestError("n must be 1 in a session; call fork() to branch.", "n")
+        if not self.token_ids:
+            raise RequestError("the session has no tokens yet; append some.")
+        return params
+
+    def _request(self, params: SamplingParams) -> Request:
+        """Make the request that goes on with the tokens."""
+        made = self._requests.make(RenderedPrompt(self.token_ids), params, cache_salt=self._salt)
+        request = msgspec.structs.replace(made, keep_s=self._keep_s)
+        if self._source is None or not self._num_shared:
+            return request
+        fork = Fork(self._source.request_id, 0, self._num_shared)
+        return msgspec.structs.replace(request, fork=fork, core_id=self._source.core_id)
+
+    def _tail_of(self, told: str, mark: str) -> str:
+        """Return what is new of a conversation that was told with a mark for the answer before."""
+        tokenizer = self._renderer.tokenizer
+        assert tokenizer is not None, "a conversation was rendered before"
+        has_ended = self.token_ids[-1] in self._requests.defaults.eos_token_ids
+        end = tokenizer.decode(self.token_ids[-1:]) if has_ended else ""
+        return text_behind(told, mark, end)
+
+    def _begin_with(self, source: Source | None, num_shared: int) -> None:
+        """Begin with a source's tokens, or with nobody's. What it began with is not let go."""
+        num_shared = min(num_shared, len(self.token_ids))
+        self._source, self._num_shared = None, 0
+        if source is not None and num_shared:
+            source.num_users += 1
+            self._source, self._num_shared = source, num_shared
+
+    def _leave(self) -> Source | None:
+        """Begin with no source any more. Returns it if nobody else does: it is to be let go."""
+        source, self._source, self._num_shared = self._source, None, 0
+        if source is None:
+            return None
+        source.num_users -= 1
+        return None if source.num_users else source
+
+
+def check_answer(completion: CompletionOutput) -> None:
+    """Raise what an answer has failed with: RequestError, or StepFailed if a step failed on it."""
+    failed = completion.error
+    if failed is not None:
+        raise (StepFailed if failed.code == STEP_FAILED else RequestError)(failed.message)

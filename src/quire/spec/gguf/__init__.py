@@ -1,0 +1,1 @@
+"""GGUF files: their header, and the model specification that it holds."""

@@ -1,0 +1,93 @@
+"""A GGUF file's metadata as the Hugging Face config that the same model has elsewhere.
+
+In: an opened file. Out: a dictionary for `parse_spec`. Numbers that only an architecture's file
+reads stand in it under the names that this file knows.
+"""
+
+from typing import Any
+
+from quire.base.errors import ModelError
+from quire.spec.gguf.container import GGUFFile
+from quire.spec.gguf.families import FAMILIES, decoder
+from quire.spec.gguf.metadata import Metadata
+
+GPT2 = "gpt2"
+ARCHITECTURES = (*FAMILIES, GPT2)
+TOKENS = "tokenizer.ggml"
+NO_TOKEN = (-1, (1 << 32) - 1)  # as llama.cpp writes that there is none
+# What changes the numbers of models of these architectures elsewhere, and has no effect if it has
+# this value; models here do not know it.
+WITHOUT_EFFECT: dict[str, float] = {
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+}
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """Make a config of a file's metadata."""
+    architecture = file.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path} holds a model of the architecture {architecture!r}; supported"
+            f" architectures are {', '.join(ARCHITECTURES)} (llama is Mistral and Mixtral as"
+            " well)."
+        )
+    if file.integer("split.count", 1) > 1:
+        raise ModelError(
+            f"{file.path} is one of {file.integer('split.count')} parts of a model; join them first"
+            " (llama-gguf-split --merge FIRST_PART OUTPUT)."
+        )
+    if EMBEDDING not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor {EMBEDDING}: it is not a language model.")
+    meta, family = Metadata(file, architecture), FAMILIES.get(architecture)
+    for key, neutral in WITHOUT_EFFECT.items():
+        is_obeyed = family is not None and key in family.obeys
+        if not is_obeyed and meta.number(key, neutral) != neutral:
+            what = f"{meta.number(key)}, which quire does not support"
+            raise meta.error(key, f"{what}; only {neutral:g} is supported")
+    own: dict[str, Any] = {"tie_word_embeddings": HEAD not in file.tensors}
+    own |= _gpt2(meta) if family is None else decoder(meta, family)
+    for name in ("bos_token_id", "eos_token_id"):
+        token_id = file.integer(f"{TOKENS}.{name}", -1)
+        if token_id not in NO_TOKEN:
+            own[name] = token_id
+    return own | {
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "torch_dtype": _dtype(file),
+    }
+
+
+def _gpt2(meta: Metadata) -> dict[str, Any]:
+    num_layers, hidden = meta.count("block_count"), meta.count("embedding_length")
+    inner, length = meta.count("feed_forward_length"), meta.count("context_length")
+    heads = meta.count("attention.head_count")
+    if hidden % heads:
+        raise ModelError(f"{meta.file.path} has {heads} heads, which do not divide {hidden}.")
+    meta.check_shape("position_embd.weight", (length, hidden))
+    meta.check_layers(
+        range(num_layers), {"attn_qkv": (3 * hidden, hidden), "ffn_up": (inner, hidden)}
+    )
+    return {
+        "model_type": "gpt2",
+        "n_layer": num_layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "n_inner": inner,
+        "n_positions": length,
+        "layer_norm_epsilon": meta.number("attention.layer_norm_epsilon", 1e-5),
+    }
+
+
+def _dtype(file: GGUFFile) -> str:
+    """Return the matrices' dtype if all are floats; quantised ones are computed with in
+    bfloat16."""
+    kinds = {place.kind.name for place in file.tensors.values() if len(place.shape) > 1}
+    if kinds <= {"F32"}:
+        return "float32"
+    return "float16" if kinds <= {"F32", "F16"} else "bfloat16"

@@ -1,0 +1,478 @@
+"""A model's shape, read from its Hugging Face config.json or its GGUF file, without torch.
+
+`ModelSpec` holds what memory sizing, the scheduler and the layers need; `cache_groups` says what
+each attention layer caches. The layers' options are read from `raw` when they are requested, so
+that a model of another package may have options of its own. Of a model that reads more than text,
+`text_part` returns the text part as a config of its own.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ConfigError, ModelError
+from quire.base.requests.pooling import PoolingSpec
+from quire.spec.cache_group import FULL, STATE, STEP, WINDOW, CacheGroup
+from quire.spec.config_defaults import DEFAULTS, defaults_of
+from quire.spec.config_fields import MAX_COUNT, Fields, read_object, with_floats
+from quire.spec.cuts import cut_evenly, cut_or_repeat, cut_vocabulary, layers_of_stage
+from quire.spec.encoders import (
+    ENCODER_TYPES,
+    check_encoder,
+    encoder_windows,
+    is_encoder,
+    padding_rows,
+)
+from quire.spec.gguf.config import gguf_config
+from quire.spec.gguf.container import SUFFIX, GGUFFile, is_gguf
+from quire.spec.layer_windows import layer_windows, linear_layers
+from quire.spec.linear_attention import LinearAttention, linear_attention
+from quire.spec.media_families import (
+    FAMILIES,
+    TEXT_PART,
+    EncoderSize,
+    family_part,
+    knows_part,
+    whole_fields,
+)
+from quire.spec.model_options import (
+    EXPERTS,
+    ROTARY_TYPES,
+    ExpertOptions,
+    GPT2Options,
+    LayerOptions,
+    OPTOptions,
+    check_activation,
+    expert_options,
+    gpt2_options,
+    layer_options,
+    opt_options,
+    refuse_what_is_ignored,
+)
+from quire.spec.quantization_config import QuantizationConfig, quantization_config
+from quire.spec.rope_options import RopeOptions, longest_short, rope_options
+
+# The types whose text part we run without the rest, and its type.
+NESTED = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+TIES, TIED = "tie_word_embeddings", ("gemma3",)  # whose head is tied where no config says it
+PART_OF = "text_part_of"  # a field of the made config: the type of the whole
+# What the whole model's config says about the text part, too. The first wins over the second.
+DTYPES = ("dtype", "torch_dtype")
+SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")
+
+
+def text_part(raw: dict[str, Any], *, has_class: bool = False) -> dict[str, Any]:
+    """Return a config's text part where that is inside of it, else the config itself.
+
+    Models that read images may have text parts that quire has no class for; their configs stay as
+    they are. has_class: raise ModelError for them. Raises ModelError for another type of text part
+    than the model's.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in (*NESTED, *FAMILIES):
+        return raw
+    inner = Fields(raw).inner(TEXT_PART) or Fields({})
+    if model_type in FAMILIES:
+        family = FAMILIES[model_type]
+        if not (has_class or knows_part(raw, family)):
+            return raw
+        found = family_part(raw, family)
+        ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
+        ties = ties or (family.ties_by_part and inner.flag(TIES))
+    else:
+        found = _part(inner, model_type)
+        ties = Fields(raw).flag(TIES, inner.flag(TIES))
+    shared = _present(raw, SHARED)
+    if _present(shared, DTYPES):
+        found = {name: value for name, value in found.items() if name not in DTYPES}
+    return found | shared | {TIES: ties, PART_OF: model_type}
+
+
+def _part(inner: Fields, model_type: str) -> dict[str, Any]:
+    own = NESTED[model_type]
+    if inner.text("model_type", own) != own:
+        raise inner.error("model_type", f"the text part of a {model_type} is a {own}")
+    return {name: inner.value(name) for name in inner.names()} | {"model_type": own}
+
+
+def _present(raw: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: raw[name] for name in names if raw.get(name) is not None}
+
+
+# Whose class runs a model, and whether torch compiles it.
+QUIRE, TRANSFORMERS, COMPILED = "quire", "transformers", "transformers, compiled"
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# What old quantisers wrote beside a config, and which these were where it does not say.
+QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+
+# Types whose configs have neither heads of keys and values nor a head's size.
+UNGROUPED_TYPES = ("gpt2", "opt", "gpt_neox", *ENCODER_TYPES)
+
+# What a config may say at most: far beyond every model, and small enough to be counted with.
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
+POSITIONS = ("max_position_embeddings", "n_positions")
+LEAST_POSITIONS = 4  # a model is traced with three tokens
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Numbers of one decoder model. Sizes are counts of elements.
+
+    linear_layers: those with linear attention, which keep a state instead of keys and values.
+    is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
+    implementation: whose class runs it, QUIRE for ours and those of packages made for us,
+    TRANSFORMERS, or COMPILED. drafter: the model that guesses what this one says (draft_model.py);
+    its layers have numbers behind this one's. stage: the part of the layers, of num_stages, whose
+    caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
+    layer; of several (`of_ranks`) the numbers are those of each. has_whole_experts: some of a
+    mixture's are a rank's, instead of a part of each. pooling: how a model pools that does not
+    generate (pooling_spec.py). encoder: of a model with a vision tower on this rank.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    dtype: str
+    tie_embeddings: bool
+    layer_windows: tuple[int | None, ...]
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    is_long: bool = False
+    implementation: str = field(default=QUIRE, repr=False)
+    linear_layers: tuple[int, ...] = field(default=(), repr=False)
+    raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    drafter: "ModelSpec | None" = field(default=None, repr=False)
+    stage: int = field(default=0, repr=False)
+    num_stages: int = field(default=1, repr=False)
+    num_ranks: int = field(default=1, repr=False)
+    pooling: PoolingSpec | None = field(default=None, repr=False)
+    has_whole_experts: bool = field(default=False, repr=False)
+    encoder: EncoderSize | None = field(default=None, repr=False)
+
+    def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
+        """Return the spec of some of the layers. Raises ConfigError for more stages than layers."""
+        layers_of_stage(self.num_layers, stage, num_stages)
+        return replace(self, stage=stage, num_stages=num_stages)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Return one group per distinct window, the full group first, then the states; the
+        drafter's behind them."""
+        if self.drafter is None:
+            return self.own_groups
+        behind = (each.behind(self.num_layers) for each in self.drafter.own_groups)
+        return (*self.own_groups, *behind)
+
+    @property
+    def own_groups(self) -> tuple[CacheGroup, ...]:
+        """Return the cache groups of its own layers. All stages have the same ones, and as many
+        blocks of each, also where none of a stage's layers is in a group."""
+        here = layers_of_stage(self.num_layers, self.stage, self.num_stages)
+        attending = {
+            layer: window
+            for layer, window in enumerate(self.layer_windows)
+            if layer not in self.linear_layers
+        }
+        windows = sorted(set(attending.values()), key=lambda w: (w is not None, w or 0))
+        groups = [
+            CacheGroup(
+                kind=STEP if self.is_encoder else FULL if window is None else WINDOW,
+                layers=tuple(
+                    layer for layer, w in attending.items() if w == window and layer in here
+                ),
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                window=window,
+            )
+            for window in windows
+        ]
+        if self.linear_layers:
+            size = self.linear_attention.state_size
+            layers = tuple(layer for layer in self.linear_layers if layer in here)
+            groups.append(CacheGroup(STATE, layers, state_size=size))
+        return tuple(groups)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Tell whether tokens see each other in both directions, and nothing is kept of them."""
+        return self.implementation == QUIRE and is_encoder(self.model_type)
+
+    @property
+    def identity(self) -> str:
+        """Return a digest of all that the config says, read or not: what a model of another package
+        reads of `raw` is not known here."""
+        text = json.dumps(self.raw, sort_keys=True, default=repr)
+        text += "" if self.implementation == QUIRE else f" {self.implementation}"
+        text += f" {self.linear_layers}" if self.linear_layers else ""
+        text += f" {self.drafter}" if self.drafter is not None else ""
+        place = self.stage, self.num_stages, self.num_ranks
+        text += f" {place}" if place != (0, 1, 1) else ""
+        text += f" {self.pooling}" if self.pooling is not None else ""
+        text += " whole" if self.has_whole_experts else ""
+        return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    def served_up_to(self, length: int | None) -> "ModelSpec":
+        """Return the spec of an engine whose sequences have at most so many tokens; None and
+        numbers below 1 stand for the most that the model was made for.
+
+        Where the config has a rotary embedding for long lengths besides (longrope), it is taken if
+        sequences may be that long. transformers chooses for each forward pass; keys that stay in a
+        cache must all be turned alike.
+        """
+        length = length if length is not None and length > 0 else self.max_position
+        most = longest_short(self.fields, self.max_position)
+        drafter = None if self.drafter is None else self.drafter.served_up_to(length)
+        return replace(self, is_long=most is not None and length > most, drafter=drafter)
+
+    def check_length(self, length: int | None) -> None:
+        """Raise ConfigError for a max_model_len beyond what the model was made for."""
+        if length is not None and length > self.max_position:
+            raise ConfigError(
+                f"max_model_len={length} is more than the model supports ({self.max_position});"
+                " remove it to use that value, or set auto to fit the memory."
+            )
+
+    def of_ranks(self, num_ranks: int, *, has_whole_experts: bool = False) -> "ModelSpec":
+        """Return the numbers of each of so many ranks that share all layers: what it keeps and
+        computes. Raises ConfigError, naming both, for what they cannot share."""
+        if num_ranks == 1:
+            return self
+        if self.implementation != QUIRE:
+            raise ConfigError(
+                f"models of type {self.model_type!r} run by a class of transformers, which cannot"
+                f" share layers among devices: remove tensor_parallel_size={num_ranks}, or use"
+                " data_parallel_size."
+            )
+        heads = cut_evenly(self.num_heads, 0, num_ranks, "num_attention_heads")
+        kv_heads = cut_or_repeat(self.num_kv_heads, 0, num_ranks, "num_key_value_heads")
+        sparse, inner = self.experts, -(-self.intermediate_size // num_ranks)
+        if sparse is None or not all(map(sparse.is_sparse, range(self.num_layers))):
+            inner = cut_evenly(self.intermediate_size, 0, num_ranks, "intermediate_size").count
+        cut_vocabulary(self.vocab_size, num_ranks - 1, num_ranks)
+        found = replace(
+            self,
+            num_ranks=num_ranks,
+            has_whole_experts=has_whole_experts and self.experts is not None,
+            num_heads=heads.count,
+            num_kv_heads=kv_heads.count,
+            intermediate_size=inner,
+            drafter=None
+            if self.drafter is None
+            else self.drafter.of_ranks(num_ranks, has_whole_experts=has_whole_experts),
+        )
+        _ = found.experts, found.linear_attention if self.linear_layers else None
+        return found
+
+    @property
+    def fields(self) -> Fields:
+        """Read the config itself, with what transformers takes for absent fields."""
+        return Fields(self.raw, defaults=defaults_of(self.model_type))
+
+    @property
+    def type_name(self) -> str:  # of the whole model, also where this is its text part
+        return (whole_fields(self.raw) or self.fields).text("model_type", self.model_type)
+
+    @property
+    def layers(self) -> LayerOptions:
+        """Read the layers' options. Raises ModelError for what a model cannot have; so do the
+        others."""
+        return layer_options(self.fields, self.model_type)
+
+    @property
+    def rope(self) -> RopeOptions:
+        return rope_options(self.fields, self.head_dim, self.max_position)
+
+    @property
+    def experts(self) -> ExpertOptions | None:
+        found = expert_options(self.fields, self.model_type, self.num_layers)
+        if found is None:
+            return None
+        return found.of_ranks(self.num_ranks, whole=self.has_whole_experts)
+
+    @property
+    def linear_attention(self) -> LinearAttention:
+        """Read the sizes of the layers of `linear_layers`."""
+        return linear_attention(self.fields).of_ranks(self.num_ranks)
+
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        """Read how the checkpoint's weights are quantised; None if they are not."""
+        return quantization_config(self.fields)
+
+    @property
+    def gpt2(self) -> GPT2Options:
+        return gpt2_options(self.fields)
+
+    @property
+    def opt(self) -> OPTOptions:
+        return opt_options(self.fields, self.hidden_size)
+
+    def check(self) -> None:
+        """Raise ModelError for a config that a model of ours would not obey, as far as that is not
+        read in the model's own file."""
+        fields = self.fields
+        refuse_what_is_ignored(fields, self.model_type)
+        _ = self.quantization
+        if self.is_encoder:
+            check_encoder(fields, self.model_type)
+        check_activation(self.layers, self.model_type)
+        _ = self.experts
+        if self.linear_layers:
+            _ = self.linear_attention
+        if self.model_type in ROTARY_TYPES:
+            _ = self.rope
+        elif self.model_type in ("gpt2", "opt"):
+            _ = self.gpt2 if self.model_type == "gpt2" else self.opt
+
+    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
+        return sum(group.block_bytes(1, dtype_bytes) for group in self.cache_groups)
+
+
+def load_spec(directory: Path) -> ModelSpec:
+    """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
+    check all that a model of ours reads of it. Raises ModelError if it is absent or not
+    understood."""
+    spec = parse_spec(text_part(read_config(directory), has_class=True))
+    if spec.model_type in DEFAULTS:
+        spec.check()
+    return spec
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read DIRECTORY/config.json, or what a GGUF file holds of it. Raises ModelError if there is
+    neither."""
+    if is_gguf(directory):
+        return gguf_config(GGUFFile(directory))
+    try:
+        raw: dict[str, Any] = with_floats(read_object(directory / "config.json"))
+    except FileNotFoundError as error:
+        raise ModelError(_no_config(directory)) from error
+    return raw | _quantization_beside(directory, raw)
+
+
+def _quantization_beside(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config that a file of its own holds, as old quantisers wrote it."""
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        return {}
+    for name, method in QUANTIZATION_FILES.items():
+        with contextlib.suppress(FileNotFoundError):
+            return {"quantization_config": {"quant_method": method} | read_object(directory / name)}
+    return {}
+
+
+def _no_config(directory: Path) -> str:
+    files = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    if files:
+        return f"{directory} has no config.json; to load {files[0]}, give the path of that file."
+    return f"{directory} has no config.json, so it is not a model."
+
+
+def parse_spec(raw: dict[str, Any]) -> ModelSpec:
+    """Read the sizes of a Hugging Face config dictionary. Raises ModelError, naming field and
+    value, for one that is missing or cannot be."""
+    fields = Fields(raw, defaults=defaults_of(raw.get("model_type")))
+    model_type = fields.text("model_type", "")
+    if not model_type:
+        raise ModelError("config.json has no model_type.")
+    num_layers = fields.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
+    hidden = fields.integer("hidden_size", "n_embd")
+    heads = fields.integer("num_attention_heads", "n_head", most=MAX_HEADS)
+    kv_heads = _kv_heads(fields, model_type, heads)
+    spec = ModelSpec(
+        model_type=model_type,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        intermediate_size=_intermediate_size(fields, model_type, hidden),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=_head_dim(fields, model_type, hidden, heads),
+        vocab_size=fields.integer("vocab_size", most=MAX_VOCABULARY),
+        max_position=_max_position(fields, model_type),
+        dtype=_dtype(fields),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        layer_windows=_windows(fields, model_type, num_layers),
+        linear_layers=linear_layers(fields, model_type, num_layers),
+        eos_token_ids=fields.integers("eos_token_id"),
+        bos_token_id=_bos(fields),
+        raw=raw,
+    )
+    return spec.served_up_to(None)
+
+
+def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    if is_encoder(model_type):
+        return encoder_windows(fields, model_type, num_layers)
+    return layer_windows(fields, model_type, num_layers)
+
+
+def _max_position(fields: Fields, model_type: str) -> int:
+    """Return how many tokens a sequence may have."""
+    before = padding_rows(fields, model_type)
+    least = before + LEAST_POSITIONS
+    return fields.integer(*POSITIONS, least=least, most=MAX_COUNT) - before
+
+
+def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
+    """Return the number: as many as query heads where there is none."""
+    if model_type in UNGROUPED_TYPES:
+        return heads
+    found = fields.integer("num_key_value_heads", default=heads, most=MAX_HEADS)
+    if heads % found:
+        name = "num_key_value_heads"
+        raise fields.error(name, f"it must divide num_attention_heads, {heads}")
+    return found
+
+
+def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
+    if model_type not in UNGROUPED_TYPES and fields.has("head_dim"):
+        return fields.integer("head_dim", most=MAX_HEAD_DIM)
+    if hidden % heads:
+        name = "hidden_size" if fields.has("hidden_size") else "n_embd"
+        raise fields.error(name, f"it is not a multiple of {heads} heads")
+    return hidden // heads
+
+
+def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
+    if model_type == "gpt2":
+        return fields.integer("n_inner", default=4 * hidden)
+    if model_type == "opt":
+        return fields.integer("ffn_dim")
+    if model_type == "qwen3_5_moe_text":  # all layers have experts
+        return fields.integer("moe_intermediate_size", default=EXPERTS[model_type][2])
+    if model_type in DEFAULTS:
+        return fields.integer("intermediate_size")
+    return fields.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+
+
+def _dtype(fields: Fields) -> str:
+    """Return the weights' dtype. `torch_dtype` is its old name."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    found = fields.text(name, "float32")
+    if found not in DTYPE_BYTES:
+        raise fields.error(name, f"it must be one of {', '.join(DTYPE_BYTES)}")
+    return found
+
+
+def _bos(fields: Fields) -> int | None:
+    found = fields.integers("bos_token_id")
+    if len(found) > 1:
+        raise fields.error("bos_token_id", "a sequence begins with one token")
+    return found[0] if found else None
