@@ -69,7 +69,7 @@ def test_pairs_and_costs() -> None:
 
 def test_every_kernel_has_a_case_and_every_piece_has_time() -> None:
     folder = ROOT / "src" / "quire" / "ops" / "kernels"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in folder.rglob("*.py")} - {"__init__"}
     covered = {case.module for case in kernels.cases(is_tiny=False)}
     missing = modules - covered - kernels.ELSEWHERE.keys()
     assert not missing, f"benchmarks/gpu/kernels.py has no case for {missing}"

@@ -12,13 +12,15 @@ import pytest
 import quire.ops.kernels
 
 MOST_SHARED = 227 * 1024  # bytes of a thread block on sm_90
+ROOT = "quire.ops.kernels."
 NAMES = [
-    module.name for module in pkgutil.iter_modules(quire.ops.kernels.__path__)
-    if module.name != "launch"
-]  # fmt: skip
+    module.name.removeprefix(ROOT)
+    for module in pkgutil.walk_packages(quire.ops.kernels.__path__, ROOT)
+    if not module.ispkg and module.name != f"{ROOT}launch"
+]
 # Products fused with sums where compilers may not choose to: those that the merge asks for, two
 # rows of a thread's tile in attention, and one of each part that is loaded together.
-FUSED = {"attention": 2, "attention_merge": 8}
+FUSED = {"attention.attention": 2, "attention.attention_merge": 8}
 QUANTISED = ["fp8_matmul", *(name for name in NAMES if name.startswith("quantised"))]
 OTHERS = [name for name in NAMES if name not in FUSED and name not in QUANTISED]
 # A process takes seconds to start. Attention takes as long to compile as all others.

@@ -80,7 +80,10 @@ def test_a_core_that_hangs_at_rest_is_replaced_and_time_limits_hold_meanwhile() 
 
 
 def test_the_end_of_a_server_whose_core_hangs_is_bounded_and_an_error() -> None:
-    shorter = "from quire.serve import supervisor; from quire.serve.processes import launch; launch.END_S = supervisor.END_S = 2.0"
+    shorter = (
+        "from quire.serve import supervisor; from quire.serve.processes import launch;"
+        " launch.END_S = supervisor.END_S = 2.0"
+    )
     with started("--shutdown-timeout", "0", before=shorter) as server:
         kill(server.core, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)

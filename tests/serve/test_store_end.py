@@ -79,7 +79,10 @@ def num_kept(folder: Path) -> int:
 
 def test_a_server_keeps_what_is_cached_however_short_its_drain(folder: Path) -> None:
     """It takes longer than other processes have for their end."""
-    shorter = "from quire.serve import supervisor; from quire.serve.processes import launch; launch.END_S = supervisor.END_S = 2.0"
+    shorter = (
+        "from quire.serve import supervisor; from quire.serve.processes import launch;"
+        " launch.END_S = supervisor.END_S = 2.0"
+    )
     store = f"slow:{folder},{1.2 * 2.0 / NUM_BLOCKS}"
     server = Server("--kv-store", store, "--shutdown-timeout", "0", before=shorter)
     try:

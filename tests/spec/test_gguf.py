@@ -1,4 +1,7 @@
-"""The container of GGUF files: what is read, and that no damage does more than a ModelError."""
+"""The container of GGUF files: what is read, and that no damage does more than a ModelError.
+
+Covers `spec/gguf/metadata.py` as well.
+"""
 
 import random
 import struct

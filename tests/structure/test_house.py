@@ -14,22 +14,24 @@ PACKAGE = ROOT / "src" / "quire"
 
 LAYERS = {
     "base": 0,
-    "kv": 1,
-    "ops": 1,
-    "scheduler": 2,
-    "models": 2,
-    "render": 2,
-    "runner": 3,
-    "engine": 4,
-    "plugins": 5,
-    "serve": 5,
-    "tools": 6,
-    "cli": 7,
+    "spec": 1,
+    "kv": 2,
+    "ops": 2,
+    "scheduler": 3,
+    "models": 3,
+    "render": 3,
+    "runner": 4,
+    "engine": 5,
+    "plugins": 6,
+    "serve": 6,
+    "tools": 7,
+    "cli": 8,
 }
 # Third-party packages that a room may import; None is anything.
 PURE = {"numpy"}
 ALLOWED: dict[str, set[str]] = {
     "base": {"numpy", "msgspec"},
+    "spec": {"numpy", "msgspec"},
     "kv": PURE,
     "scheduler": PURE,
     "render": {"tokenizers", "jinja2", "llguidance"},

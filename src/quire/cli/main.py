@@ -26,7 +26,7 @@ from quire.serve.vllm_compat import VLLM_SETTINGS
 
 logger = logging.getLogger("quire")
 
-# Modules of this folder, in the order of the help.
+# Modules of quire.cli.commands, in the order of the help.
 COMMANDS = (
     "serve", "chat", "generate", "batch", "bench", "simulate", "doctor", "fit", "verify", "port",
     "replay", "explain", "trace", "playback",
@@ -110,7 +110,7 @@ def _parser(words: Sequence[str]) -> HelpParser:
     )
     is_named = bool(words) and words[0] in COMMANDS
     for name in words[:1] if is_named else COMMANDS:
-        import_module(f"quire.cli.{name}").add_command(commands)
+        import_module(f"quire.cli.commands.{name}").add_command(commands)
     return parser
 
 

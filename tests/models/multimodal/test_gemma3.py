@@ -1,6 +1,6 @@
 """Gemma 3 with images: tokens of an image see each other in both directions.
 
-Covers `models/multimodal/gemma3.py`.
+Covers `models/multimodal/gemma3.py` and `models/families/gemma.py`.
 """
 
 from functools import cache

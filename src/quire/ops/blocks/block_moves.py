@@ -20,7 +20,7 @@ def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -
         write = torch.as_tensor(destination, dtype=torch.int64, device=kv.device)
         kv.index_copy_(dim, write, kv.index_select(dim, read))
         return
-    kernels = gpu.kernels_for(kv, "blocks", any_dtype=True)
+    kernels = gpu.kernels_for(kv, "attention.blocks", any_dtype=True)
     if kernels is not None and kernels.can_copy_at_once(source, destination):
         kernels.copy_blocks(kv, device_ids(np.stack((source, destination)), kv.device), dim)
         return
@@ -34,7 +34,7 @@ def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -
 
 def gather_blocks(kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, out: torch.Tensor) -> None:
     """Write blocks of kv to out, [N, ...], each in one piece."""
-    kernels = gpu.kernels_for(kv, "blocks", any_dtype=True)
+    kernels = gpu.kernels_for(kv, "attention.blocks", any_dtype=True)
     if kernels is not None:
         kernels.gather_blocks(kv, blocks_N, dim, out)
     else:
@@ -45,7 +45,7 @@ def scatter_blocks(
     kv: torch.Tensor, blocks_N: torch.Tensor, dim: int, values: torch.Tensor
 ) -> None:
     """Write what gather_blocks gave to blocks of kv, none of them twice."""
-    kernels = gpu.kernels_for(kv, "blocks", any_dtype=True)
+    kernels = gpu.kernels_for(kv, "attention.blocks", any_dtype=True)
     if kernels is not None:
         kernels.scatter_blocks(kv, blocks_N, values, dim)
     else:

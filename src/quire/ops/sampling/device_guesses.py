@@ -45,7 +45,7 @@ class Tries(NamedTuple):
 
 def guess_runs(state: RowTensors, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
     """See guess_runs_reference; on a GPU in one launch."""
-    kernels = gpu.kernels_for(state.tokens_RM, "guess_runs", any_dtype=True)
+    kernels = gpu.kernels_for(state.tokens_RM, "sampling.guess_runs", any_dtype=True)
     if kernels is None:
         guess_runs_reference(state, rows, nums, longest, runs)
         return

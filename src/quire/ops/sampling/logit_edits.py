@@ -167,7 +167,7 @@ def apply_masks_reference(logits_NV: torch.Tensor, masks: RowMasks) -> None:
 
 def apply_masks(logits_NV: torch.Tensor, masks: RowMasks) -> None:
     """Forbid in place what the masks do not allow. logits: contiguous; float32 on a CPU."""
-    if kernels := kernels_for(logits_NV, "mask"):
+    if kernels := kernels_for(logits_NV, "sampling.mask"):
         kernels.apply_masks(logits_NV, masks)
         return
     core = native.core_for(logits_NV)

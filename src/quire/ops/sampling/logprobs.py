@@ -102,7 +102,7 @@ def token_logprobs(
     if raw_RV is not None:
         masked_RV, raw_RV = logits_RV.float().contiguous(), raw_RV.float().contiguous()
         return token_logprobs_reference(masked_RV, chosen_R, num_candidates, raw_RV)
-    if kernels := kernels_for(logits_RV, "logprobs"):
+    if kernels := kernels_for(logits_RV, "sampling.logprobs"):
         found: TokenLogprobs = kernels.token_logprobs(logits_RV, chosen_R, num_candidates)
         return found
     return token_logprobs_reference(logits_RV.float().contiguous(), chosen_R, num_candidates)
