@@ -67,7 +67,6 @@ class Rank:
     stream: Stream[FromRank] | None = None  # for plans and results
     pid: int = 0
     host: str = ""  # empty: this machine
-    heard_s: float = 0.0  # when its machine last sent something
     hung_up_s: float | None = None  # when the stream ended
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     failed: Failed | None = None
@@ -276,7 +275,6 @@ class RankWatch:
             self.selector.unregister(rank.stream.socket)
             rank.hung_up_s = time.monotonic()
             return
-        rank.heard_s = time.monotonic()
         for message in messages:
             if isinstance(message, Failed):
                 rank.failed = message

@@ -88,6 +88,7 @@ class _FarRank(Rank):
     """streams: connections, by what they are for. here: where its keeper is, once it has said
     so."""
 
+    heard_s: float = 0.0  # when its keeper last sent something
     streams: dict[Role, Stream[Any]] = field(default_factory=dict)
     here: Here | None = None
     has_ended: bool = False
