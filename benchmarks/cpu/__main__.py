@@ -30,7 +30,8 @@ from benchmarks.cpu.report import (
 )
 from benchmarks.cpu.session import Comparison, arguments, scratch_of
 from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
-from benchmarks.result_files import Row
+from benchmarks.result_files import Row, write
+from quire.tools.report import plain_facts
 
 TRIES = 3  # of a process whose runs others disturb
 
@@ -115,7 +116,8 @@ def main() -> None:
     names = [workload.name for workload in WORKLOADS]
     options = arguments(__doc__, names, 300.0, "the small model in all workloads")
     workloads = [chosen_workload(name, options.small) for name in options.workloads]
-    Session(options, scratch_of(options)).compare("cpu", ENGINES, workloads)
+    results = Session(options, scratch_of(options)).compare(ENGINES, workloads)
+    write(options.output_json, "cpu", *results, plain_facts)
 
 
 if __name__ == "__main__":

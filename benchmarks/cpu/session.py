@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from benchmarks.cpu.engines import Engine
 from benchmarks.cpu.preparation import Scratch, Unavailable
 from benchmarks.cpu.processes import ROOT, Run, measured_ceilings
-from benchmarks.result_files import Row, options_of, write
+from benchmarks.result_files import Row, options_of
 from quire.tools.report import benchmark_parser, plain_facts
 
 Workload = TypeVar("Workload")
@@ -46,8 +46,10 @@ class Comparison(ABC, Generic[Workload]):
     def finish(self, engines: list[Engine]) -> tuple[list[Row], dict[str, Any]]:
         """Print the tables. Return the rows and settings to write."""
 
-    def compare(self, name: str, engines: list[Engine], workloads: list[Workload]) -> None:
-        """Compare the chosen engines, and write the results under this name."""
+    def compare(
+        self, engines: list[Engine], workloads: list[Workload]
+    ) -> tuple[list[Row], dict[str, Any]]:
+        """Compare the chosen engines. Returns the rows and settings to write."""
         options, facts, began = self.options, plain_facts(), time.monotonic()
         about = f"{facts['date']}, commit {facts['commit']}"
         print(f"# {facts['cpu']}, {options.threads} threads; {about}")
@@ -55,7 +57,7 @@ class Comparison(ABC, Generic[Workload]):
         self._measure_rounds(ready, workloads)
         results = self.finish(ready)
         print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-        write(options.output_json, name, *results, plain_facts)
+        return results
 
     def _prepared(self, engines: list[Engine], workloads: list[Workload]) -> list[Engine]:
         """Return the engines that can run."""

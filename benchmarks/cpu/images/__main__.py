@@ -31,7 +31,8 @@ from benchmarks.cpu.preparation import Unavailable
 from benchmarks.cpu.processes import Run, run_driver
 from benchmarks.cpu.report import ceiling_lines, legend, ratios, rows_of, table
 from benchmarks.cpu.session import Comparison, arguments, scratch_of
-from benchmarks.result_files import Row
+from benchmarks.result_files import Row, write
+from quire.tools.report import plain_facts
 
 
 @dataclass
@@ -104,7 +105,8 @@ def main() -> None:
     names = [workload.name for workload in WORKLOADS]
     options = arguments(__doc__, names, 900.0, "a tiny model and small images")
     workloads = [chosen_workload(name, options.small) for name in options.workloads]
-    ImageComparison(options, scratch_of(options)).compare("cpu.images", ENGINES, workloads)
+    results = ImageComparison(options, scratch_of(options)).compare(ENGINES, workloads)
+    write(options.output_json, "cpu.images", *results, plain_facts)
 
 
 if __name__ == "__main__":

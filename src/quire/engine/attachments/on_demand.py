@@ -1,5 +1,6 @@
 """Attachments that only some requests need: no step calls them before the first such request."""
 
+import weakref
 from collections.abc import Sequence
 
 from quire.base.messages import Request
@@ -9,18 +10,23 @@ from quire.engine.loop.front import Front
 
 
 class OnDemand(Attachment):
-    """Attaches others before the core takes the first request that sets one of these fields."""
+    """Attaches others before the core takes the first request that sets one of these fields.
+
+    It does not keep the core alive: an engine that nobody holds must end.
+    """
 
     order = Order.GRAMMARS
 
     def __init__(self, core: Front, fields: Sequence[str], others: Sequence[Attachment]) -> None:
-        self._core, self._fields, self.others = core, fields, others
+        self._core, self._fields, self.others = weakref.ref(core), fields, others
 
     def accept(self, request: Request) -> Request:
         if request.sets(self._fields):
-            self._core.detach(self)
+            core = self._core()
+            assert core is not None, "the core calls this"
+            core.detach(self)
             for each in self.others:
-                self._core.attach(each)
+                core.attach(each)
         return request
 
     def close(self, loop: Loop) -> None:
