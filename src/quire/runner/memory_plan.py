@@ -209,7 +209,7 @@ def largest_item(config: EngineConfig, encoder: EncoderSize, max_position: int) 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Bound what layers that remember a state keep of the rows that guess, until it is known which
-    guesses were right (ops/attention/states.py)."""
+    draft tokens were accepted (ops/attention/states.py)."""
     scheduler = config.scheduler
     guesses = speculation_of(config.speculative_config, scheduler.pipeline_depth)
     if guesses is None or not spec.linear_layers:

@@ -12,7 +12,7 @@ from quire.engine.loop.front import Front
 class OnDemand(Attachment):
     """Attaches others before the core takes the first request that sets one of these fields.
 
-    It does not keep the core alive: an engine that nobody holds must end.
+    It does not keep the core alive: an engine without references must end.
     """
 
     order = Order.GRAMMARS

@@ -338,7 +338,7 @@ class Drafting:
         looked for, or from the result before it."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
-        if self.is_idle or began_s == 0.0:  # nobody has looked when it began
+        if self.is_idle or began_s == 0.0:  # its start was not measured
             return
         num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)

@@ -192,7 +192,7 @@ class _Keeper:
             try:
                 ending = self._watch(child)
             finally:
-                end_child(child.process, 0.0)  # nobody asks for anything any more
+                end_child(child.process, 0.0)  # no request needs it any more
                 child.close()
             self._send(RankEnded(ending.how))
             return ending

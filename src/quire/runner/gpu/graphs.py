@@ -116,7 +116,7 @@ def measured_bytes(runner: StepRunner) -> int:
 @dataclass
 class Recorded:
     """The `Work` of a step of a size; what the device has made of it is there once it was recorded.
-    inputs: the step's, for attention that is launched anew."""
+    inputs: the step's, for attention that is launched again."""
 
     runner: StepRunner
     size: Size

@@ -18,7 +18,7 @@ TRACE_NAMES = (b"traceparent", b"tracestate")
 
 
 class RequestIds:
-    """Puts X-Request-Id on every answer, and answers exceptions that nobody expected.
+    """Puts X-Request-Id on every answer, and turns unexpected exceptions into responses.
 
     A client's own id is echoed, so that it finds its request again; inside, ids are server-made.
     """

@@ -1,6 +1,6 @@
 """POST /v1/completions: prompts as texts or token ids, continued.
 
-With `suffix` the model writes what stands between the prompt and the suffix (fill in the middle).
+With `suffix` the model writes the text between the prompt and the suffix (fill in the middle).
 """
 
 import asyncio
