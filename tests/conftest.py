@@ -48,6 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the workers of `-n auto`: one more than cores, as tests also wait for servers."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     most_s = item.config.getoption("--most-s")
     if most_s is not None and time.monotonic() - BEGAN_S > most_s:

@@ -109,7 +109,9 @@ def test_preview_knows_the_bytes() -> None:
     source = resolve_model("shape:qwen3-0.6b")
     sizes = {}
     for name in (None, "int8", "int4"):
-        config = config_from_flat(model="shape:qwen3-0.6b", dtype="bfloat16", quantization=name)
+        config = config_from_flat(
+            model="shape:qwen3-0.6b", dtype="bfloat16", quantization=name, max_model_len=1024
+        )
         sizes[name] = preview_runner(config, source).weights_bytes / 1e6
     assert sizes[None] == pytest.approx(1192, rel=0.01)
     assert sizes["int8"] == pytest.approx(596 * (1 + 2 / 128), rel=0.01)

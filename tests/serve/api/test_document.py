@@ -85,9 +85,21 @@ def try_all(operation: Any, is_allowed: bool, statuses: Counter[int]) -> None:
 
 
 def thinned(body: dict[str, Any], kept: Sequence[str], most: int, random: Random) -> dict[str, Any]:
-    """What is kept and a few of the other fields: one that is refused hides all others."""
+    """What is kept and a few of the other fields: one that is refused hides all others.
+
+    The demo model accepts no images, so of parts of messages the texts stay, if there are any.
+    """
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else []:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            texts = [part for part in message["content"] if is_text(part)]
+            message["content"] = texts or message["content"]
     if body.get("prompt") is not None:
         body.pop("messages", None)
     names = [name for name in body if name not in kept]
     some = {*kept, *random.sample(names, min(most, len(names)))}
     return {name: value for name, value in body.items() if name in some}
+
+
+def is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
