@@ -35,7 +35,7 @@ class FakeClock:
 
 
 MAX_DURATION_S = 366 * 86400.0  # a request or a flag may name no more
-MAX_WAIT_S = 1.0  # at once; then whoever waits looks around, and waits again
+MAX_WAIT_S = 1.0  # of one wait; longer waits are made of several
 
 
 def is_duration(seconds: float) -> bool:

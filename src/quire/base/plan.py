@@ -244,7 +244,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """The drafter computes some tokens of rows of the last step, and guesses for some of them.
+    """The drafter computes tokens of some rows of the last step, and drafts for some of them.
 
     rows: [S]. first, num_tokens: [S] the position of the first token and how many there are, one
     at least. num_known: [S] tokens that the row has; guesses are what follows them. num_guesses:
@@ -264,7 +264,7 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """token_ids: [S, k], -1 where nothing was guessed."""
+    """token_ids: [S, k] draft tokens, -1 where there is none."""
 
     token_ids: Int32
     duration_s: float

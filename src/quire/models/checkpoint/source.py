@@ -67,7 +67,7 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _make(place: Path, files: list[Path], config: str) -> None:
-    """Make the directory at once, whoever else does the same."""
+    """Make the directory at once, even if other processes make it as well."""
     try:
         place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_room(place.parent)
