@@ -25,13 +25,8 @@ from quire.serve.api.document import document
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.http.auth import has_key, reader_of, wrong_key
 from quire.serve.api.native.admin import is_admin
-from quire.serve.api.openai.rendering import (
-    MAX_CUT,
-    check_model,
-    decode,
-    render_prompt,
-    tokenizer_of,
-)
+from quire.serve.api.pipeline.plan import check_model, checked_template
+from quire.serve.api.pipeline.prompts import MAX_CUT, decode, render_prompt, tokenizer_of
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # what reads such a tokenizer.json in transformers
@@ -254,9 +249,8 @@ async def _token_ids(body: TokenizeBody, api: ApiContext) -> list[int]:
     async with api.images.open(body.messages, api.takes_images) as images:
         most = MAX_CUT * api.client.ready.max_model_len
         messages, media = await images.prepared(images.messages, api.renderer.media, most)
-        prompt = await render_prompt(
-            api, messages, options, body.chat_template, is_cut=True, media=media
-        )
+        template = checked_template(api, body.chat_template)
+        prompt = await render_prompt(api, messages, options, template, is_cut=True, media=media)
         if special:
             prompt = await render_prompt(api, prompt.text, is_cut=True, media=media)
     return prompt.token_ids

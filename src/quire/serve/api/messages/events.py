@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.base.requests.hooks import CONTENT_FILTER
 from quire.render.templates.conversation import arguments_object
-from quire.serve.api.openai.answers import UsageCounter
+from quire.serve.api.pipeline.answer import UsageCounter
 
 Json = dict[str, Any]
 

@@ -22,9 +22,9 @@ from quire.serve.api.messages.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
-from quire.serve.api.openai.answers import Answer
-from quire.serve.api.openai.chat_completions import ChatJob, chat_choices, count_chat, make_chat_job
-from quire.serve.api.openai.rendering import check_generates, check_model
+from quire.serve.api.pipeline.answer import Answer
+from quire.serve.api.pipeline.chat import Chat, chat_choices, count_chat, start_chat
+from quire.serve.api.pipeline.plan import check_generates, plan_chat, plan_prompt
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 
@@ -42,11 +42,12 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
     message_id = new_id("msg")
     answer_format = api.renderer.answer_format(None, bool(body.tools))
     chat_body = await api.lanes.run(_size(body), answered_chat_of, body, answer_format)
-    chat = await make_chat_job(api, chat_body, request.scope, message_id, cuts_length=True)
+    plan = plan_chat(api, chat_body, request.scope, message_id, clamps_length=True)
+    chat = await start_chat(api, plan)
     [choice] = chat_choices(api, chat, named_call_stops=False)
-    answer = Answer(api.client, chat.body, {}, [chat.job], [[choice]], chat.hooks)
+    answer = Answer(api.client, plan, {}, [chat.job], [[choice]], chat.hooks)
     events = MessageEvents(
-        {"id": message_id, "model": chat.model},
+        {"id": message_id, "model": plan.model},
         choice.usage,
         body.stop_sequences or (),
         shows_thinking=body.thinking is None or body.thinking.display != "omitted",
@@ -66,9 +67,8 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
 async def count_tokens(body: CountTokensRequest, request: fastapi.Request, api: Api) -> Response:
     """How many tokens the prompt of a message with the same fields has."""
     check_neutral(body)
-    check_model(api, body.model)
     chat_body = await api.lanes.run(_size(body), chat_of, body)
-    content = encode({"input_tokens": await count_chat(api, chat_body)})
+    content = encode({"input_tokens": await count_chat(api, plan_prompt(api, chat_body))})
     headers = {REQUEST_ID: request_id_of(request)}
     return Response(content, media_type="application/json", headers=headers)
 
@@ -78,7 +78,7 @@ def _size(body: Conversing) -> int:
     return size_of([body.system, body.messages, body.tools], MAX_CHARS_ON_LOOP)
 
 
-def _is_cut(body: MessagesRequest, chat: ChatJob) -> bool:
+def _is_cut(body: MessagesRequest, chat: Chat) -> bool:
     most = chat.job.request.params.max_tokens
     return most is not None and most < body.max_tokens
 

@@ -23,7 +23,7 @@ from quire.serve.api.http.auth import reader_of
 from quire.serve.api.http.sse import DONE, event, start_stream
 from quire.serve.api.native.admin import is_admin
 from quire.serve.api.native.live_events import difference, head, is_another_core, snapshot
-from quire.serve.api.openai.rendering import check_model
+from quire.serve.api.pipeline.plan import check_model
 
 PERIOD_S = 0.2
 QUIET_S = 1.0  # after which a reader is told that nothing has changed

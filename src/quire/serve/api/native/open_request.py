@@ -1,29 +1,28 @@
 """One completion whose prompt comes in pieces; its first tokens make the request."""
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from pydantic import ValidationError
+from starlette.types import Scope
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.requests.sampling_params import SamplingParams
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.open_text import OpenText
 from quire.serve.api.bodies.open_body import Rule, check_neutral
-from quire.serve.api.bodies.params import completion_params, room_beside
-from quire.serve.api.bodies.protocol import CompletionRequest, StreamOptions
+from quire.serve.api.bodies.protocol import CompletionRequest
 from quire.serve.api.bodies.structured import checked_grammar
 from quire.serve.api.bodies.validation_errors import invalid_fields, shown
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.openai.answers import Answer, Json, UsageCounter
-from quire.serve.api.openai.completions import CompletionChoice
-from quire.serve.api.openai.hooked_prompt import admitted_ids
-from quire.serve.api.openai.jobs import Origin, PromptJob, make_job
-from quire.serve.api.openai.rendering import check_model, token_names, tokenizer_of
+from quire.serve.api.openai.completions import CompletionChoice, logprob_names
+from quire.serve.api.pipeline.answer import Answer, Json, UsageCounter
+from quire.serve.api.pipeline.hooked_prompt import admitted_ids
+from quire.serve.api.pipeline.plan import CompletionPlan, UsageChunks, plan_completion
+from quire.serve.api.pipeline.prompts import room_after, tokenizer_of
+from quire.serve.api.pipeline.requests import Origin, PromptJob, completion_params, make_job
 from quire.serve.hooks import RequestHooks
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
@@ -45,27 +44,22 @@ RULES = {
 
 
 class OpenRequest:
-    """model: the name to show. is_complete: the last piece is there. answer: None before there are
-    tokens; it is to be read from then on."""
+    """A completion whose prompt is still open. is_complete: the last piece has arrived. answer:
+    None before the first token; read from then on."""
 
-    def __init__(
-        self, api: ApiContext, fields: Json, request_id: str, core_id: int | None = None
-    ) -> None:
-        """fields: those of a completion; core_id: the core that it must go to. Raises ApiError or
-        RequestError for what is wrong."""
+    def __init__(self, api: ApiContext, fields: Json, scope: Scope, request_id: str) -> None:
+        """Begin a request. fields: those of a completion. scope: of its connection. Raises ApiError
+        or RequestError for wrong fields."""
         body = _body(fields)
-        self.model = check_model(api, body.model)
-        check_neutral(body)
         check_neutral(body, RULES)
-        running = body.wants_running_usage
-        usage = {"include_usage": True, "continuous_usage_stats": running}
-        options = StreamOptions.model_validate(usage)
-        self.body = body.model_copy(update={"stream": True, "stream_options": options})
+        options = body.stream_options
+        in_each = options and options.include_usage and options.continuous_usage_stats
+        self.body = body.model_copy(update={"stream": True})
+        usage = UsageChunks(at_end=True, in_each=bool(in_each))
+        self.plan: CompletionPlan = plan_completion(api, self.body, scope, request_id, usage)
         self.is_complete = False
         self.answer: Answer | None = None
         self._api = api
-        self._id = request_id
-        self._core_id = core_id
         self._max_model_len = api.client.ready.max_model_len
         self._params = self._make_params()
         self._usage = UsageCounter(0)
@@ -75,7 +69,7 @@ class OpenRequest:
         self._hooks: RequestHooks | None = None
         self._held: list[int] = []  # what hooks have to see first, when it is whole
 
-    async def take(self, prompt: object, is_last: bool, tenant: str) -> None:
+    async def take(self, prompt: object, is_last: bool) -> None:
         """Take the next piece: a text, a list of token ids, or None. Raise ApiError or QuireError;
         then the request is of no use any more."""
         token_ids = await self._token_ids(prompt, is_last)
@@ -83,15 +77,15 @@ class OpenRequest:
         if self.answer is None and self._grammar is None:
             self._grammar = (await checked_grammar(self._api, self.body)).text
         if self._api.hooks is not None and self._hooks is None:
-            self._hooks = self._api.hooks.open(self._job_id, tenant, self.model)
+            self._hooks = self._api.hooks.open(self._job_id, self.plan.tenant, self.plan.model)
         if self._hooks is not None and self._hooks.see("before_admission"):
             token_ids = await self._admitted(self._hooks, token_ids, is_last)
             num_prompt = len(token_ids) if is_last else num_prompt
         if is_last:
             self._check_length(num_prompt)
         if self.answer is None and token_ids:
-            self._usage.tenant = tenant
-            self._begin(token_ids, is_last, tenant)
+            self._usage.tenant = self.plan.tenant
+            self._begin(token_ids, is_last)
         elif self.answer is not None and (token_ids or is_last):
             self._api.client.append(self._job_id, token_ids, is_last)
         self._usage.num_prompt = num_prompt
@@ -104,14 +98,14 @@ class OpenRequest:
         before the last piece, and then all."""
         self._held += token_ids
         if self._held:
-            room_beside(RenderedPrompt(self._held), self._max_model_len, "prompt", can_cut=False)
+            room_after(RenderedPrompt(self._held), self._max_model_len, "prompt", can_cut=False)
         if not is_last or not self._held:
             return []
         return await admitted_ids(self._api, self.body, hooks, self._held)
 
     @property
     def _job_id(self) -> str:
-        return f"{self._id}-0"
+        return f"{self.plan.id}-0"
 
     def _make_params(self) -> SamplingParams:
         """Make the parameters; without max_tokens the answer may fill what the model has."""
@@ -128,30 +122,26 @@ class OpenRequest:
         if room >= 1:  # otherwise the engine refuses it
             completion_params(self.body, self._api.requests.defaults, room)
 
-    def _begin(self, token_ids: list[int], is_last: bool, tenant: str) -> None:
+    def _begin(self, token_ids: list[int], is_last: bool) -> None:
         api, prompt = self._api, RenderedPrompt(token_ids)
-        room_beside(prompt, self._max_model_len, "prompt", can_cut=False)
+        room_after(prompt, self._max_model_len, "prompt", can_cut=False)
         job = make_job(
-            api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or "",
-            Origin(self._core_id),
+            api, self.plan, prompt, self._params, self._job_id, self._grammar or "",
+            Origin(self.plan.core_id), is_open=not is_last,
         )  # fmt: skip
-        if not is_last:
-            opened = msgspec.structs.replace(job.request, is_open=True)
-            job = dataclasses.replace(job, request=opened)
         hooks = None if self._hooks is None else [self._hooks]
         self.answer = Answer(
-            api.client, self.body, self._head(), [job], [[self._choice(job)]], hooks,
+            api.client, self.plan, self._head(), [job], [[self._choice(job)]], hooks,
             api.config.enable_per_request_metrics,
         )  # fmt: skip
 
     def _choice(self, job: PromptJob) -> CompletionChoice:
-        names = token_names(self._api, self.body.return_tokens_as_token_ids)
-        return CompletionChoice(0, self.body, job, None, names, self._usage)
+        return CompletionChoice(0, self.plan, job, logprob_names(self._api, self.plan), self._usage)
 
     def _head(self) -> Json:
         return {
-            "type": "chunk", "id": self._id, "object": "text_completion",
-            "created": int(time.time()), "model": self.model,
+            "type": "chunk", "id": self.plan.id, "object": "text_completion",
+            "created": int(time.time()), "model": self.plan.model,
         }  # fmt: skip
 
     # ---- pieces to tokens --------------------------------------------------------------------

@@ -29,7 +29,8 @@ from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.http.auth import reader_of, tenant_of
 from quire.serve.api.http.limits import generating
 from quire.serve.api.http.sse import unless_disconnected
-from quire.serve.api.openai.rendering import check_model, render_prompt
+from quire.serve.api.pipeline.plan import check_model, checked_template
+from quire.serve.api.pipeline.prompts import render_prompt
 
 router = APIRouter(route_class=BoundedRoute)
 
@@ -57,7 +58,7 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
     check_model(api, body.model)
     rendered = await _render(api, body)
     tenant = tenant_of(request.scope, api.config.api_key, body.user)
-    share = api.config.pin_share_of_key
+    share = api.pin_share
     made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant, share)
     try:
         found = await unless_disconnected(request.receive, pin(api.client, made))
@@ -107,7 +108,8 @@ async def _render(api: ApiContext, body: PrefixBody) -> RenderedPrompt:
         tools=body.tools,
         template_kwargs=body.chat_template_kwargs or {},
     )
-    return await render_prompt(api, body.messages, options, body.chat_template)
+    template = checked_template(api, body.chat_template)
+    return await render_prompt(api, body.messages, options, template)
 
 
 def _check_prompt(body: PrefixBody) -> None:

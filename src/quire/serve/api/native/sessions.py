@@ -16,8 +16,6 @@ from quire.base.requests.media_items import items_before
 from quire.base.requests.validation import MAX_KEEP_S
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.bodies.open_body import check_neutral
-from quire.serve.api.bodies.params import checked_stream_options
 from quire.serve.api.bodies.protocol import (
     INT32,
     MAX_N,
@@ -33,9 +31,10 @@ from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.http.auth import reader_of
 from quire.serve.api.http.limits import generating
 from quire.serve.api.openai.completions import Prompts, respond
-from quire.serve.api.openai.hooked_prompt import admitted_prompts
-from quire.serve.api.openai.jobs import Origin
-from quire.serve.api.openai.rendering import check_model, render_prompt, tokens_behind
+from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
+from quire.serve.api.pipeline.plan import plan_completion, usage_chunks
+from quire.serve.api.pipeline.prompts import render_prompt, tokens_after
+from quire.serve.api.pipeline.requests import Origin
 
 router = APIRouter(route_class=BoundedRoute)
 Index = Annotated[int, Field(ge=0, lt=MAX_N)]
@@ -185,29 +184,28 @@ async def _go_on(
     takes_over: bool,
 ) -> Response:
     """Answer with the continuations of the first at_token tokens and what is put behind them."""
-    check_model(api, body.model)
-    check_neutral(body)
+    usage = usage_chunks(body, api.config)
     for name in NOT_BEHIND:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} cannot be set for a continued request; remove it.", name)
     if body.cache_salt not in (None, source.cache_salt):
         raise bad_request("cache_salt is taken from the retained request; remove it.", "cache_salt")
-    body = checked_stream_options(body, api.config)
     body = body.model_copy(update={"cache_salt": source.cache_salt or None})
-    answer_id, kept = new_id("cmpl"), source.token_ids[:at_token]
+    plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
+    kept = source.token_ids[:at_token]
     num_items = len(items_before(source.media, at_token))
     grammar = await checked_grammar(api, body, 1)
     whole = kept + await _added_ids(api, body, kept)
-    given, hooks = await admitted_prompts(api, body, request.scope, answer_id, [whole])
+    given, hooks = await admitted_prompts(api, plan, [whole])
     [prompt] = [await render_prompt(api, each) for each in given]
     made = Fork(source.id, source.index, at_token, takes_over, num_items)
     is_same = prompt.token_ids[:at_token] == kept  # a hook may have changed it
     if num_items and not is_same:
         text = "a hook of this server changed the beginning of a prompt that holds images."
         raise HookFailed(text, HOOK_FAILED)
-    prompts = Prompts(answer_id, [RenderedPrompt(prompt.token_ids)], hooks, grammar)
+    prompts = Prompts([RenderedPrompt(prompt.token_ids)], hooks, grammar)
     origin = Origin(source.core_id, made if is_same else None)
-    return await respond(api, body, request, prompts, origin)
+    return await respond(api, plan, request, prompts, origin)
 
 
 async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> list[int]:
@@ -217,7 +215,7 @@ async def _added_ids(api: ApiContext, body: ContinuedBody, kept: list[int]) -> l
         raise bad_request(f"give one of {', '.join(INPUTS)}, got {' and '.join(given)}.", given[1])
     if body.messages:
         try:
-            return (await tokens_behind(api, kept, body.messages, ChatOptions())).token_ids
+            return (await tokens_after(api, kept, body.messages, ChatOptions())).token_ids
         except RequestError as error:
             raise error_in("messages", error) from error
     prompt = body.prompt if body.token_ids is None else body.token_ids

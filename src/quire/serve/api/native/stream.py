@@ -25,14 +25,13 @@ from quire.serve.api.errors import (
     bad_request,
     error_response,
 )
-from quire.serve.api.http.auth import has_key, tenant_asking, wrong_key
+from quire.serve.api.http.auth import has_key, wrong_key
 from quire.serve.api.http.limits import open_request
 from quire.serve.api.http.origins import refusal_of_handshake
 from quire.serve.api.http.rate_gate import admit
 from quire.serve.api.http.sse import encode
 from quire.serve.api.native.open_request import OpenRequest
-from quire.serve.api.openai.answers import Answer, Json
-from quire.serve.api.openai.jobs import asked_core
+from quire.serve.api.pipeline.answer import Answer, Json
 
 IDLE_S = 60.0  # for the next piece of an open prompt
 REST_S = 600.0  # for the next request
@@ -178,10 +177,11 @@ class Session:
         fields.pop("last", None)
         api = self._api.of_model(fields.get("model"))
         await model_known(api, fields.get("model"))
-        request = OpenRequest(api, fields, request_id, asked_core(self._scope))
-        tenant = tenant_asking(self._scope, self._api.config, request.body)
-        await self._connection.send({"type": "started", "id": request_id, "model": request.model})
-        await request.take(prompt, is_last, tenant)
+        request = OpenRequest(api, fields, self._scope, request_id)
+        await self._connection.send(
+            {"type": "started", "id": request_id, "model": request.plan.model}
+        )
+        await request.take(prompt, is_last)
         answering: asyncio.Task[None] | None = None
         try:
             while True:
@@ -190,7 +190,7 @@ class Session:
                 message = await self._next(request, answering)
                 if message is None:
                     break
-                await self._take(request, message, tenant, answering)
+                await self._take(request, message, answering)
             assert answering is not None
             answering.result()
         finally:
@@ -211,7 +211,6 @@ class Session:
         self,
         request: OpenRequest,
         message: Message,
-        tenant: str,
         answering: "asyncio.Task[None] | None",
     ) -> None:
         """Take what comes while a request is open."""
@@ -225,7 +224,7 @@ class Session:
         _check_fields(kind, fields)
         try:
             is_last = kind == "end" or _last(fields)
-            await request.take(fields.get("prompt"), is_last, tenant)
+            await request.take(fields.get("prompt"), is_last)
         except RequestError:
             if answering is not None:  # the reason may be that it has ended
                 await asyncio.wait([answering], timeout=0)

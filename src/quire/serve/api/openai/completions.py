@@ -6,29 +6,20 @@ With `suffix` the model writes the text between the prompt and the suffix (fill 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fastapi
 from starlette.responses import Response
 
-from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars.grammars import Checked
-from quire.render.infill import Infill
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.bodies.logprobs_json import (
     LegacyLogprobs,
     Position,
     TokenNames,
     prompt_logprobs_json,
-)
-from quire.serve.api.bodies.open_body import check_neutral
-from quire.serve.api.bodies.params import (
-    checked_stream_options,
-    completion_params,
-    room_beside,
-    truncated,
 )
 from quire.serve.api.bodies.protocol import (
     MAX_ALLOWED_TOKENS,
@@ -41,72 +32,13 @@ from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import checked_grammar, with_warnings
 from quire.serve.api.context import Api, ApiContext, answer_id_of, new_id
 from quire.serve.api.errors import bad_request
-from quire.serve.api.http.auth import tenant_asking
-from quire.serve.api.openai.answers import Answer, Json, UsageCounter
-from quire.serve.api.openai.hooked_prompt import admitted_prompts
-from quire.serve.api.openai.jobs import Origin, PromptJob, asked_core, make_job
-from quire.serve.api.openai.rendering import check_model, decode, render_prompt, token_names
+from quire.serve.api.pipeline.answer import Answer, Json, UsageCounter
+from quire.serve.api.pipeline.chat import token_names
+from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
+from quire.serve.api.pipeline.plan import CompletionPlan, plan_completion, usage_chunks
+from quire.serve.api.pipeline.prompts import decode, render_completion, with_suffix
+from quire.serve.api.pipeline.requests import Origin, PromptJob, completion_job, cut_prompt
 from quire.serve.hooks import RequestHooks
-
-UNLIKE = {"echo": False, "truncate_prompt_tokens": None}
-
-
-async def infilled(
-    api: ApiContext, body: CompletionRequest, prompts: list[object]
-) -> tuple[CompletionRequest, list[object]]:
-    """Return prompts with their suffix, as token ids, and the body with what ends such answers; as
-    they are without a suffix. Raises ApiError for a model that does not fill in."""
-    if not body.suffix:
-        return body, prompts
-    tokenizer = api.renderer.tokenizer
-    infill = None if tokenizer is None else Infill.of(tokenizer)
-    if infill is None:
-        raise bad_request(
-            "suffix: this model has no fill-in-the-middle tokens; remove suffix.",
-            "suffix",
-            "unsupported_value",
-        )
-    for name, neutral in UNLIKE.items():
-        if getattr(body, name) not in (None, neutral):
-            raise bad_request(
-                f"{name} cannot be used together with suffix; remove one of them.", name
-            )
-    found: list[object] = [await _joined(api, infill, body, prompt) for prompt in prompts]
-    if infill.ends and not body.ignore_eos:
-        stops = [*(body.stop_token_ids or ()), *infill.ends]
-        body = body.model_copy(update={"stop_token_ids": stops})
-    return body, found
-
-
-async def _joined(
-    api: ApiContext, infill: Infill, body: CompletionRequest, prompt: object
-) -> list[int]:
-    suffix = body.suffix or ""
-    special = body.add_special_tokens is not False
-    before = prompt if isinstance(prompt, str) else (await render_prompt(api, prompt)).token_ids
-    texts = [text for text in (before, suffix) if isinstance(text, str)]
-
-    def joined() -> list[int]:
-        _check_length(infill, texts, api.client.ready.max_model_len)
-        return infill.prompt(before, suffix, special)
-
-    return await api.lanes.run(sum(map(len, texts)), joined)
-
-
-def _check_length(infill: Infill, texts: list[str], most: int) -> None:
-    """Raise ApiError for texts that certainly have more tokens, without tokenising them."""
-    bound = infill.tokenizer.bound
-    if bound is None or sum(map(len, texts)) <= most:
-        return
-    at_least = sum(bound.at_least(text) for text in texts)
-    if at_least > most:
-        raise bad_request(
-            f"prompt and suffix have {at_least} tokens or more; at most {most} are possible here;"
-            " shorten them.",
-            "suffix",
-            CONTEXT_LENGTH_EXCEEDED,
-        )
-
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -116,60 +48,55 @@ async def create_completion(
     body: CompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
     """Continue each prompt; choices in the order of the prompts, those of one side by side."""
-    check_model(api, body.model)
-    check_neutral(body)
-    body = checked_stream_options(body, api.config)
-    answer_id = new_id("cmpl")
-    given = split_prompts(body.prompt)
-    check_shared(body, len(given))
-    check_kept_alone(body, len(given))
-    grammar = await checked_grammar(api, body, len(given))
-    body, given = await infilled(api, body, given)
-    given, hooks = await admitted_prompts(api, body, request.scope, answer_id, given)
-    prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
-    given_prompts = Prompts(answer_id, prompts, hooks, grammar)
-    return await respond(api, body, request, given_prompts, Origin(asked_core(request.scope)))
+    usage = usage_chunks(body, api.config)
+    plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
+    prompts = split_prompts(body.prompt)
+    check_shared(body, len(prompts))
+    check_retained_alone(body, len(prompts))
+    grammar = await checked_grammar(api, body, len(prompts))
+    body, prompts = await with_suffix(api, body, prompts)
+    plan = replace(plan, body=body)
+    prompts, hooks = await admitted_prompts(api, plan, prompts)
+    rendered = [await _rendered_in_turn(api, plan, prompt) for prompt in prompts]
+    origin = Origin(plan.core_id)
+    return await respond(api, plan, request, Prompts(rendered, hooks, grammar), origin)
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What an answer continues: prompts, with the hooks of each; grammar: of the continuations."""
+    """The prompts that a completion continues."""
 
-    answer_id: str
     rendered: list[RenderedPrompt]
-    hooks: list[RequestHooks] | None
-    grammar: Checked
+    hooks: list[RequestHooks] | None  # one for each prompt
+    grammar: Checked  # of the continuations
 
 
 async def respond(
     api: ApiContext,
-    body: CompletionRequest,
+    plan: CompletionPlan,
     request: fastapi.Request,
     prompts: Prompts,
     origin: Origin,
 ) -> Response:
     """Answer with the continuations of prompts."""
-    tenant = tenant_asking(request.scope, api.config, body)
-    answer_id, grammar, fork = prompts.answer_id, prompts.grammar, origin.fork
+    grammar, fork = prompts.grammar, origin.fork
     jobs = [
-        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text, origin)
+        completion_job(api, plan, prompt, index, grammar.text, origin)
         for index, prompt in enumerate(prompts.rendered)
     ]
-    names = token_names(api, body.return_tokens_as_token_ids)
-    choices = [await _choices(api, index, body, job, names) for index, job in enumerate(jobs)]
+    choices = [await _choices(api, index, plan, job) for index, job in enumerate(jobs)]
     head: dict[str, Any] = {
-        "id": answer_id, "object": "text_completion", "created": int(time.time()),
-        "model": check_model(api, body.model),
+        "id": plan.id, "object": "text_completion", "created": int(time.time()),
+        "model": plan.model,
     }  # fmt: skip
     if fork is not None:
-        told = {
+        head["forked_from"] = {
             "id": answer_id_of(fork.request_id),
             "index": fork.index,
             "at_token": fork.num_tokens,
         }
-        head["forked_from"] = told
-    tells = api.config.enable_per_request_metrics
-    answer = Answer(api.client, body, head, jobs, choices, prompts.hooks, tells)
+    reports = api.config.enable_per_request_metrics
+    answer = Answer(api.client, plan, head, jobs, choices, prompts.hooks, reports)
     return with_warnings(await answer.respond(request), grammar)
 
 
@@ -215,8 +142,8 @@ def check_shared(body: CompletionRequest, num_prompts: int) -> None:
             )
 
 
-def check_kept_alone(body: CompletionRequest, num_prompts: int) -> None:
-    """Raise ApiError for an answer that cannot be kept under one id, or not as it is shown."""
+def check_retained_alone(body: CompletionRequest, num_prompts: int) -> None:
+    """Raise ApiError for an answer that cannot be retained under one id, or not as it is shown."""
     if body.keep_s and num_prompts > 1:
         text = f"keep_s is for one prompt, got {num_prompts}; send several requests."
         raise bad_request(text, "keep_s")
@@ -229,21 +156,23 @@ def check_kept_alone(body: CompletionRequest, num_prompts: int) -> None:
 
 
 class CompletionChoice:
-    """One continuation of a prompt, in one piece or in several.
-
-    index: among all choices. echo: the prompt's text, which the first piece begins with; None if it
-    is not shown. usage: the prompt's.
-    """
+    """One continuation of a prompt, whole or in pieces."""
 
     def __init__(
         self,
         index: int,
-        body: CompletionRequest,
+        plan: CompletionPlan,
         job: PromptJob,
-        echo: str | None,
-        names: TokenNames,
+        names: TokenNames | None,
         usage: UsageCounter,
+        echo: str | None = None,
     ) -> None:
+        """Begin a choice.
+
+        index: among all choices. names: how tokens are shown; None where no log-probabilities are.
+        usage: of the prompt. echo: the prompt's text, with which the first piece begins.
+        """
+        body = plan.body
         self.usage = usage
         self._index = index
         self._body = body
@@ -251,13 +180,11 @@ class CompletionChoice:
         self._echo = echo
         self._begun = False
         self._logprobs = None
-        if body.logprobs is not None or body.num_named:
-            num_top = 0 if body.num_named else body.logprobs or 0
+        if names is not None:
+            num_top = 0 if body.logprob_token_ids else body.logprobs or 0
             self._logprobs = LegacyLogprobs(names, num_top, bool(body.return_token_ids))
-        # Everything that makes a chunk worth sending although it has no text
-        self._always = (
-            self._logprobs is not None or body.return_token_ids or body.wants_running_usage
-        )
+        # These make a chunk worth sending although it has no text.
+        self._always = names is not None or body.return_token_ids or plan.usage.in_each
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         begun, choice = self._begun, self._take(output, completion)
@@ -307,58 +234,39 @@ class CompletionChoice:
 
 
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """Drop the token of max_tokens 0, which nobody asked for."""
+    """Drop the token that max_tokens 0 samples and does not show."""
     reason = completion.finish_reason
     reason = "length" if reason == "stop" else reason
     return CompletionOutput(completion.index, "", [], None, None, reason)
 
 
 async def _rendered_in_turn(
-    api: ApiContext, body: CompletionRequest, prompt: object
+    api: ApiContext, plan: CompletionPlan, prompt: object
 ) -> RenderedPrompt:
-    """Render a prompt and let others have their turn: short ones are tokenised on the event
+    """Render a prompt, then let other requests run: short prompts are tokenised on the event
     loop."""
-    rendered = await _render(api, body, prompt)
+    rendered = cut_prompt(api, plan, await render_completion(api, plan, prompt))
     await asyncio.sleep(0)
     return rendered
 
 
-async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> RenderedPrompt:
-    special = body.add_special_tokens is not False
-    try:
-        is_cut = body.truncate_prompt_tokens is not None
-        rendered = await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
-    except EngineBusy:  # no field is to blame
-        raise
-    except RequestError as error:
-        raise bad_request(str(error), "prompt", error.code) from error
-    return truncated(rendered, body, api.client.ready.max_model_len)
-
-
-def _job(
-    api: ApiContext,
-    body: CompletionRequest,
-    prompt: RenderedPrompt,
-    job_id: str,
-    tenant: str,
-    grammar: str,
-    origin: Origin,
-) -> PromptJob:
-    room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
-    params = completion_params(body, api.requests.defaults, room)
-    return make_job(api, body, prompt, params, job_id, tenant, grammar, origin)
-
-
 async def _choices(
-    api: ApiContext, prompt_index: int, body: CompletionRequest, job: PromptJob, names: TokenNames
+    api: ApiContext, prompt_index: int, plan: CompletionPlan, job: PromptJob
 ) -> list[CompletionChoice]:
     """Return the choices of one prompt."""
-    n, echo = job.request.params.n, await _echo(api, body, job)
-    usage = UsageCounter(len(job.token_ids), tenant=job.request.tenant)
+    n, echo = job.request.params.n, await _echo(api, plan.body, job)
+    usage, names = UsageCounter(len(job.token_ids), tenant=plan.tenant), logprob_names(api, plan)
     return [
-        CompletionChoice(prompt_index * n + index, body, job, echo, names, usage)
+        CompletionChoice(prompt_index * n + index, plan, job, names, usage, echo)
         for index in range(n)
     ]
+
+
+def logprob_names(api: ApiContext, plan: CompletionPlan) -> TokenNames | None:
+    """Return how the tokens of log-probabilities are shown; None if the body requests none."""
+    body = plan.body
+    has_logprobs = body.logprobs is not None or body.logprob_token_ids
+    return token_names(api, body) if has_logprobs else None
 
 
 async def _echo(api: ApiContext, body: CompletionRequest, job: PromptJob) -> str | None:

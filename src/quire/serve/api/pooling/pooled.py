@@ -18,16 +18,15 @@ from quire.base.requests.pooling_params import PoolingParams, needed_task
 from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.api.context import ApiContext, new_id
 from quire.serve.api.errors import bad_request
-from quire.serve.api.http.auth import tenant_asking
 from quire.serve.api.http.sse import unless_disconnected
-from quire.serve.api.openai.answers import Json
-from quire.serve.api.openai.hooked_prompt import admitted_prompts
-from quire.serve.api.openai.jobs import PromptJob, asked_core, collect
-from quire.serve.api.openai.rendering import check_model, render_prompt, tokenizer_of
+from quire.serve.api.pipeline.answer import Json, collect
+from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
+from quire.serve.api.pipeline.plan import checked_template, plan_body
+from quire.serve.api.pipeline.prompts import render_prompt, tokenizer_of
+from quire.serve.api.pipeline.requests import PromptJob
 from quire.serve.lanes import MAX_CHARS_SHORT
 from quire.serve.python.pooling import numbers_of
 
@@ -55,15 +54,14 @@ class PoolingCall:
         params: PoolingParams,
         *tasks: str,
     ) -> None:
-        self.model = check_model(api, body.model)
-        self.id = new_id(prefix)
+        self._plan = plan_body(api, body, request.scope, new_id(prefix))
+        self.model, self.id = self._plan.model, self._plan.id
         self.spec: PoolingSpec = needed_task(api.client.ready.pooling, *tasks)
         self._api, self._body, self._request, self._params = api, body, request, params
         chats = isinstance(body, PromptBody) and body.messages is not None
         self._has_special = body.add_special_tokens is not False
         if chats:  # its template says which it needs
             self._has_special = body.add_special_tokens is True
-        check_neutral(body)
 
     async def prompts(self, body: PromptBody) -> list[object]:
         """Return what a body asks about, as hooks leave it: its inputs, or a conversation's
@@ -77,16 +75,14 @@ class PoolingCall:
             continue_final_message=bool(body.continue_final_message),
             template_kwargs=body.chat_template_kwargs or {},
         )
+        template = checked_template(self._api, body.chat_template)
         is_cut = self._params.truncate_prompt_tokens is not None
-        found = await render_prompt(
-            self._api, body.messages, options, body.chat_template, is_cut=is_cut
-        )
+        found = await render_prompt(self._api, body.messages, options, template, is_cut=is_cut)
         return await self.admitted([found.text])
 
     async def admitted(self, prompts: list[object]) -> list[object]:
         """Return texts and token ids as hooks leave them."""
-        scope = self._request.scope
-        return (await admitted_prompts(self._api, self._body, scope, self.id, prompts))[0]
+        return (await admitted_prompts(self._api, self._plan, prompts))[0]
 
     async def run(
         self, inputs: Sequence[Sequence[object]], field: str
@@ -116,11 +112,11 @@ class PoolingCall:
             f"{self.id}-{index}",
             body.cache_salt or "",
             body.priority or 0,
-            tenant_asking(self._request.scope, api.config, body),
+            self._plan.tenant,
             body.timeout_s or 0.0,
             tells_texts=self.spec.tells_texts,
         )
-        request = msgspec.structs.replace(request, core_id=asked_core(self._request.scope))
+        request = msgspec.structs.replace(request, core_id=self._plan.core_id)
         api.client.check(request)
         return PromptJob(prompt, request)
 

@@ -16,7 +16,7 @@ from quire.serve.api.bodies.pooling_protocol import PoolingBody, RerankBody, Sco
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.context import Api
 from quire.serve.api.errors import bad_request
-from quire.serve.api.openai.answers import Json
+from quire.serve.api.pipeline.answer import Json
 from quire.serve.api.pooling.pooled import CutText, PoolingCall, params_of, split_texts
 from quire.serve.python.pooling import check_scorer, paired
 

@@ -9,7 +9,7 @@ from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
 from quire.serve.api.http.auth import reader_of
-from quire.serve.api.openai.chat_completions import Continued
+from quire.serve.api.pipeline.plan import Continued
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.conversation import messages_of
 from quire.serve.api.responses.store import Stored

@@ -17,10 +17,10 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.http.auth import reader_of
 from quire.serve.api.http.limits import open_request
-from quire.serve.api.openai.answers import Answer, usage_json
-from quire.serve.api.openai.chat_choice import ChatChoice
-from quire.serve.api.openai.chat_completions import ChatJob, chat_choices, make_chat_job
-from quire.serve.api.openai.rendering import check_model
+from quire.serve.api.pipeline.answer import Answer, usage_json
+from quire.serve.api.pipeline.chat import Chat, chat_choices, start_chat
+from quire.serve.api.pipeline.chat_choice import ChatChoice
+from quire.serve.api.pipeline.plan import check_model, plan_chat
 from quire.serve.api.responses.as_chat import chat_body, in_own_words
 from quire.serve.api.responses.background import RunningResponse, error_json, event
 from quire.serve.api.responses.body import ResponsesRequest
@@ -67,7 +67,8 @@ async def make_turn(api: ApiContext, body: ResponsesRequest, scope: Scope) -> "T
     response_id = api.responses.new_id("resp")
     try:
         continued = await continued_turn(api, body, owner, scope, items)
-        made = await make_chat_job(api, chat, scope, response_id, continued=continued)
+        plan = plan_chat(api, chat, scope, response_id, continued=continued)
+        made = await start_chat(api, plan)
     except (RequestError, ApiError) as error:
         raise in_own_words(error) from error
     [choice] = chat_choices(api, made)
@@ -90,7 +91,7 @@ def _writer(
     )
 
 
-def _described(body: ResponsesRequest, chat: ChatJob, response_id: str) -> Json:
+def _described(body: ResponsesRequest, chat: Chat, response_id: str) -> Json:
     """Return a response without its answer: what was asked for, and what counts in its place."""
     params, text, reasoning = chat.job.request.params, body.text, body.reasoning
     asked_format = text.format if text is not None else None
@@ -99,7 +100,7 @@ def _described(body: ResponsesRequest, chat: ChatJob, response_id: str) -> Json:
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
-        "model": chat.model,
+        "model": chat.plan.model,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -139,7 +140,7 @@ class Turn:
     body: ResponsesRequest
     owner: str
     items: list[Json]
-    chat: ChatJob
+    chat: Chat
     choice: ChatChoice
     writer: ResponseWriter
 
@@ -204,7 +205,7 @@ class Turn:
     async def events(self) -> Chunks:
         """Yield the events of the response. Raises what makes it fail."""
         api, chat = self.api, self.chat
-        answer = Answer(api.client, chat.body, {}, [chat.job], [[self.choice]], chat.hooks)
+        answer = Answer(api.client, chat.plan, {}, [chat.job], [[self.choice]], chat.hooks)
         async with aclosing(answer.chunks()) as pieces:
             first = asyncio.ensure_future(_next(pieces))
             try:

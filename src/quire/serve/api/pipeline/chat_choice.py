@@ -1,4 +1,4 @@
-"""One message of a chat's answer, in one piece or in several: reasoning, content and calls."""
+"""`ChatChoice`: one message of a chat's answer (reasoning, content, calls), whole or as deltas."""
 
 import json
 from bisect import bisect_left
@@ -10,24 +10,26 @@ from quire.render.answers.parts import CallArguments, CallBegun, Content, Part, 
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.serve.api.bodies.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.serve.api.bodies.protocol import ChatCompletionRequest
-from quire.serve.api.openai.answers import Json, UsageCounter
-from quire.serve.api.openai.jobs import PromptJob
+from quire.serve.api.pipeline.answer import Json, UsageCounter
+from quire.serve.api.pipeline.plan import ChatPlan
+from quire.serve.api.pipeline.requests import PromptJob
 
 ROLE = "assistant"
 
 
 class ReasoningCount:
-    """The parser says at which character of the answer's text reasoning ends; which token that is
-    tells a detokeniser of the same kind as the answer's. num_tokens: so far."""
+    """Counts the tokens of reasoning. The parser reports the character of the answer at which
+    reasoning ends; a detokeniser of the answer's kind finds the token of that character."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer) -> None:
         self._detokenizer = detokenizer
         self._ends: list[int] = []  # of each token's text
         self._is_over = False
-        self.num_tokens = 0
+        self.num_tokens = 0  # so far
 
     def take(self, token_ids: Sequence[int], end: int | None) -> None:
-        """Take in new tokens. end: where reasoning ends, 0 if there is none; None: it goes on."""
+        """Count new tokens. end: the character at which reasoning ends, 0 if there is none; None
+        while it continues."""
         if self._is_over:
             return
         if end == 0:
@@ -44,24 +46,28 @@ class ReasoningCount:
 
 
 class ChatChoice:
-    """usage: the one of all n. parser: takes reasoning and calls out of the text; None for a model
-    that writes neither. reasoning: counts its tokens, where a model writes any. is_named: the
-    request names the tool to be called, so that a call is what ends the answer. role: the
-    message's, which may be changed before the first chunk."""
-
-    role = ROLE
+    """One of the n choices of a chat."""
 
     def __init__(
         self,
         index: int,
-        body: ChatCompletionRequest,
+        plan: ChatPlan,
         job: PromptJob,
-        names: TokenNames,
+        names: TokenNames | None,
         usage: UsageCounter,
         parser: AnswerParser | None = None,
         reasoning: ReasoningCount | None = None,
-        is_named: bool = False,
+        named_call_stops: bool = False,
+        role: str = ROLE,
     ) -> None:
+        """Begin a choice.
+
+        names: how tokens are shown; None where no log-probabilities are. usage: shared by all n.
+        parser: separates reasoning and calls from the content; None for a model that writes
+        neither. reasoning: counts the tokens of reasoning. named_call_stops: a call ends the answer
+        with `stop`, since the request names the tool. role: of the message.
+        """
+        body = plan.body
         self.usage = usage
         self._index = index
         self._body = body
@@ -69,14 +75,14 @@ class ChatChoice:
         self._names = names
         self._parser = parser
         self._reasoning = reasoning
-        self._is_named = is_named
+        self._named_call_stops = named_call_stops
+        self._role = role
         self._echo = _last_text(body) if body.echo else ""
         self._begun = False
         self._arguments: dict[int, str] = {}  # of each call so far
-        # Everything that makes a chunk worth sending although it has no text
-        self._num_top = body.num_named or body.top_logprobs or 0
-        self._has_logprobs = bool(body.logprobs or body.num_named)
-        self._always = self._has_logprobs or body.return_token_ids or body.wants_running_usage
+        self._num_top = len(body.logprob_token_ids or ()) or body.top_logprobs or 0
+        # These make a chunk worth sending although it has no text.
+        self._always = names is not None or body.return_token_ids or plan.usage.in_each
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         found = [] if self._begun else [self._first_chunk(output)]
@@ -99,7 +105,7 @@ class ChatChoice:
             calls = made.get("tool_calls", [])
         self._count(output, completion)
         content = self._echo + content
-        message: Json = {"role": self.role, "content": content or (None if calls else "")}
+        message: Json = {"role": self._role, "content": content or (None if calls else "")}
         message["refusal"] = None
         if thought:
             message |= _as_reasoning(thought)
@@ -113,15 +119,15 @@ class ChatChoice:
         self._begun = True
         choice = {
             "index": self._index,
-            "delta": {"role": self.role, "content": self._echo},
+            "delta": {"role": self._role, "content": self._echo},
             "logprobs": None,
             "finish_reason": None,
         }
         return {"choices": [choice]} | self._about_prompt(output)
 
     def _deltas(self, completion: CompletionOutput) -> list[Json]:
-        """Return what is new, in the order in which it was written; of an answer that is parsed,
-        what is certain."""
+        """Return the deltas of new text, in the order of writing. Of a parsed answer only text
+        whose kind is certain is included."""
         if self._parser is None:
             return [{"content": completion.text} if completion.text else {}]
         deltas = [self._made_of(run) for run in _runs(self._parsed(self._parser, completion))]
@@ -135,7 +141,7 @@ class ChatChoice:
         return parts if completion.finish_reason is None else parts + parser.flush()
 
     def _made_of(self, parts: Iterable[Part]) -> Json:
-        """Put parts together: the fields of a delta. What is new of a call is one entry."""
+        """Return the fields of a delta made of parts. Each call has one entry with its new text."""
         made: Json = {}
         calls: dict[int, Json] = {}
         for part in parts:
@@ -165,14 +171,14 @@ class ChatChoice:
             self.usage.num_reasoning += self._reasoning.num_tokens - before
 
     def _beside(self, completion: CompletionOutput) -> Json:
-        """Return the fields of a choice beside its message or delta."""
+        """Return the fields of a choice besides its message or delta."""
         reason = completion.finish_reason
         fields: Json = {"logprobs": None, "finish_reason": reason}
-        if reason == "stop" and self._can_be_called and not self._is_named:
+        if reason == "stop" and self._has_whole_calls and not self._named_call_stops:
             fields["finish_reason"] = "tool_calls"
         if reason is not None:
             fields["stop_reason"] = completion.stop_reason
-        if self._has_logprobs:
+        if self._names is not None:
             fields["logprobs"] = chat_logprobs(
                 self._names,
                 completion.token_ids,
@@ -184,8 +190,8 @@ class ChatChoice:
         return fields
 
     @property
-    def _can_be_called(self) -> bool:
-        """Whether there are calls, and all are whole: a stop string may have cut one off."""
+    def _has_whole_calls(self) -> bool:
+        """Whether there are calls and all are complete; a stop string may have cut one off."""
         try:
             for text in self._arguments.values():
                 json.loads(text)
@@ -194,7 +200,7 @@ class ChatChoice:
             return False
 
     def _about_prompt(self, output: RequestOutput) -> Json:
-        """Once for all n."""
+        """Return the fields about the prompt, which only the first of the n choices shows."""
         found: Json = {}
         if self._index > 0:
             return found
@@ -206,7 +212,7 @@ class ChatChoice:
 
 
 def _runs(parts: Iterable[Part]) -> list[list[Part]]:
-    """Split parts into runs of which each is one delta: reasoning, then content, then calls."""
+    """Split parts into runs that are one delta each: reasoning, then content, then calls."""
     runs, place = [list[Part]()], 0
     for part in parts:
         now = 0 if isinstance(part, Reasoning) else 1 if isinstance(part, Content) else 2
@@ -223,7 +229,7 @@ def _as_reasoning(text: str) -> Json:
 
 
 def _last_text(body: ChatCompletionRequest) -> str:
-    """Return what the answer goes on from, if the last message is the assistant's."""
+    """Return the last message's text, which the answer continues, if it is the assistant's."""
     last = body.messages[-1]
     content = last.get("content")
     return content if last.get("role") == ROLE and isinstance(content, str) else ""

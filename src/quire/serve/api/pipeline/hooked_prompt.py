@@ -4,16 +4,15 @@ What a hook is shown is what the model will get: of a prompt in token ids, their
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from starlette.types import Scope
-
 from quire.base.requests.hooks import HookContext, HookRequest
-from quire.serve.api.bodies.protocol import ChatCompletionRequest, ServedBody
+from quire.serve.api.bodies.protocol import ServedBody
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
-from quire.serve.api.http.auth import tenant_asking
-from quire.serve.api.openai.rendering import check_model, decode, render_prompt
+from quire.serve.api.pipeline.plan import ChatPlan, Plan
+from quire.serve.api.pipeline.prompts import decode, render_prompt
 from quire.serve.hooks import RequestHooks, asked_of
 
 NOBODY = HookContext("", "", "")
@@ -21,36 +20,38 @@ TEMPLATE = ("tools", "documents", "chat_template", "chat_template_kwargs", "reas
 
 
 async def admitted_chat(
-    api: ApiContext, body: ChatCompletionRequest, scope: Scope, request_id: str
-) -> tuple[ChatCompletionRequest, list[RequestHooks] | None]:
-    """Return the body as hooks leave it, and the hooks of its one request; None without any. Raises
-    RequestError for one that a hook ends, and HookFailed."""
+    api: ApiContext, plan: ChatPlan
+) -> tuple[ChatPlan, list[RequestHooks] | None]:
+    """Return the plan as hooks leave it, and the hooks of its one request; None without hooks.
+    Raises RequestError for a request that a hook ends, and HookFailed."""
     if api.hooks is None:
-        return body, None
-    hooks = _opened(api, body, scope, request_id)
+        return plan, None
+    body, hooks = plan.body, api.hooks.open(plan.id, plan.tenant, plan.model)
     template = {name: value for name in TEMPLATE if (value := getattr(body, name)) is not None}
     asked = HookRequest(NOBODY, body.messages, template=template, params=asked_of(body))
     messages = (await hooks.before_admission(asked)).messages
-    if messages is not body.messages:
+    if messages is not body.messages:  # perhaps also those of a retained conversation
         body = body.model_copy(update={"messages": [dict(each) for each in messages or ()]})
-    return body, [hooks]
+        plan = replace(plan, body=body, continued=None)
+    return plan, [hooks]
 
 
 async def admitted_prompts(
-    api: ApiContext, body: ServedBody, scope: Scope, answer_id: str, prompts: list[object]
+    api: ApiContext, plan: Plan[Any], prompts: list[object]
 ) -> tuple[list[object], list[RequestHooks] | None]:
     """Do the same for the prompts of a completion, each a text or token ids, which are requests of
     their own."""
     if api.hooks is None:
         return prompts, None
-    each = [_opened(api, body, scope, f"{answer_id}-{index}") for index in range(len(prompts))]
+    ids = [f"{plan.id}-{index}" for index in range(len(prompts))]
+    each = [api.hooks.open(request_id, plan.tenant, plan.model) for request_id in ids]
     found: list[object] = []
     for hooks, prompt in zip(each, prompts, strict=True):
         if isinstance(prompt, str):
-            asked = HookRequest(NOBODY, prompt=prompt, params=asked_of(body))
+            asked = HookRequest(NOBODY, prompt=prompt, params=asked_of(plan.body))
             found.append((await hooks.before_admission(asked)).prompt)
         else:
-            found.append(await admitted_ids(api, body, hooks, prompt))
+            found.append(await admitted_ids(api, plan.body, hooks, prompt))
     return found, each
 
 
@@ -65,12 +66,6 @@ async def admitted_ids(
         found: list[int] = token_ids
         return found
     return (await render_prompt(api, changed, add_special_tokens=False)).token_ids
-
-
-def _opened(api: ApiContext, body: ServedBody, scope: Scope, request_id: str) -> RequestHooks:
-    assert api.hooks is not None
-    tenant = tenant_asking(scope, api.config, body)
-    return api.hooks.open(request_id, tenant, check_model(api, body.model))
 
 
 async def _text_of(api: ApiContext, token_ids: Sequence[Any]) -> str | None:

@@ -1,49 +1,53 @@
-"""What both endpoints make of outputs: one JSON object, or a stream of chunks. Plain dictionaries,
-because the time per chunk is paid for every token of every stream.
+"""`Answer`: the jobs of one HTTP request through the engine, and their outputs as JSON.
+
+The outputs become one object, or chunks of a stream. They are plain dictionaries, since the time
+per chunk is paid for every token of every stream. All jobs end when the client leaves, or when one
+of them fails.
 """
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import fastapi
 from starlette.responses import Response
 
+from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Request
 from quire.base.prefix import PrefixReport
 from quire.base.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.base.step_outputs import Failure
 from quire.engine.client.async_client import AsyncClient
 from quire.engine.observability.prefix_words import shown_to
-from quire.serve.api.bodies.protocol import GenerationRequest
+from quire.serve.api.errors import bad_request, too_late
 from quire.serve.api.http.sse import DONE, encode, event, start_stream, unless_disconnected
-from quire.serve.api.openai.hooked_answer import HookedAnswer
-from quire.serve.api.openai.jobs import PromptJob, collect, run
+from quire.serve.api.pipeline.hooked_answer import HookedAnswer
+from quire.serve.api.pipeline.plan import Plan
+from quire.serve.api.pipeline.requests import PromptJob
 from quire.serve.hooks import RequestHooks
 
 Json = dict[str, Any]
+Indexed = tuple[int, RequestOutput]  # with the index of its job
+Outputs = AsyncGenerator[RequestOutput, None]
 OUTPUT_METHODS = ("on_output", "on_tool_call")
 
 
 @dataclass
 class UsageCounter:
-    """Tokens of one prompt and its continuations so far; also of those that best_of dropped.
-
-    tenant: whose request it is. prefix: what of the prompt was cached. num_reasoning: of the
-    continuations' tokens; None for a model that writes no reasoning. num_guessed: guesses at tokens
-    that were tried; num_accepted: those that were right.
-    """
+    """Counts the tokens of one prompt and its continuations."""
 
     num_prompt: int
-    num_completion: int = 0
-    num_cached: int = 0
-    num_dropped: int = 0
+    num_completion: int = 0  # tokens of the continuations that are shown
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    num_dropped: int = 0  # tokens of the continuations that best_of dropped
     tenant: str = ""
     prefix: PrefixReport | None = None
-    num_reasoning: int | None = None
-    num_guessed: int = 0
-    num_accepted: int = 0
+    num_reasoning: int | None = None  # None: the model writes no reasoning
+    num_drafted: int = 0  # draft tokens that were verified
+    num_accepted: int = 0  # draft tokens that were accepted
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
         """Count new tokens of one continuation."""
@@ -52,46 +56,40 @@ class UsageCounter:
         self.prefix = output.prefix
         if num_tokens and output.metrics is not None:
             self.num_dropped = output.metrics.num_dropped_tokens
-            self.num_guessed = output.metrics.num_draft_tokens
+            self.num_drafted = output.metrics.num_draft_tokens
             self.num_accepted = output.metrics.num_accepted_draft_tokens
 
 
 class Choice(Protocol):
-    """Makes the JSON of one choice; the object may change as outputs are taken.
-
-    An output may be of several choices: completion is this one's part.
-    """
+    """Makes the JSON of one choice from its outputs. `completion` is this choice's part of an
+    output."""
 
     usage: UsageCounter
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
-        """Return what a stream sends for an output: chunks without what all of them have."""
+        """Return the chunks of an output, without the head that all chunks have."""
         ...
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        """Return the choice, made of its only output, with what stands beside it in the answer."""
+        """Return the choice made from its only output, and its fields of the response."""
         ...
 
 
 @dataclass(frozen=True)
 class Answer:
-    """head: the fields of every object that is sent: id, object, created and model.
-
-    choices: for each job its n. hooks: for each job its own; None where there are none.
-    tells_metrics: of an answer to one prompt, how long it took.
-    """
+    """The answer to one HTTP request."""
 
     client: AsyncClient
-    body: GenerationRequest
-    head: Json
+    plan: Plan[Any]
+    head: Json  # fields of every object that is sent: id, object, created, model
     jobs: list[PromptJob]
-    choices: Sequence[Sequence[Choice]]
-    hooks: Sequence[RequestHooks] | None = None
-    tells_metrics: bool = False
+    choices: Sequence[Sequence[Choice]]  # n for each job
+    hooks: Sequence[RequestHooks] | None = None  # one for each job
+    reports_metrics: bool = False  # the answer to a single prompt says how long it took
 
     async def respond(self, request: fastapi.Request) -> Response:
         """Answer. Raise ApiError or QuireError as long as nothing was sent."""
-        if self.body.stream:
+        if self.plan.body.stream:
             return await start_stream(request, self._events())
         whole = await unless_disconnected(request.receive, self._whole())
         return Response(encode(whole), media_type="application/json")
@@ -117,12 +115,10 @@ class Answer:
         yield DONE
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
-        """Yield what a stream sends: the chunks of each output that has something to show, then
-        usage."""
+        """Yield the chunks of each output that has something to show, then the usage."""
         hooked = self._hooked()
-        running = self.body.wants_running_usage
-        beside: Json = {"usage": None} if self.body.wants_usage_chunk else {}
-        head = self.head | beside
+        usage = self.plan.usage
+        head = self.head | {"usage": None} if usage.at_end else dict(self.head)
         outputs = run(self.client, self.jobs)
         last: RequestOutput | None = None
         async with aclosing(outputs):
@@ -137,23 +133,23 @@ class Answer:
                         await outputs.aclose()  # before a slow client has read the end
                 if chunks and output.finished:
                     chunks[-1] = chunks[-1] | self._transfer(output)
-                if running:
+                if usage.in_each:
                     head["usage"] = usage_json(self.choices)
                 if chunks:
                     yield [head | chunk for chunk in chunks]
-        if self.body.wants_usage_chunk:
+        if usage.at_end:
             measured = {} if last is None else await self._measured(last)
             yield [self.head | {"choices": [], "usage": usage_json(self.choices)} | measured]
 
     async def _measured(self, output: RequestOutput) -> Json:
-        """Return the times of a request whose last output this is, if they are to be told."""
-        if not self.tells_metrics or len(self.jobs) > 1 or output.metrics is None:
+        """Return the times of the request that ended with this output, if they are reported."""
+        if not self.reports_metrics or len(self.jobs) > 1 or output.metrics is None:
             return {}
         request = self.jobs[0].request
         return {"metrics": await metrics_json(self.client, request, output.metrics)}
 
     def _transfer(self, output: RequestOutput) -> Json:
-        """Return what another engine is to be told of an answer's only prompt, if anything is."""
+        """Return the parameters of a KV transfer to another engine, if there are any."""
         if len(self.jobs) > 1 or output.kv_transfer_params is None:
             return {}
         return {"kv_transfer_params": output.kv_transfer_params}
@@ -165,7 +161,7 @@ class Answer:
 
 
 def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
-    """Sum up the usage, of which the choices of one prompt have one."""
+    """Return the usage of all prompts; the choices of one prompt share a counter."""
     counters = [mine[0].usage for mine in choices]
     prompt = sum([counter.num_prompt for counter in counters])
     completion = sum([counter.num_completion + counter.num_dropped for counter in counters])
@@ -180,23 +176,23 @@ def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
     }
     reasoning = [counter.num_reasoning for counter in counters if counter.num_reasoning is not None]
     details = {"reasoning_tokens": sum(reasoning)} if reasoning else {}
-    if guessed := sum([counter.num_guessed for counter in counters]):
+    if drafted := sum([counter.num_drafted for counter in counters]):
         accepted = sum([counter.num_accepted for counter in counters])
         details["accepted_prediction_tokens"] = accepted
-        details["rejected_prediction_tokens"] = guessed - accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
     if details:
         usage["completion_tokens_details"] = details
     return usage
 
 
 async def metrics_json(client: AsyncClient, request: Request, found: RequestMetrics) -> Json:
-    """Write the times of a request that is over, in ms; null for what did not happen. How long it
-    was in the queue knows the engine alone, which is asked. The mean time between two tokens is
-    that of one continuation."""
+    """Return the times of a finished request in ms; null for events that did not happen. The time
+    in the queue comes from the engine. The mean time between tokens is that of one
+    continuation."""
     first_s, last_s, num = found.first_token_s, found.last_token_s, found.num_generation_tokens
     generation_s = None if first_s is None or last_s is None else last_s - first_s
     timeline = json.loads(await client.timeline(request.request_id) or "{}")
-    told: Json = {
+    times: Json = {
         "time_to_first_token_ms": None if first_s is None else _ms(first_s - found.arrival_s),
         "generation_time_ms": None if generation_s is None else _ms(generation_s),
         "queue_time_ms": timeline.get("waited_ms"),
@@ -205,16 +201,96 @@ async def metrics_json(client: AsyncClient, request: Request, found: RequestMetr
     }
     if generation_s and num > 1:
         num_samples = request.params.num_samples
-        told["tokens_per_second"] = round((num - 1) / generation_s, 3)
+        times["tokens_per_second"] = round((num - 1) / generation_s, 3)
         if num > num_samples:
-            told["mean_itl_ms"] = _ms(generation_s * num_samples / (num - num_samples))
+            times["mean_itl_ms"] = _ms(generation_s * num_samples / (num - num_samples))
     if found.num_draft_tokens:
-        told["speculative_decoding"] = {
+        times["speculative_decoding"] = {
             "num_draft_tokens": found.num_draft_tokens,
             "num_accepted_tokens": found.num_accepted_draft_tokens,
         }
-    return told
+    return times
 
 
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
+
+
+# Outputs of the jobs
+
+
+async def run(client: AsyncClient, jobs: list[PromptJob]) -> AsyncGenerator[Indexed, None]:
+    """Yield outputs with the index of their job, as they come. Raise ApiError for a request that
+    failed, and StepFailed if a step was at fault."""
+    outputs = _run_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs)
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            for completion in output.outputs:
+                if completion.error is not None:
+                    raise _failed(completion.error, jobs[index])
+            yield index, output
+
+
+async def collect(client: AsyncClient, jobs: list[PromptJob]) -> list[RequestOutput]:
+    """Return the last output of each job."""
+    last: dict[int, RequestOutput] = {}
+    outputs = run(client, jobs)
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            last[index] = output
+    return [last[index] for index in range(len(jobs))]
+
+
+def _generate(client: AsyncClient, job: PromptJob) -> Outputs:
+    return cast(Outputs, client.generate(job.request, job.prompt.text))
+
+
+async def _run_one(client: AsyncClient, job: PromptJob) -> AsyncGenerator[Indexed, None]:
+    async with aclosing(_generate(client, job)) as outputs:
+        async for output in outputs:
+            yield 0, output
+
+
+async def _run_many(client: AsyncClient, jobs: list[PromptJob]) -> AsyncGenerator[Indexed, None]:
+    """Run one task per job. The queue is short, so a slow client lets the engine's side merge
+    outputs."""
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(jobs))
+    tasks = [
+        asyncio.create_task(_pump(client, job, index, queue)) for index, job in enumerate(jobs)
+    ]
+    num_open = len(jobs)
+    try:
+        while num_open:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            num_open -= item.finished
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    client: AsyncClient,
+    job: PromptJob,
+    index: int,
+    queue: "asyncio.Queue[tuple[int, RequestOutput | Exception]]",
+) -> None:
+    try:
+        async with aclosing(_generate(client, job)) as outputs:
+            async for output in outputs:
+                await queue.put((index, output))
+    except Exception as error:
+        await queue.put((index, error))
+
+
+def _failed(failure: Failure, job: PromptJob) -> Exception:
+    """Return the error of a failed request. After a failed step the client does not see a library's
+    message; the log has it."""
+    if failure.code == TIMED_OUT:
+        return too_late(failure.message)
+    if failure.code == STEP_FAILED:
+        return StepFailed(f"{job.request.request_id}: {failure.message}")
+    return bad_request(f"the request failed: {failure.message}", code=failure.code)

@@ -1,0 +1,284 @@
+"""Prompts: from conversations, texts and token ids to the tokens that the engine gets.
+
+Long texts are tokenised in threads and templates run in processes, so the event loop stays free.
+What certainly has more tokens than the model takes is refused before it is tokenised; admission
+judges the exact length.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
+from quire.render.infill import Infill
+from quire.render.pooling_prompts import LEFT
+from quire.render.pooling_prompts import truncated as truncated_to
+from quire.render.renderer import Media, RenderedPrompt, is_conversation
+from quire.render.templates.chat_template import ChatOptions
+from quire.render.templates.turns import behind_an_answer, text_behind
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.serve.api.bodies.protocol import CompletionRequest, GenerationRequest
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import ApiError, bad_request, error_in
+from quire.serve.api.pipeline.plan import ChatPlan, CompletionPlan
+from quire.serve.async_renderer import size_of
+from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
+from quire.serve.media.request_images import Messages, RequestImages
+
+# A prompt that will be cut, or is only counted, may have this many times max_model_len tokens.
+MAX_CUT = 16
+# Characters of a conversation per token of max_model_len, with tools and everything else that the
+# template gets: the template reads all of them, even those that it does not show.
+MAX_CHARS_PER_TOKEN = 256
+# Fields that exclude a suffix, and their values that change nothing.
+WITHOUT_SUFFIX = {"echo": False, "truncate_prompt_tokens": None}
+
+
+@asynccontextmanager
+async def images_of(
+    api: ApiContext, plan: ChatPlan
+) -> AsyncIterator[tuple[ChatPlan, RequestImages | None]]:
+    """Read the images of a conversation and hold them while the context is open. Return the plan
+    with a digest in place of each image; None for a conversation without parts."""
+    messages = plan.body.messages
+    if not any(isinstance(message.get("content"), list) for message in messages):
+        yield plan, None
+        return
+    async with api.images.open(messages, api.takes_images) as images:
+        if images.files:
+            body = plan.body.model_copy(update={"messages": images.messages})
+            plan = dataclasses.replace(plan, body=body, continued=None)
+        yield plan, images
+
+
+async def render_chat(
+    api: ApiContext, plan: ChatPlan, images: RequestImages | None, is_counted: bool = False
+) -> RenderedPrompt:
+    """Return a conversation as tokens. is_counted: it may be longer than what can be answered.
+    Raises ApiError, RequestError and EngineBusy."""
+    body = plan.body
+    is_cut = is_counted or body.truncate_prompt_tokens is not None
+    messages: Messages = body.messages
+    media: Media = ()
+    if images is not None:
+        most = api.client.ready.max_model_len * (MAX_CUT if is_cut else 1)
+        messages, media = await images.prepared(messages, api.renderer.media, most)
+    try:
+        prompt = await render_prompt(
+            api, messages, plan.options, plan.template, is_cut=is_cut, media=media
+        )
+        if body.add_special_tokens and prompt.text is not None:
+            prompt = await render_prompt(api, prompt.text, is_cut=is_cut, media=media)
+    except RequestError as error:
+        raise error_in("messages", error) from error
+    return prompt
+
+
+async def render_continued(api: ApiContext, plan: ChatPlan) -> RenderedPrompt | None:
+    """Return a retained conversation followed by the new messages; None if the chat continues none,
+    or if the template makes it impossible."""
+    continued = plan.continued
+    if continued is None:
+        return None
+    source = continued.source
+    if source.media and plan.body.truncate_prompt_tokens is not None:
+        return None  # without its beginning it would have the tokens of images, but no images
+    try:
+        tail = await tokens_after(
+            api, source.token_ids, continued.messages, plan.options, plan.template
+        )
+    except RequestError:
+        return None
+    return RenderedPrompt(source.token_ids + tail.token_ids, tail.text)
+
+
+async def render_completion(
+    api: ApiContext, plan: CompletionPlan, prompt: object
+) -> RenderedPrompt:
+    """Return one prompt of a completion as tokens. Raises ApiError, RequestError and EngineBusy."""
+    body = plan.body
+    special = body.add_special_tokens is not False
+    try:
+        is_cut = body.truncate_prompt_tokens is not None
+        rendered = await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
+    except EngineBusy:  # no field is to blame
+        raise
+    except RequestError as error:
+        raise bad_request(str(error), "prompt", error.code) from error
+    return rendered
+
+
+async def render_prompt(
+    api: ApiContext,
+    prompt: object,
+    options: ChatOptions | None = None,
+    template: str | None = None,
+    add_special_tokens: bool = True,
+    is_cut: bool = False,
+    media: Media = (),
+) -> RenderedPrompt:
+    """Return the token ids and the text of a prompt.
+
+    options, template: for conversations; the template is a checked one. is_cut: only some of the
+    tokens will count, so the prompt may have MAX_CUT times as many. media: the images of the
+    prompt, as `Renderer.render` takes them. Raises RequestError, ApiError and EngineBusy.
+    """
+    max_tokens = api.client.ready.max_model_len
+    if options is not None and is_conversation(prompt):
+        await _check_size(api, prompt, options)
+    return await api.async_renderer.render(
+        prompt,
+        options,
+        template,
+        add_special_tokens,
+        max_tokens * MAX_CUT if is_cut else max_tokens,
+        media,
+    )
+
+
+async def _check_size(api: ApiContext, messages: object, options: ChatOptions) -> None:
+    """Refuse a conversation that is far too long with everything that the template gets. Raises
+    ApiError."""
+    given = [messages, options.tools, options.documents, options.template_kwargs]
+    if size_of(given, MAX_CHARS_ON_LOOP) <= MAX_CHARS_ON_LOOP:
+        return
+    max_chars = MAX_CHARS_PER_TOKEN * api.client.ready.max_model_len
+    if await api.lanes.run(MAX_CHARS_SHORT, size_of, given, max_chars) > max_chars:
+        raise bad_request(
+            "the prompt, with tools, documents and chat_template_kwargs, has more than"
+            f" {max_chars} characters, too many for max_model_len ="
+            f" {api.client.ready.max_model_len} tokens; shorten it.",
+            "messages",
+            code=CONTEXT_LENGTH_EXCEEDED,
+        )
+
+
+async def tokens_after(
+    api: ApiContext,
+    token_ids: list[int],
+    messages: Sequence[Mapping[str, Any]],
+    options: ChatOptions,
+    template: str | None = None,
+) -> RenderedPrompt:
+    """Return the tokens that continue a conversation after an answer: its end, these messages, and
+    the beginning of the next answer.
+
+    token_ids: the conversation up to the answer's last token. Raises RequestError where the
+    template makes this impossible.
+    """
+    conversation, mark = behind_an_answer(messages)
+    whole = await render_prompt(api, conversation, options, template)
+    has_ended = token_ids[-1] in api.requests.defaults.eos_token_ids
+    end = tokenizer_of(api).decode(token_ids[-1:]) if has_ended else ""
+    tail = text_behind(whole.text or "", mark, end)
+    return await render_prompt(api, tail, add_special_tokens=False)
+
+
+def truncated(
+    prompt: RenderedPrompt, body: GenerationRequest, max_model_len: int, length: int
+) -> RenderedPrompt:
+    """Return a prompt cut to truncate_prompt_tokens tokens; -1 keeps what leaves room for `length`
+    tokens of the answer. Raises ApiError."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise bad_request(
+            "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0.",
+            "truncate_prompt_tokens",
+        )
+    room = max_model_len - max(1, length)
+    return truncated_to(prompt, keep, room, body.truncation_side or LEFT)
+
+
+def room_after(prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: bool = True) -> int:
+    """Return how many tokens fit after a prompt. Raise ApiError if there is no room.
+
+    param: the field that the error names. can_cut: the request may set truncate_prompt_tokens.
+    """
+    room = max_model_len - len(prompt.token_ids)
+    if room >= 1:
+        return room
+    or_cut = ", or set truncate_prompt_tokens=-1" if can_cut else ""
+    raise ApiError(
+        400,
+        f"{param}: the prompt has {len(prompt.token_ids)} tokens, and max_model_len is"
+        f" {max_model_len}, which must hold the answer as well. Shorten the prompt{or_cut}.",
+        param=param,
+        code=CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
+def tokenizer_of(api: ApiContext) -> Tokenizer:
+    """Return the tokenizer. Raise ApiError for a model without one."""
+    if api.renderer.tokenizer is None:
+        raise bad_request(
+            "this model has no tokenizer, so text cannot be converted to or from token ids."
+        )
+    return api.renderer.tokenizer
+
+
+async def decode(api: ApiContext, token_ids: list[int]) -> str:
+    """Return the text of token ids, in a thread if there are many."""
+    return await api.lanes.run(len(token_ids), tokenizer_of(api).decode, token_ids)
+
+
+# Prompts with a suffix
+
+
+async def with_suffix(
+    api: ApiContext, body: CompletionRequest, prompts: list[object]
+) -> tuple[CompletionRequest, list[object]]:
+    """Join each prompt and the suffix to token ids, and add the tokens that end such answers to the
+    body. Without a suffix nothing changes. Raises ApiError for a model that does not fill in."""
+    if not body.suffix:
+        return body, prompts
+    tokenizer = api.renderer.tokenizer
+    infill = None if tokenizer is None else Infill.of(tokenizer)
+    if infill is None:
+        raise bad_request(
+            "suffix: this model has no fill-in-the-middle tokens; remove suffix.",
+            "suffix",
+            "unsupported_value",
+        )
+    for name, neutral in WITHOUT_SUFFIX.items():
+        if getattr(body, name) not in (None, neutral):
+            raise bad_request(
+                f"{name} cannot be used together with suffix; remove one of them.", name
+            )
+    joined: list[object] = [await _joined(api, infill, body, prompt) for prompt in prompts]
+    if infill.ends and not body.ignore_eos:
+        stops = [*(body.stop_token_ids or ()), *infill.ends]
+        body = body.model_copy(update={"stop_token_ids": stops})
+    return body, joined
+
+
+async def _joined(
+    api: ApiContext, infill: Infill, body: CompletionRequest, prompt: object
+) -> list[int]:
+    suffix = body.suffix or ""
+    special = body.add_special_tokens is not False
+    before = prompt if isinstance(prompt, str) else (await render_prompt(api, prompt)).token_ids
+    texts = [text for text in (before, suffix) if isinstance(text, str)]
+
+    def joined() -> list[int]:
+        _check_length(infill, texts, api.client.ready.max_model_len)
+        return infill.prompt(before, suffix, special)
+
+    return await api.lanes.run(sum(map(len, texts)), joined)
+
+
+def _check_length(infill: Infill, texts: list[str], max_tokens: int) -> None:
+    """Raise ApiError for texts that certainly have too many tokens, without tokenising them."""
+    bound = infill.tokenizer.bound
+    if bound is None or sum(map(len, texts)) <= max_tokens:
+        return
+    at_least = sum(bound.at_least(text) for text in texts)
+    if at_least > max_tokens:
+        raise bad_request(
+            f"prompt and suffix have {at_least} tokens or more; at most {max_tokens} are possible"
+            " here; shorten them.",
+            "suffix",
+            CONTEXT_LENGTH_EXCEEDED,
+        )
