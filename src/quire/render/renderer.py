@@ -209,6 +209,8 @@ class Renderer:
 
     def _check_media_parts(self, messages: object) -> None:
         """Refuse images that the model does not take, and texts that would stand for images."""
+        if self.media is None and not has_parts(messages):
+            return
         if self.media is not None:
             self.media.placeholders.check_texts(messages)
             for kind in media_kinds(messages):
@@ -291,6 +293,14 @@ def is_conversation(prompt: object) -> bool:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return False
     return bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def has_parts(messages: object) -> bool:
+    """Return whether the content of a message is a list of parts."""
+    return isinstance(messages, Sequence) and any(
+        isinstance(each, Mapping) and isinstance(each.get("content"), list | tuple)
+        for each in messages
+    )
 
 
 def _checked_ids(values: object) -> list[int]:

@@ -14,9 +14,10 @@ from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.serve.api.bodies.logprobs_json import TokenNames
 from quire.serve.api.bodies.protocol import ChatCompletionRequest
-from quire.serve.api.openai.answers import UsageCounter, usage_json
-from quire.serve.api.openai.chat_choice import ChatChoice, ReasoningCount
-from quire.serve.api.openai.jobs import PromptJob
+from quire.serve.api.pipeline.answer import UsageCounter, usage_json
+from quire.serve.api.pipeline.chat_choice import ChatChoice, ReasoningCount
+from quire.serve.api.pipeline.plan import ChatPlan
+from quire.serve.api.pipeline.requests import PromptJob
 from tests.support.serve.direct_engine import twin
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
@@ -32,8 +33,9 @@ class Answering:
         job = PromptJob(RenderedPrompt([1]), Request("r", [1], SamplingParams(), 0))
         self.usage = UsageCounter(1, num_reasoning=0)
         count = ReasoningCount(IncrementalDetokenizer(self.tokenizer))
-        names = TokenNames(self.tokenizer, False)
-        self.choice = ChatChoice(0, body, job, names, self.usage, ASKED.parser(), count)
+        plan = ChatPlan(body, "r", "demo", "")
+        names = TokenNames(self.tokenizer, False) if body.logprobs else None
+        self.choice = ChatChoice(0, plan, job, names, self.usage, ASKED.parser(), count)
 
     def output(self, token_ids: list[int], reason: str | None) -> tuple[RequestOutput, Any]:
         text = self.tokenizer.decode(token_ids)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.base.requests.hooks import EndRequest, HookCall, HookPiece
-from quire.serve.api.openai.hooked_answer import HookedAnswer, Json
+from quire.serve.api.pipeline.hooked_answer import HookedAnswer, Json
 from quire.serve.hooks import Hooks
 
 SECRET = "swordfish"

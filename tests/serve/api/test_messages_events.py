@@ -9,7 +9,7 @@ from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, EngineDead
 from quire.serve.api.errors import ApiError, as_api_error, bad_request, too_late
 from quire.serve.api.messages.errors import is_messages, message_error_body
 from quire.serve.api.messages.events import MessageEvents, message_of
-from quire.serve.api.openai.answers import UsageCounter
+from quire.serve.api.pipeline.answer import UsageCounter
 
 
 def chunk(reason: str | None = None, stop: Any = None, **delta: Any) -> dict[str, Any]:

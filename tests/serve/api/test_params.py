@@ -10,19 +10,14 @@ from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.bodies import protocol
 from quire.serve.api.bodies.open_body import check_neutral, unsupported_fields
-from quire.serve.api.bodies.params import (
-    SAME,
-    chat_params,
-    completion_params,
-    room_beside,
-    truncated,
-)
 from quire.serve.api.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
 from quire.serve.api.errors import ApiError
+from quire.serve.api.pipeline.prompts import room_after, truncated
+from quire.serve.api.pipeline.requests import SAME, chat_params, completion_params
 
 RULES = unsupported_fields(CompletionRequest) | unsupported_fields(ChatCompletionRequest)
 DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})
@@ -150,11 +145,11 @@ def test_cutting_prompts() -> None:
     assert truncated(prompt, body, 12).token_ids == list(range(2, 10))
 
 
-def test_room_beside_a_prompt() -> None:
+def test_room_after_a_prompt() -> None:
     prompt = RenderedPrompt(list(range(10)))
-    assert room_beside(prompt, 11, "prompt") == 1
+    assert room_after(prompt, 11, "prompt") == 1
     with pytest.raises(ApiError, match="10 tokens, and max_model_len is 10") as error:
-        room_beside(prompt, 10, "messages")
+        room_after(prompt, 10, "messages")
     assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
 
 

@@ -14,7 +14,7 @@ from quire.render.renderer import Renderer
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from quire.serve.api.openai import rendering
+from quire.serve.api.pipeline import prompts
 from quire.serve.lanes import MAX_CHARS_SHORT, Lanes
 from tests.serve.api.conftest import MODEL, MakeContext
 
@@ -87,8 +87,8 @@ def test_others_are_answered_while_a_long_text_is_worked_on(
 ) -> None:
     """The gate opens only when they have been: a text on the event loop would never end."""
     context, gate = gated
-    monkeypatch.setattr(rendering, "MAX_CUT", 10**6)
-    monkeypatch.setattr(rendering, "MAX_CHARS_PER_TOKEN", 10**6)
+    monkeypatch.setattr(prompts, "MAX_CUT", 10**6)
+    monkeypatch.setattr(prompts, "MAX_CHARS_PER_TOKEN", 10**6)
     with TestClient(create_app(context)) as api:
         slow = elsewhere.submit(api.post, path, json={"model": MODEL} | body)
         assert gate.is_reached.wait(60)
@@ -105,7 +105,7 @@ def test_more_than_it_takes_is_sent_away(
 ) -> None:
     """With 503 and Retry-After, at once; short prompts are still served."""
     context, gate = gated
-    monkeypatch.setattr(rendering, "MAX_CUT", 10**6)
+    monkeypatch.setattr(prompts, "MAX_CUT", 10**6)
     context.lanes = Lanes(max_open_chars=len(LONG))
     with TestClient(create_app(context)) as api:
         slow = elsewhere.submit(api.post, "/tokenize", json={"prompt": LONG})

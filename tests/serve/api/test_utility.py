@@ -15,7 +15,7 @@ from quire.render.renderer import Renderer
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError
-from quire.serve.api.openai.rendering import check_model, checked_template
+from quire.serve.api.pipeline.plan import check_model, checked_template
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 from tests.serve.api.conftest import MODEL, MakeContext

@@ -201,7 +201,8 @@ class RemoteClient(AsyncClient):
         return len(self._boxes)
 
     def check(self, request: Request) -> None:
-        check_core(request.core_id, 1)
+        if request.core_id is not None:
+            check_core(request.core_id, 1)
         self._limits().check(request)
 
     def _limits(self) -> RequestLimits:

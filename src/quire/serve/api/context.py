@@ -1,7 +1,6 @@
 """What every handler of one API process shares: the way to the core, and the text side."""
 
 import copy
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -158,14 +157,3 @@ Api = Annotated[ApiContext, fastapi.Depends(context)]
 async def knowing(request: fastapi.Request, api: Api) -> None:
     """Dependency of routes that need to know what the model takes, and generate nothing."""
     await model_known(api, request.scope.get(MODEL))
-
-
-def answer_id_of(request_id: str) -> str:
-    """Return the id of the answer that one of the engine's requests belongs to: a completion has
-    one for each prompt, and those that are kept have one prompt."""
-    return request_id.removesuffix("-0") if request_id.startswith("cmpl-") else request_id
-
-
-def new_id(prefix: str) -> str:
-    """Return a unique id such as cmpl-3f2a...; ids are never taken from what a client sends."""
-    return f"{prefix}-{uuid.uuid4().hex}"

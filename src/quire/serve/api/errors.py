@@ -172,11 +172,6 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
     return ErrorResponse(shown.body(), shown.status, shown.headers)
 
 
-def request_id_of(request: fastapi.Request) -> str:
-    """Return the id that the answer's X-Request-Id shows, to be found again in the log."""
-    return str(request.scope.get("state", {}).get("request_id", ""))
-
-
 class ShortRepr(reprlib.Repr):
     """What repr shows, of a value of any size, without looking at more of it than is shown."""
 

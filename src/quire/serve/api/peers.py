@@ -20,8 +20,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from quire.serve.api.bodies.reading import BoundedRequest
-from quire.serve.api.errors import ApiError, request_id_of
+from quire.serve.api.errors import ApiError
 from quire.serve.api.http.sse import ErrorEvent, start_stream, unless_disconnected
+from quire.serve.api.ids import request_id_of
 
 PIECE_BYTES = 1 << 16
 RETRY_AFTER_S = 5

@@ -6,7 +6,6 @@ an answer. A body may be compressed with gzip or deflate (Content-Encoding, RFC 
 
 import asyncio
 import time
-import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,8 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.serve.api.bodies.reading import MODEL, too_large
 from quire.serve.api.context import Api, ApiContext, model_known
 from quire.serve.api.error_handlers import error_answer
-from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
+from quire.serve.api.errors import ApiError, ApiHttpError
 from quire.serve.api.http.auth import has_key, wrong_key
+from quire.serve.api.http.decoder import Decoder, decoder_of
 from quire.serve.api.http.rate_gate import admit
 
 RETRY_AFTER_S = 5
@@ -29,8 +29,6 @@ WITH_IMAGES = (
     "/tokenize",
 )  # fmt: skip
 FORM_BYTES = 1 << 16  # around a file
-# Names of codings, and the sizes of window by which zlib knows their formats.
-WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 class BodyLimit:
@@ -52,7 +50,7 @@ class BodyLimit:
         most = self._most(scope)
         declared = _header(scope, b"content-length")
         if not has_key(scope, self._config.api_key):
-            body = _Body(receive, 0, wrong_key())
+            body = _Body(receive, 0, refusal=wrong_key())
         elif declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             await error_answer(too_large(most), scope)(scope, receive, send)
             return
@@ -73,52 +71,10 @@ class BodyLimit:
 
 def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":
     try:
-        return _Body(receive, most, too_large(most), decoder_of(scope))
+        decoder = decoder_of(scope) if _header(scope, b"content-encoding") else None
+        return _Body(receive, most, decoder)
     except ApiError as error:
-        return _Body(receive, 0, error)
-
-
-def decoder_of(scope: Scope) -> "Decoder | None":
-    """Return what a request's body is to be read with; None if it comes as it is. Raises ApiError
-    415."""
-    listed = [value for name, value in scope["headers"] if name == b"content-encoding"]
-    names = [name.strip().lower() for name in b",".join(listed).decode("latin-1").split(",")]
-    names = [name for name in names if name not in ("", "identity")]
-    if not names:
-        return None
-    if len(names) > 1 or names[0] not in WINDOWS:
-        raise ApiError(
-            415,
-            f"the body comes with Content-Encoding {', '.join(names)[:60]!r}; send it"
-            " uncompressed, or use gzip or deflate.",
-            code="unsupported_encoding",
-            headers={"Accept-Encoding": "gzip, deflate"},
-        )
-    return Decoder(names[0])
-
-
-class Decoder:
-    """One compressed body, piece by piece."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._zlib = zlib.decompressobj(WINDOWS[name])
-
-    def take(self, data: bytes, most: int, is_last: bool) -> bytes:
-        """Return what a piece stands for, but not much more than `most` bytes of it. Raises
-        ApiError."""
-        try:
-            found = self._zlib.decompress(data, most + 1)
-        except zlib.error:
-            raise self._wrong("it is not valid in that encoding") from None
-        if self._zlib.unused_data:
-            raise self._wrong("it has data after its end")
-        if is_last and not self._zlib.eof and len(found) <= most:
-            raise self._wrong("it ends too early")
-        return found
-
-    def _wrong(self, what: str) -> ApiError:
-        return bad_request(f"the body has Content-Encoding {self._name!r}, but {what}.")
+        return _Body(receive, 0, refusal=error)
 
 
 class _Body:
@@ -127,7 +83,11 @@ class _Body:
     drop by drop."""
 
     def __init__(
-        self, receive: Receive, most: int, refusal: ApiError, decoder: Decoder | None = None
+        self,
+        receive: Receive,
+        most: int,
+        decoder: Decoder | None = None,
+        refusal: ApiError | None = None,
     ) -> None:
         self._receive = receive
         self._most = most
@@ -148,7 +108,7 @@ class _Body:
             message = {**message, "body": data}
         self._num_bytes += len(data)
         if self._num_bytes > self._most:
-            raise ApiHttpError(self._refusal)
+            raise ApiHttpError(self._refusal or too_large(self._most))
         return message
 
     async def _next(self) -> Message:

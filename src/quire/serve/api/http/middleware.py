@@ -8,8 +8,8 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.wire.logs import current_request
-from quire.serve.api.context import new_id
 from quire.serve.api.error_handlers import error_answer
+from quire.serve.api.ids import new_id
 from quire.serve.api.observed_client import TRACE_HEADERS
 
 REQUEST_ID_HEADER = b"x-request-id"

@@ -16,7 +16,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.serve.api.errors import ApiError, error_body, request_id_of
+from quire.serve.api.errors import ApiError, error_body
+from quire.serve.api.ids import request_id_of
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import with_warnings
-from quire.serve.api.context import Api, knowing, new_id
-from quire.serve.api.errors import request_id_of
+from quire.serve.api.context import Api, knowing
 from quire.serve.api.http.sse import encode, start_stream, unless_disconnected
+from quire.serve.api.ids import new_id, request_id_of
 from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
 from quire.serve.api.messages.errors import REQUEST_ID, message_error_event
 from quire.serve.api.messages.events import MessageEvents, message_of

@@ -26,10 +26,11 @@ from quire.serve.api.bodies.protocol import (
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import checked_grammar
 from quire.serve.api.bodies.validation_errors import shown
-from quire.serve.api.context import Api, ApiContext, answer_id_of, new_id
+from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.http.auth import reader_of
 from quire.serve.api.http.limits import generating
+from quire.serve.api.ids import answer_id_of, new_id
 from quire.serve.api.openai.completions import Prompts, respond
 from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
 from quire.serve.api.pipeline.plan import plan_completion, usage_chunks

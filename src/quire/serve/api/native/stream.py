@@ -17,7 +17,7 @@ from quire.base.errors import HookFailed, RequestError, StepFailed
 from quire.base.settings.config import ServerConfig
 from quire.serve.api.bodies.reading import read_beside
 from quire.serve.api.bodies.validation_errors import shown
-from quire.serve.api.context import ApiContext, model_known, new_id
+from quire.serve.api.context import ApiContext, model_known
 from quire.serve.api.errors import (
     ApiError,
     ApiHttpError,
@@ -30,6 +30,7 @@ from quire.serve.api.http.limits import open_request
 from quire.serve.api.http.origins import refusal_of_handshake
 from quire.serve.api.http.rate_gate import admit
 from quire.serve.api.http.sse import encode
+from quire.serve.api.ids import new_id
 from quire.serve.api.native.open_request import OpenRequest
 from quire.serve.api.pipeline.answer import Answer, Json
 

@@ -8,7 +8,8 @@ from starlette.responses import Response
 from quire.serve.api.bodies.protocol import ChatCompletionRequest
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import with_warnings
-from quire.serve.api.context import Api, new_id
+from quire.serve.api.context import Api
+from quire.serve.api.ids import new_id
 from quire.serve.api.pipeline.answer import Answer
 from quire.serve.api.pipeline.chat import chat_choices, start_chat
 from quire.serve.api.pipeline.plan import plan_chat, usage_chunks

@@ -12,8 +12,10 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
 from quire.render.grammars.grammars import Checked
+from quire.render.infill import Infill
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.bodies.logprobs_json import (
     LegacyLogprobs,
@@ -30,15 +32,19 @@ from quire.serve.api.bodies.protocol import (
 )
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import checked_grammar, with_warnings
-from quire.serve.api.context import Api, ApiContext, answer_id_of, new_id
+from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import bad_request
+from quire.serve.api.ids import answer_id_of, new_id
 from quire.serve.api.pipeline.answer import Answer, Json, UsageCounter
 from quire.serve.api.pipeline.chat import token_names
 from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
 from quire.serve.api.pipeline.plan import CompletionPlan, plan_completion, usage_chunks
-from quire.serve.api.pipeline.prompts import decode, render_completion, with_suffix
-from quire.serve.api.pipeline.requests import Origin, PromptJob, completion_job, cut_prompt
+from quire.serve.api.pipeline.prompts import decode, render_completion, render_prompt
+from quire.serve.api.pipeline.requests import Origin, PromptJob, completion_job
 from quire.serve.hooks import RequestHooks
+
+# Fields that exclude a suffix, and their values that change nothing.
+WITHOUT_SUFFIX = {"echo": False, "truncate_prompt_tokens": None}
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -245,7 +251,7 @@ async def _rendered_in_turn(
 ) -> RenderedPrompt:
     """Render a prompt, then let other requests run: short prompts are tokenised on the event
     loop."""
-    rendered = cut_prompt(api, plan, await render_completion(api, plan, prompt))
+    rendered = await render_completion(api, plan, prompt)
     await asyncio.sleep(0)
     return rendered
 
@@ -284,3 +290,63 @@ def _wrong_prompt(kind: str) -> Exception:
         f" got {kind}.",
         "prompt",
     )
+
+
+# Prompts with a suffix
+
+
+async def with_suffix(
+    api: ApiContext, body: CompletionRequest, prompts: list[object]
+) -> tuple[CompletionRequest, list[object]]:
+    """Join each prompt and the suffix to token ids, and add the tokens that end such answers to the
+    body. Without a suffix nothing changes. Raises ApiError for a model that does not fill in."""
+    if not body.suffix:
+        return body, prompts
+    tokenizer = api.renderer.tokenizer
+    infill = None if tokenizer is None else Infill.of(tokenizer)
+    if infill is None:
+        raise bad_request(
+            "suffix: this model has no fill-in-the-middle tokens; remove suffix.",
+            "suffix",
+            "unsupported_value",
+        )
+    for name, neutral in WITHOUT_SUFFIX.items():
+        if getattr(body, name) not in (None, neutral):
+            raise bad_request(
+                f"{name} cannot be used together with suffix; remove one of them.", name
+            )
+    joined: list[object] = [await _joined(api, infill, body, prompt) for prompt in prompts]
+    if infill.ends and not body.ignore_eos:
+        stops = [*(body.stop_token_ids or ()), *infill.ends]
+        body = body.model_copy(update={"stop_token_ids": stops})
+    return body, joined
+
+
+async def _joined(
+    api: ApiContext, infill: Infill, body: CompletionRequest, prompt: object
+) -> list[int]:
+    suffix = body.suffix or ""
+    special = body.add_special_tokens is not False
+    before = prompt if isinstance(prompt, str) else (await render_prompt(api, prompt)).token_ids
+    texts = [text for text in (before, suffix) if isinstance(text, str)]
+
+    def joined() -> list[int]:
+        _check_length(infill, texts, api.client.ready.max_model_len)
+        return infill.prompt(before, suffix, special)
+
+    return await api.lanes.run(sum(map(len, texts)), joined)
+
+
+def _check_length(infill: Infill, texts: list[str], max_tokens: int) -> None:
+    """Raise ApiError for texts that certainly have too many tokens, without tokenising them."""
+    bound = infill.tokenizer.bound
+    if bound is None or sum(map(len, texts)) <= max_tokens:
+        return
+    at_least = sum(bound.at_least(text) for text in texts)
+    if at_least > max_tokens:
+        raise bad_request(
+            f"prompt and suffix have {at_least} tokens or more; at most {max_tokens} are possible"
+            " here; shorten them.",
+            "suffix",
+            CONTEXT_LENGTH_EXCEEDED,
+        )

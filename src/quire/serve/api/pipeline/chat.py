@@ -48,7 +48,9 @@ async def start_chat(api: ApiContext, plan: ChatPlan) -> Chat:
     """Make a chat ready for the engine. Raises ApiError, RequestError, HookFailed or EngineBusy
     for what cannot be served."""
     async with images_of(api, plan) as (plan, images):
-        plan, hooks = await admitted_chat(api, plan)
+        hooks = None
+        if api.hooks is not None:
+            plan, hooks = await admitted_chat(api, api.hooks, plan)
         prompt = await render_continued(api, plan)
         if prompt is None:
             plan = dataclasses.replace(plan, continued=None)

@@ -13,20 +13,18 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
 from quire.serve.api.pipeline.plan import ChatPlan, Plan
 from quire.serve.api.pipeline.prompts import decode, render_prompt
-from quire.serve.hooks import RequestHooks, asked_of
+from quire.serve.hooks import Hooks, RequestHooks, asked_of
 
 NOBODY = HookContext("", "", "")
 TEMPLATE = ("tools", "documents", "chat_template", "chat_template_kwargs", "reasoning_effort")
 
 
 async def admitted_chat(
-    api: ApiContext, plan: ChatPlan
-) -> tuple[ChatPlan, list[RequestHooks] | None]:
-    """Return the plan as hooks leave it, and the hooks of its one request; None without hooks.
-    Raises RequestError for a request that a hook ends, and HookFailed."""
-    if api.hooks is None:
-        return plan, None
-    body, hooks = plan.body, api.hooks.open(plan.id, plan.tenant, plan.model)
+    api: ApiContext, all_hooks: Hooks, plan: ChatPlan
+) -> tuple[ChatPlan, list[RequestHooks]]:
+    """Return the plan as hooks leave it, and the hooks of its one request. Raises RequestError for
+    a request that a hook ends, and HookFailed."""
+    body, hooks = plan.body, all_hooks.open(plan.id, plan.tenant, plan.model)
     template = {name: value for name in TEMPLATE if (value := getattr(body, name)) is not None}
     asked = HookRequest(NOBODY, body.messages, template=template, params=asked_of(body))
     messages = (await hooks.before_admission(asked)).messages

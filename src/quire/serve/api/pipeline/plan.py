@@ -36,6 +36,7 @@ Body = TypeVar("Body", bound=ServedBody)
 
 CORE_HEADER = b"x-data-parallel-rank"
 MAX_CORE_DIGITS = 9
+DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 # Settings of a beam search, and their values that change nothing without one.
 BEAM_FIELDS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}
 
@@ -231,6 +232,15 @@ def requested_core(scope: Scope) -> int | None:
             "data_parallel_rank",
         )
     return int(given[0])
+
+
+def requested_length(body: GenerationRequest) -> int:
+    """Return how many tokens a body requests at most, before its room is known."""
+    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    if body.max_tokens is not None:
+        return body.max_tokens
+    return DEFAULT_MAX_TOKENS if isinstance(body, CompletionRequest) else 1
 
 
 def _template_options(body: ChatCompletionRequest) -> ChatOptions:

@@ -11,17 +11,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
-from quire.render.infill import Infill
 from quire.render.pooling_prompts import LEFT
 from quire.render.pooling_prompts import truncated as truncated_to
-from quire.render.renderer import Media, RenderedPrompt, is_conversation
+from quire.render.renderer import Media, RenderedPrompt, has_parts, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.turns import behind_an_answer, text_behind
 from quire.render.tokens.tokenizer import Tokenizer
-from quire.serve.api.bodies.protocol import CompletionRequest, GenerationRequest
+from quire.serve.api.bodies.protocol import GenerationRequest
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request, error_in
-from quire.serve.api.pipeline.plan import ChatPlan, CompletionPlan
+from quire.serve.api.pipeline.plan import ChatPlan, CompletionPlan, requested_length
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
 from quire.serve.media.request_images import Messages, RequestImages
@@ -31,8 +30,6 @@ MAX_CUT = 16
 # Characters of a conversation per token of max_model_len, with tools and everything else that the
 # template gets: the template reads all of them, even those that it does not show.
 MAX_CHARS_PER_TOKEN = 256
-# Fields that exclude a suffix, and their values that change nothing.
-WITHOUT_SUFFIX = {"echo": False, "truncate_prompt_tokens": None}
 
 
 @asynccontextmanager
@@ -42,7 +39,7 @@ async def images_of(
     """Read the images of a conversation and hold them while the context is open. Return the plan
     with a digest in place of each image; None for a conversation without parts."""
     messages = plan.body.messages
-    if not any(isinstance(message.get("content"), list) for message in messages):
+    if not has_parts(messages):
         yield plan, None
         return
     async with api.images.open(messages, api.takes_images) as images:
@@ -96,7 +93,8 @@ async def render_continued(api: ApiContext, plan: ChatPlan) -> RenderedPrompt | 
 async def render_completion(
     api: ApiContext, plan: CompletionPlan, prompt: object
 ) -> RenderedPrompt:
-    """Return one prompt of a completion as tokens. Raises ApiError, RequestError and EngineBusy."""
+    """Return one prompt of a completion as tokens, cut as its body requests. Raises ApiError and
+    EngineBusy."""
     body = plan.body
     special = body.add_special_tokens is not False
     try:
@@ -106,7 +104,7 @@ async def render_completion(
         raise
     except RequestError as error:
         raise bad_request(str(error), "prompt", error.code) from error
-    return rendered
+    return truncated(rendered, body, api.client.ready.max_model_len)
 
 
 async def render_prompt(
@@ -176,10 +174,10 @@ async def tokens_after(
 
 
 def truncated(
-    prompt: RenderedPrompt, body: GenerationRequest, max_model_len: int, length: int
+    prompt: RenderedPrompt, body: GenerationRequest, max_model_len: int
 ) -> RenderedPrompt:
-    """Return a prompt cut to truncate_prompt_tokens tokens; -1 keeps what leaves room for `length`
-    tokens of the answer. Raises ApiError."""
+    """Return a prompt cut to truncate_prompt_tokens tokens; -1 keeps what leaves room for the
+    requested length of the answer. Raises ApiError."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -188,7 +186,7 @@ def truncated(
             "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0.",
             "truncate_prompt_tokens",
         )
-    room = max_model_len - max(1, length)
+    room = max_model_len - max(1, requested_length(body))
     return truncated_to(prompt, keep, room, body.truncation_side or LEFT)
 
 
@@ -222,63 +220,3 @@ def tokenizer_of(api: ApiContext) -> Tokenizer:
 async def decode(api: ApiContext, token_ids: list[int]) -> str:
     """Return the text of token ids, in a thread if there are many."""
     return await api.lanes.run(len(token_ids), tokenizer_of(api).decode, token_ids)
-
-
-# Prompts with a suffix
-
-
-async def with_suffix(
-    api: ApiContext, body: CompletionRequest, prompts: list[object]
-) -> tuple[CompletionRequest, list[object]]:
-    """Join each prompt and the suffix to token ids, and add the tokens that end such answers to the
-    body. Without a suffix nothing changes. Raises ApiError for a model that does not fill in."""
-    if not body.suffix:
-        return body, prompts
-    tokenizer = api.renderer.tokenizer
-    infill = None if tokenizer is None else Infill.of(tokenizer)
-    if infill is None:
-        raise bad_request(
-            "suffix: this model has no fill-in-the-middle tokens; remove suffix.",
-            "suffix",
-            "unsupported_value",
-        )
-    for name, neutral in WITHOUT_SUFFIX.items():
-        if getattr(body, name) not in (None, neutral):
-            raise bad_request(
-                f"{name} cannot be used together with suffix; remove one of them.", name
-            )
-    joined: list[object] = [await _joined(api, infill, body, prompt) for prompt in prompts]
-    if infill.ends and not body.ignore_eos:
-        stops = [*(body.stop_token_ids or ()), *infill.ends]
-        body = body.model_copy(update={"stop_token_ids": stops})
-    return body, joined
-
-
-async def _joined(
-    api: ApiContext, infill: Infill, body: CompletionRequest, prompt: object
-) -> list[int]:
-    suffix = body.suffix or ""
-    special = body.add_special_tokens is not False
-    before = prompt if isinstance(prompt, str) else (await render_prompt(api, prompt)).token_ids
-    texts = [text for text in (before, suffix) if isinstance(text, str)]
-
-    def joined() -> list[int]:
-        _check_length(infill, texts, api.client.ready.max_model_len)
-        return infill.prompt(before, suffix, special)
-
-    return await api.lanes.run(sum(map(len, texts)), joined)
-
-
-def _check_length(infill: Infill, texts: list[str], max_tokens: int) -> None:
-    """Raise ApiError for texts that certainly have too many tokens, without tokenising them."""
-    bound = infill.tokenizer.bound
-    if bound is None or sum(map(len, texts)) <= max_tokens:
-        return
-    at_least = sum(bound.at_least(text) for text in texts)
-    if at_least > max_tokens:
-        raise bad_request(
-            f"prompt and suffix have {at_least} tokens or more; at most {max_tokens} are possible"
-            " here; shorten them.",
-            "suffix",
-            CONTEXT_LENGTH_EXCEEDED,
-        )

@@ -27,10 +27,14 @@ from quire.serve.api.bodies.protocol import (
 from quire.serve.api.bodies.structured import form_size
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.pipeline.plan import ChatPlan, CompletionPlan, Continued, Plan
+from quire.serve.api.pipeline.plan import (
+    DEFAULT_MAX_TOKENS,
+    ChatPlan,
+    CompletionPlan,
+    Continued,
+    Plan,
+)
 from quire.serve.api.pipeline.prompts import room_after, truncated
-
-DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 # Fields that SamplingParams has by the same name and with the same meaning.
 OTHERS = {
@@ -66,7 +70,7 @@ def chat_inputs(
     """Return the prompt of a chat, cut as its body requests, and the parameters. Raise ApiError or
     RequestError for a prompt or a length that does not fit."""
     body, max_model_len = plan.body, api.client.ready.max_model_len
-    prompt = truncated(prompt, body, max_model_len, _requested_length(body))
+    prompt = truncated(prompt, body, max_model_len)
     room = room_after(prompt, max_model_len, "messages", can_cut=not plan.clamps_length)
     if plan.clamps_length and body.max_tokens is not None:
         body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
@@ -98,12 +102,6 @@ def completion_job(
     room = room_after(prompt, max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
     return make_job(api, plan, prompt, params, f"{plan.id}-{index}", grammar, origin)
-
-
-def cut_prompt(api: ApiContext, plan: CompletionPlan, prompt: RenderedPrompt) -> RenderedPrompt:
-    """Return a prompt of a completion, cut as its body requests. Raises ApiError."""
-    body = plan.body
-    return truncated(prompt, body, api.client.ready.max_model_len, _requested_length(body))
 
 
 def make_job(
@@ -243,15 +241,6 @@ def _params(
         values["extra_args"] = {KV_TRANSFER: body.kv_transfer_params}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, output_kind=kind)
-
-
-def _requested_length(body: GenerationRequest) -> int:
-    """Return how many tokens a body requests at most, before its room is known."""
-    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
-        return body.max_completion_tokens
-    if body.max_tokens is not None:
-        return body.max_tokens
-    return DEFAULT_MAX_TOKENS if isinstance(body, CompletionRequest) else 1
 
 
 def _checked_length(name: str, value: int, minimum: int, room: int) -> int:

@@ -19,9 +19,10 @@ from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
-from quire.serve.api.context import ApiContext, new_id
+from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
 from quire.serve.api.http.sse import unless_disconnected
+from quire.serve.api.ids import new_id
 from quire.serve.api.pipeline.answer import Json, collect
 from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
 from quire.serve.api.pipeline.plan import checked_template, plan_body

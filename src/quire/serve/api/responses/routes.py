@@ -12,10 +12,11 @@ from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import with_warnings
 from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import Api, ApiContext
-from quire.serve.api.errors import ApiError, bad_request, request_id_of
+from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.http.auth import has_key
 from quire.serve.api.http.limits import generating
 from quire.serve.api.http.sse import Events, encode, start_stream, unless_disconnected
+from quire.serve.api.ids import request_id_of
 from quire.serve.api.responses.background import RunningResponse, error_event
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.state import process_of
