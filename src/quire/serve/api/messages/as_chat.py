@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from quire.render.answers.format import AnswerFormat
 from quire.serve.api.bodies.protocol import ChatCompletionRequest
 from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.errors import bad_request
@@ -49,9 +48,8 @@ def chat_of(body: Conversing) -> ChatCompletionRequest:
     return ChatCompletionRequest.model_construct(**fields)
 
 
-def answered_chat_of(body: MessagesRequest, answer_format: AnswerFormat) -> ChatCompletionRequest:
-    """Return the chat with the same prompt and the same answer. answer_format: how this model
-    answers. Raises ApiError."""
+def answered_chat_of(body: MessagesRequest) -> ChatCompletionRequest:
+    """Return the chat with the same prompt and the same answer. Raises ApiError."""
     fields: Json = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     fields["max_tokens"] = max(1, body.max_tokens)
     if body.stop_sequences:
@@ -59,7 +57,7 @@ def answered_chat_of(body: MessagesRequest, answer_format: AnswerFormat) -> Chat
     if body.metadata is not None and body.metadata.user_id is not None:
         fields["user"] = body.metadata.user_id
     if body.thinking is not None:
-        fields |= _of_thinking(body.thinking, body.max_tokens, answer_format)
+        fields |= _of_thinking(body.thinking, body.max_tokens)
     return chat_of(body).model_copy(update=fields)
 
 
@@ -118,8 +116,8 @@ def _of_output(output: OutputConfig) -> Json:
     return fields
 
 
-def _of_thinking(thinking: Thinking, max_tokens: int, answer_format: AnswerFormat) -> Json:
-    """Bound the reasoning, if the model's answers have one, and max_tokens is not less anyway."""
+def _of_thinking(thinking: Thinking, max_tokens: int) -> Json:
+    """Bound the reasoning, unless max_tokens is the lower bound."""
     if thinking.type == "disabled":
         return {"include_reasoning": False}
     budget = thinking.budget_tokens
@@ -130,6 +128,6 @@ def _of_thinking(thinking: Thinking, max_tokens: int, answer_format: AnswerForma
             "thinking.budget_tokens is required with the type enabled; add it, or use adaptive.",
             "thinking",
         )
-    if answer_format.reasoning is None or budget >= max_tokens:
+    if budget >= max_tokens:
         return {}
     return {"thinking_token_budget": budget}

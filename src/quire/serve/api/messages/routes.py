@@ -23,8 +23,9 @@ from quire.serve.api.messages.protocol import (
     MessagesRequest,
 )
 from quire.serve.api.pipeline.answer import Answer
-from quire.serve.api.pipeline.chat import Chat, chat_choices, count_chat, start_chat
-from quire.serve.api.pipeline.plan import check_generates, plan_chat, plan_prompt
+from quire.serve.api.pipeline.chat import Chat, count_chat, start_chat
+from quire.serve.api.pipeline.chat_choice import chat_choices
+from quire.serve.api.pipeline.plan import plan_chat, plan_prompt
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 
@@ -38,11 +39,9 @@ counting_router = fastapi.APIRouter(route_class=BoundedRoute)
 async def create_message(body: MessagesRequest, request: fastapi.Request, api: Api) -> Response:
     """The next message of a conversation, made of blocks."""
     check_neutral(body)
-    check_generates(api)
     message_id = new_id("msg")
-    answer_format = api.renderer.answer_format(None, bool(body.tools))
-    chat_body = await api.lanes.run(_size(body), answered_chat_of, body, answer_format)
-    plan = plan_chat(api, chat_body, request.scope, message_id, clamps_length=True)
+    chat_body = await api.lanes.run(_size(body), answered_chat_of, body)
+    plan = plan_chat(api, chat_body, request.scope, message_id, is_lenient=True)
     chat = await start_chat(api, plan)
     [choice] = chat_choices(api, chat, named_call_stops=False)
     answer = Answer(api.client, plan, {}, [chat.job], [[choice]], chat.hooks)

@@ -21,8 +21,14 @@ from quire.serve.api.openai.completions import CompletionChoice, logprob_names
 from quire.serve.api.pipeline.answer import Answer, Json, UsageCounter
 from quire.serve.api.pipeline.hooked_prompt import admitted_ids
 from quire.serve.api.pipeline.plan import CompletionPlan, UsageChunks, plan_completion
-from quire.serve.api.pipeline.prompts import room_after, tokenizer_of
-from quire.serve.api.pipeline.requests import Origin, PromptJob, completion_params, make_job
+from quire.serve.api.pipeline.prompts import tokenizer_of
+from quire.serve.api.pipeline.requests import (
+    Origin,
+    PromptJob,
+    completion_params,
+    make_job,
+    room_after,
+)
 from quire.serve.hooks import RequestHooks
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
@@ -51,6 +57,7 @@ class OpenRequest:
         """Begin a request. fields: those of a completion. scope: of its connection. Raises ApiError
         or RequestError for wrong fields."""
         body = _body(fields)
+        check_neutral(body)
         check_neutral(body, RULES)
         options = body.stream_options
         in_each = options and options.include_usage and options.continuous_usage_stats

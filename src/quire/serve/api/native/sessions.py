@@ -16,6 +16,7 @@ from quire.base.requests.media_items import items_before
 from quire.base.requests.validation import MAX_KEEP_S
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
+from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.protocol import (
     INT32,
     MAX_N,
@@ -185,6 +186,7 @@ async def _go_on(
     takes_over: bool,
 ) -> Response:
     """Answer with the continuations of the first at_token tokens and what is put behind them."""
+    check_neutral(body)
     usage = usage_chunks(body, api.config)
     for name in NOT_BEHIND:
         if getattr(body, name) is not None:

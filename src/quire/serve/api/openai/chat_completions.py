@@ -5,13 +5,15 @@ import time
 import fastapi
 from starlette.responses import Response
 
+from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.protocol import ChatCompletionRequest
 from quire.serve.api.bodies.reading import BoundedRoute
 from quire.serve.api.bodies.structured import with_warnings
 from quire.serve.api.context import Api
 from quire.serve.api.ids import new_id
 from quire.serve.api.pipeline.answer import Answer
-from quire.serve.api.pipeline.chat import chat_choices, start_chat
+from quire.serve.api.pipeline.chat import start_chat
+from quire.serve.api.pipeline.chat_choice import chat_choices
 from quire.serve.api.pipeline.plan import plan_chat, usage_chunks
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
@@ -22,6 +24,7 @@ async def create_chat_completion(
     body: ChatCompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
     """The next message of a conversation, or n of them to choose from."""
+    check_neutral(body)
     usage = usage_chunks(body, api.config)
     plan = plan_chat(api, body, request.scope, new_id("chatcmpl"), usage)
     chat = await start_chat(api, plan)

@@ -23,6 +23,7 @@ from quire.serve.api.bodies.logprobs_json import (
     TokenNames,
     prompt_logprobs_json,
 )
+from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.protocol import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -36,7 +37,7 @@ from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import bad_request
 from quire.serve.api.ids import answer_id_of, new_id
 from quire.serve.api.pipeline.answer import Answer, Json, UsageCounter
-from quire.serve.api.pipeline.chat import token_names
+from quire.serve.api.pipeline.chat_choice import token_names
 from quire.serve.api.pipeline.hooked_prompt import admitted_prompts
 from quire.serve.api.pipeline.plan import CompletionPlan, plan_completion, usage_chunks
 from quire.serve.api.pipeline.prompts import decode, render_completion, render_prompt
@@ -54,6 +55,7 @@ async def create_completion(
     body: CompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
     """Continue each prompt; choices in the order of the prompts, those of one side by side."""
+    check_neutral(body)
     usage = usage_chunks(body, api.config)
     plan = plan_completion(api, body, request.scope, new_id("cmpl"), usage)
     prompts = split_prompts(body.prompt)

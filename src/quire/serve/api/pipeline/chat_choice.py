@@ -5,12 +5,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from quire.base.requests.outputs import CompletionOutput, RequestOutput
+from quire.render.answers.format import NamedTool
 from quire.render.answers.parser import AnswerParser
 from quire.render.answers.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from quire.render.tokens.detokenizer import IncrementalDetokenizer
 from quire.serve.api.bodies.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
-from quire.serve.api.bodies.protocol import ChatCompletionRequest
+from quire.serve.api.bodies.protocol import ChatCompletionRequest, GenerationRequest
+from quire.serve.api.context import ApiContext
 from quire.serve.api.pipeline.answer import Json, UsageCounter
+from quire.serve.api.pipeline.chat import Chat
 from quire.serve.api.pipeline.plan import ChatPlan
 from quire.serve.api.pipeline.requests import PromptJob
 
@@ -209,6 +212,34 @@ class ChatChoice:
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
         return found
+
+
+def chat_choices(api: ApiContext, chat: Chat, named_call_stops: bool = True) -> list[ChatChoice]:
+    """Return the n choices, which share one usage. named_call_stops: an answer that calls the tool
+    named by its request ends with `stop`, as OpenAI's does."""
+    plan, job, form = chat.plan, chat.job, chat.form
+    body, params, tokenizer = plan.body, job.request.params, api.renderer.tokenizer
+    names = token_names(api, body) if body.logprobs or body.logprob_token_ids else None
+    has_reasoning = form.format.reasoning is not None
+    num_reasoning = 0 if has_reasoning else None
+    usage = UsageCounter(len(job.token_ids), tenant=plan.tenant, num_reasoning=num_reasoning)
+    stops = named_call_stops and isinstance(form.choice, NamedTool)
+    choices = []
+    for index in range(params.n):
+        parser = form.parser() if has_reasoning or form.calls is not None else None
+        counts = None
+        if has_reasoning and tokenizer is not None:
+            counts = ReasoningCount(IncrementalDetokenizer(tokenizer, params, job.token_ids))
+        role = api.config.response_role
+        choices.append(ChatChoice(index, plan, job, names, usage, parser, counts, stops, role))
+    return choices
+
+
+def token_names(api: ApiContext, body: GenerationRequest) -> TokenNames:
+    """Return how the tokens of log-probabilities are shown."""
+    as_ids = body.return_tokens_as_token_ids
+    shows_ids = api.config.return_tokens_as_token_ids if as_ids is None else as_ids
+    return TokenNames(api.renderer.tokenizer, shows_ids)
 
 
 def _runs(parts: Iterable[Part]) -> list[list[Part]]:

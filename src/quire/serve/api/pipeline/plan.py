@@ -15,7 +15,6 @@ from quire.base.requests.structured_outputs import StructuredOutputsParams
 from quire.base.requests.validation import gives_no_text
 from quire.base.settings.config import ServerConfig
 from quire.render.templates.chat_template import ChatOptions
-from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -36,7 +35,6 @@ Body = TypeVar("Body", bound=ServedBody)
 
 CORE_HEADER = b"x-data-parallel-rank"
 MAX_CORE_DIGITS = 9
-DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 # Settings of a beam search, and their values that change nothing without one.
 BEAM_FIELDS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}
 
@@ -80,7 +78,7 @@ class ChatPlan(Plan[ChatCompletionRequest]):
     options: ChatOptions = ChatOptions()  # what the template gets besides the messages
     template: str | None = None  # the request's own template, which is allowed
     constraint: Constraint = Constraint(*UNCONSTRAINED)
-    clamps_length: bool = False  # a max_tokens beyond the room is reduced to it
+    is_lenient: bool = False  # too large a max_tokens or reasoning budget is reduced
     continued: "Continued | None" = None
 
 
@@ -104,7 +102,7 @@ def plan_chat(
     response_id: str,
     usage: UsageChunks = NO_USAGE_CHUNKS,
     *,
-    clamps_length: bool = False,
+    is_lenient: bool = False,
     continued: Continued | None = None,
 ) -> ChatPlan:
     """Return the plan of a chat. Raise ApiError or RequestError for a body that cannot be served,
@@ -125,7 +123,7 @@ def plan_chat(
         _template_options(body),
         checked_template(api, body.chat_template),
         Constraint(*constraint),
-        clamps_length,
+        is_lenient,
         continued,
     )
 
@@ -145,10 +143,9 @@ def plan_completion(
 
 
 def plan_body(api: ApiContext, body: Body, scope: Scope, response_id: str) -> Plan[Body]:
-    """Return the plan of a body of any kind. Raise ApiError for an unknown model, a field that
-    cannot be served, a priority that the key may not use, or a wrong number of a core."""
+    """Return the plan of a body of any kind. Raise ApiError for an unknown model, a priority
+    that the key may not use, or a wrong number of a core."""
     model = check_model(api, body.model)
-    check_neutral(body)
     tenant = tenant_asking(scope, api.config, body)
     return Plan(body, response_id, model, tenant, requested_core(scope))
 
@@ -232,15 +229,6 @@ def requested_core(scope: Scope) -> int | None:
             "data_parallel_rank",
         )
     return int(given[0])
-
-
-def requested_length(body: GenerationRequest) -> int:
-    """Return how many tokens a body requests at most, before its room is known."""
-    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
-        return body.max_completion_tokens
-    if body.max_tokens is not None:
-        return body.max_tokens
-    return DEFAULT_MAX_TOKENS if isinstance(body, CompletionRequest) else 1
 
 
 def _template_options(body: ChatCompletionRequest) -> ChatOptions:

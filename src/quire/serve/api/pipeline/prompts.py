@@ -11,16 +11,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, RequestError
-from quire.render.pooling_prompts import LEFT
-from quire.render.pooling_prompts import truncated as truncated_to
 from quire.render.renderer import Media, RenderedPrompt, has_parts, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.turns import behind_an_answer, text_behind
 from quire.render.tokens.tokenizer import Tokenizer
-from quire.serve.api.bodies.protocol import GenerationRequest
 from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import ApiError, bad_request, error_in
-from quire.serve.api.pipeline.plan import ChatPlan, CompletionPlan, requested_length
+from quire.serve.api.errors import bad_request, error_in
+from quire.serve.api.pipeline.plan import ChatPlan, CompletionPlan
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
 from quire.serve.media.request_images import Messages, RequestImages
@@ -93,18 +90,16 @@ async def render_continued(api: ApiContext, plan: ChatPlan) -> RenderedPrompt | 
 async def render_completion(
     api: ApiContext, plan: CompletionPlan, prompt: object
 ) -> RenderedPrompt:
-    """Return one prompt of a completion as tokens, cut as its body requests. Raises ApiError and
-    EngineBusy."""
+    """Return one prompt of a completion as tokens. Raises ApiError and EngineBusy."""
     body = plan.body
     special = body.add_special_tokens is not False
     try:
         is_cut = body.truncate_prompt_tokens is not None
-        rendered = await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
+        return await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
     except EngineBusy:  # no field is to blame
         raise
     except RequestError as error:
         raise bad_request(str(error), "prompt", error.code) from error
-    return truncated(rendered, body, api.client.ready.max_model_len)
 
 
 async def render_prompt(
@@ -171,41 +166,6 @@ async def tokens_after(
     end = tokenizer_of(api).decode(token_ids[-1:]) if has_ended else ""
     tail = text_behind(whole.text or "", mark, end)
     return await render_prompt(api, tail, add_special_tokens=False)
-
-
-def truncated(
-    prompt: RenderedPrompt, body: GenerationRequest, max_model_len: int
-) -> RenderedPrompt:
-    """Return a prompt cut to truncate_prompt_tokens tokens; -1 keeps what leaves room for the
-    requested length of the answer. Raises ApiError."""
-    keep = body.truncate_prompt_tokens
-    if keep is None:
-        return prompt
-    if keep == 0:
-        raise bad_request(
-            "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0.",
-            "truncate_prompt_tokens",
-        )
-    room = max_model_len - max(1, requested_length(body))
-    return truncated_to(prompt, keep, room, body.truncation_side or LEFT)
-
-
-def room_after(prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: bool = True) -> int:
-    """Return how many tokens fit after a prompt. Raise ApiError if there is no room.
-
-    param: the field that the error names. can_cut: the request may set truncate_prompt_tokens.
-    """
-    room = max_model_len - len(prompt.token_ids)
-    if room >= 1:
-        return room
-    or_cut = ", or set truncate_prompt_tokens=-1" if can_cut else ""
-    raise ApiError(
-        400,
-        f"{param}: the prompt has {len(prompt.token_ids)} tokens, and max_model_len is"
-        f" {max_model_len}, which must hold the answer as well. Shorten the prompt{or_cut}.",
-        param=param,
-        code=CONTEXT_LENGTH_EXCEEDED,
-    )
 
 
 def tokenizer_of(api: ApiContext) -> Tokenizer:

@@ -17,6 +17,8 @@ from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
 from quire.render.answers.format import AskedAnswer
 from quire.render.generation import GenerationDefaults
 from quire.render.grammars.grammars import Checked
+from quire.render.pooling_prompts import LEFT
+from quire.render.pooling_prompts import truncated as truncated_to
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.bodies.asked_tools import AskedTools, asked_tools
 from quire.serve.api.bodies.protocol import (
@@ -28,13 +30,13 @@ from quire.serve.api.bodies.structured import form_size
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.pipeline.plan import (
-    DEFAULT_MAX_TOKENS,
     ChatPlan,
     CompletionPlan,
     Continued,
     Plan,
 )
-from quire.serve.api.pipeline.prompts import room_after, truncated
+
+DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 # Fields that SamplingParams has by the same name and with the same meaning.
 OTHERS = {
@@ -71,8 +73,8 @@ def chat_inputs(
     RequestError for a prompt or a length that does not fit."""
     body, max_model_len = plan.body, api.client.ready.max_model_len
     prompt = truncated(prompt, body, max_model_len)
-    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.clamps_length)
-    if plan.clamps_length and body.max_tokens is not None:
+    room = room_after(prompt, max_model_len, "messages", can_cut=not plan.is_lenient)
+    if plan.is_lenient and body.max_tokens is not None:
         body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
     params = chat_params(body, api.requests.defaults, room)
     params.shown_special_token_ids = list(form.format.shown_special_token_ids) or None
@@ -96,9 +98,12 @@ def completion_job(
     grammar: str,
     origin: Origin,
 ) -> PromptJob:
-    """Make and admit the request of one prompt of a completion. index: of the prompt. Raise
-    ApiError or RequestError for what the engine can never serve."""
+    """Make and admit the request of one prompt of a completion, cut as its body requests.
+
+    index: of the prompt. Raise ApiError or RequestError for what the engine can never serve.
+    """
     body, max_model_len = plan.body, api.client.ready.max_model_len
+    prompt = truncated(prompt, body, max_model_len)
     room = room_after(prompt, max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
     return make_job(api, plan, prompt, params, f"{plan.id}-{index}", grammar, origin)
@@ -144,6 +149,44 @@ def make_job(
     return PromptJob(prompt, request)
 
 
+# What fits
+
+
+def truncated(
+    prompt: RenderedPrompt, body: GenerationRequest, max_model_len: int
+) -> RenderedPrompt:
+    """Return a prompt cut to truncate_prompt_tokens tokens; -1 keeps what leaves room for the
+    requested length of the answer. Raises ApiError."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise bad_request(
+            "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0.",
+            "truncate_prompt_tokens",
+        )
+    room = max_model_len - max(1, _requested_length(body))
+    return truncated_to(prompt, keep, room, body.truncation_side or LEFT)
+
+
+def room_after(prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: bool = True) -> int:
+    """Return how many tokens fit after a prompt. Raise ApiError if there is no room.
+
+    param: the field that the error names. can_cut: the request may set truncate_prompt_tokens.
+    """
+    room = max_model_len - len(prompt.token_ids)
+    if room >= 1:
+        return room
+    or_cut = ", or set truncate_prompt_tokens=-1" if can_cut else ""
+    raise ApiError(
+        400,
+        f"{param}: the prompt has {len(prompt.token_ids)} tokens, and max_model_len is"
+        f" {max_model_len}, which must hold the answer as well. Shorten the prompt{or_cut}.",
+        param=param,
+        code=CONTEXT_LENGTH_EXCEEDED,
+    )
+
+
 # What the answer must be
 
 
@@ -155,6 +198,8 @@ def answer_form(api: ApiContext, plan: ChatPlan, prompt: str) -> AskedAnswer:
     tools = asked_tools(body) if has_tools else AskedTools()
     answer_format = api.renderer.answer_format(body.chat_template, bool(plan.options.tools))
     budget = body.thinking_token_budget
+    if plan.is_lenient and answer_format.reasoning is None:
+        budget = None
     return AskedAnswer(
         answer_format,
         tools.callable,
@@ -241,6 +286,15 @@ def _params(
         values["extra_args"] = {KV_TRANSFER: body.kv_transfer_params}
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, output_kind=kind)
+
+
+def _requested_length(body: GenerationRequest) -> int:
+    """Return how many tokens a body requests at most, before its room is known."""
+    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens
+    if body.max_tokens is not None:
+        return body.max_tokens
+    return DEFAULT_MAX_TOKENS if isinstance(body, CompletionRequest) else 1
 
 
 def _checked_length(name: str, value: int, minimum: int, room: int) -> int:

@@ -18,6 +18,7 @@ from quire.base.requests.pooling_params import PoolingParams, needed_task
 from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
+from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
@@ -55,6 +56,7 @@ class PoolingCall:
         params: PoolingParams,
         *tasks: str,
     ) -> None:
+        check_neutral(body)
         self._plan = plan_body(api, body, request.scope, new_id(prefix))
         self.model, self.id = self._plan.model, self._plan.id
         self.spec: PoolingSpec = needed_task(api.client.ready.pooling, *tasks)

@@ -18,9 +18,9 @@ from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.http.auth import reader_of
 from quire.serve.api.http.limits import open_request
 from quire.serve.api.pipeline.answer import Answer, usage_json
-from quire.serve.api.pipeline.chat import Chat, chat_choices, start_chat
-from quire.serve.api.pipeline.chat_choice import ChatChoice
-from quire.serve.api.pipeline.plan import check_model, plan_chat
+from quire.serve.api.pipeline.chat import Chat, start_chat
+from quire.serve.api.pipeline.chat_choice import ChatChoice, chat_choices
+from quire.serve.api.pipeline.plan import plan_chat
 from quire.serve.api.responses.as_chat import chat_body, in_own_words
 from quire.serve.api.responses.background import RunningResponse, error_json, event
 from quire.serve.api.responses.body import ResponsesRequest
@@ -47,7 +47,6 @@ def owner_of(scope: Scope, api: ApiContext) -> str:
 async def make_turn(api: ApiContext, body: ResponsesRequest, scope: Scope) -> "Turn":
     """Make a response ready for the engine. Raises ApiError, RequestError or HookFailed for what
     cannot be served."""
-    check_model(api, body.model)
     check_neutral(body)
     if body.background and body.store is False:
         text = (

@@ -16,8 +16,13 @@ from quire.serve.api.bodies.protocol import (
     GenerationRequest,
 )
 from quire.serve.api.errors import ApiError
-from quire.serve.api.pipeline.prompts import room_after, truncated
-from quire.serve.api.pipeline.requests import SAME, chat_params, completion_params
+from quire.serve.api.pipeline.requests import (
+    SAME,
+    chat_params,
+    completion_params,
+    room_after,
+    truncated,
+)
 
 RULES = unsupported_fields(CompletionRequest) | unsupported_fields(ChatCompletionRequest)
 DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})
