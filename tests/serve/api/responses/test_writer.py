@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.serve.api.responses.writer import ResponseWriter
-from tests.serve.api.test_chat_choice import CALL, Answering
+from tests.serve.api.pipeline.test_chat_choice import CALL, Answering
 from tests.support.serve.official_types import Json, check_event, checked
 
 ANSWER = f"<think>\nhm, x\n</think>\n\nI call.\n{CALL}\n{CALL}"

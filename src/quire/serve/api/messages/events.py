@@ -5,13 +5,15 @@ them. A message in one piece is made of the same events.
 """
 
 import hashlib
-from collections.abc import Collection, Iterable
+from collections.abc import AsyncGenerator, Collection, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from quire.base.requests.hooks import CONTENT_FILTER
 from quire.render.templates.conversation import arguments_object
-from quire.serve.api.pipeline.answer import UsageCounter
+from quire.serve.api.http.sse import encode
+from quire.serve.api.pipeline.answer import Answer, UsageCounter
 
 Json = dict[str, Any]
 
@@ -174,3 +176,27 @@ def _close(block: Json, text: str) -> None:
         block["input"] = arguments_object(text)
     else:
         block[block["type"]] = text
+
+
+async def whole(answer: Answer, events: MessageEvents) -> Json:
+    """Return a message in one piece, made of all events."""
+    found: list[Json] = []
+    async with aclosing(answer.chunks()) as pieces:
+        async for chunks in pieces:
+            for chunk in chunks:
+                found += events.of_chunk(chunk)
+    return message_of(found)
+
+
+async def stream(answer: Answer, events: MessageEvents) -> AsyncGenerator[bytes, None]:
+    """Yield one piece per output that has something to show."""
+    async with aclosing(answer.chunks()) as pieces:
+        async for chunks in pieces:
+            found = [event for chunk in chunks for event in events.of_chunk(chunk)]
+            if found:
+                yield b"".join(map(_event, found))
+
+
+def _event(event: Json) -> bytes:
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"

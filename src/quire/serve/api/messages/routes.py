@@ -1,8 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: a conversation in Anthropic's form, answered or
 counted."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import fastapi
@@ -16,7 +14,7 @@ from quire.serve.api.http.sse import encode, start_stream, unless_disconnected
 from quire.serve.api.ids import new_id, request_id_of
 from quire.serve.api.messages.as_chat import answered_chat_of, chat_of
 from quire.serve.api.messages.errors import REQUEST_ID, message_error_event
-from quire.serve.api.messages.events import MessageEvents, message_of
+from quire.serve.api.messages.events import MessageEvents, stream, whole
 from quire.serve.api.messages.protocol import (
     Conversing,
     CountTokensRequest,
@@ -54,10 +52,10 @@ async def create_message(body: MessagesRequest, request: fastapi.Request, api: A
         is_dropped=body.max_tokens == 0,
     )
     if body.stream:
-        response = await start_stream(request, _stream(answer, events), message_error_event)
+        response = await start_stream(request, stream(answer, events), message_error_event)
     else:
-        whole = await unless_disconnected(request.receive, _whole(answer, events))
-        response = Response(encode(whole), media_type="application/json")
+        message = await unless_disconnected(request.receive, whole(answer, events))
+        response = Response(encode(message), media_type="application/json")
     response.headers[REQUEST_ID] = request_id_of(request)
     return with_warnings(response, chat.grammar)
 
@@ -80,26 +78,3 @@ def _size(body: Conversing) -> int:
 def _is_cut(body: MessagesRequest, chat: Chat) -> bool:
     most = chat.job.request.params.max_tokens
     return most is not None and most < body.max_tokens
-
-
-async def _whole(answer: Answer, events: MessageEvents) -> Json:
-    found: list[Json] = []
-    async with aclosing(answer.chunks()) as pieces:
-        async for chunks in pieces:
-            for chunk in chunks:
-                found += events.of_chunk(chunk)
-    return message_of(found)
-
-
-async def _stream(answer: Answer, events: MessageEvents) -> AsyncGenerator[bytes, None]:
-    """Yield one piece per output that has something to show."""
-    async with aclosing(answer.chunks()) as pieces:
-        async for chunks in pieces:
-            found = [event for chunk in chunks for event in events.of_chunk(chunk)]
-            if found:
-                yield b"".join(map(_event, found))
-
-
-def _event(event: Json) -> bytes:
-    name: str = event["type"]
-    return b"event: " + name.encode() + b"\ndata: " + encode(event) + b"\n\n"

@@ -229,7 +229,7 @@ class CompletionChoice:
         if self._begun or self._echo is None:
             return self._logprobs.block(token_ids, after)
         before = output.prompt_logprobs or [None]
-        return self._logprobs.block(self._job.token_ids + token_ids, before + after)
+        return self._logprobs.block(self._job.request.prompt_token_ids + token_ids, before + after)
 
     def _add_prompt(self, choice: Json, output: RequestOutput) -> None:
         """Add what only the first piece holds."""
@@ -263,7 +263,10 @@ async def _choices(
 ) -> list[CompletionChoice]:
     """Return the choices of one prompt."""
     n, echo = job.request.params.n, await _echo(api, plan.body, job)
-    usage, names = UsageCounter(len(job.token_ids), tenant=plan.tenant), logprob_names(api, plan)
+    usage, names = (
+        UsageCounter(len(job.request.prompt_token_ids), tenant=plan.tenant),
+        logprob_names(api, plan),
+    )
     return [
         CompletionChoice(prompt_index * n + index, plan, job, names, usage, echo)
         for index in range(n)
@@ -283,7 +286,7 @@ async def _echo(api: ApiContext, body: CompletionRequest, job: PromptJob) -> str
         return None
     if job.prompt.text is not None:
         return job.prompt.text
-    return "" if api.renderer.tokenizer is None else await decode(api, job.token_ids)
+    return "" if api.renderer.tokenizer is None else await decode(api, job.request.prompt_token_ids)
 
 
 def _wrong_prompt(kind: str) -> Exception:

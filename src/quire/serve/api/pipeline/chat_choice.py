@@ -208,7 +208,7 @@ class ChatChoice:
         if self._index > 0:
             return found
         if self._body.return_token_ids:
-            found["prompt_token_ids"] = self._job.token_ids
+            found["prompt_token_ids"] = self._job.request.prompt_token_ids
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
         return found
@@ -222,14 +222,18 @@ def chat_choices(api: ApiContext, chat: Chat, named_call_stops: bool = True) -> 
     names = token_names(api, body) if body.logprobs or body.logprob_token_ids else None
     has_reasoning = form.format.reasoning is not None
     num_reasoning = 0 if has_reasoning else None
-    usage = UsageCounter(len(job.token_ids), tenant=plan.tenant, num_reasoning=num_reasoning)
+    usage = UsageCounter(
+        len(job.request.prompt_token_ids), tenant=plan.tenant, num_reasoning=num_reasoning
+    )
     stops = named_call_stops and isinstance(form.choice, NamedTool)
     choices = []
     for index in range(params.n):
         parser = form.parser() if has_reasoning or form.calls is not None else None
         counts = None
         if has_reasoning and tokenizer is not None:
-            counts = ReasoningCount(IncrementalDetokenizer(tokenizer, params, job.token_ids))
+            counts = ReasoningCount(
+                IncrementalDetokenizer(tokenizer, params, job.request.prompt_token_ids)
+            )
         role = api.config.response_role
         choices.append(ChatChoice(index, plan, job, names, usage, parser, counts, stops, role))
     return choices

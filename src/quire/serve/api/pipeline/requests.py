@@ -53,10 +53,6 @@ class PromptJob:
     prompt: RenderedPrompt
     request: Request
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.request.prompt_token_ids
-
 
 @dataclass(frozen=True)
 class Origin:

@@ -19,9 +19,9 @@ from quire.serve.api.http.sse import Events, encode, start_stream, unless_discon
 from quire.serve.api.ids import request_id_of
 from quire.serve.api.responses.background import RunningResponse, error_event
 from quire.serve.api.responses.body import ResponsesRequest
+from quire.serve.api.responses.start import make_turn, owner_of
 from quire.serve.api.responses.state import process_of
 from quire.serve.api.responses.store import Stored
-from quire.serve.api.responses.turn import make_turn, owner_of
 
 MAX_ITEMS = 100
 

@@ -1,0 +1,78 @@
+"""The walk of a request from its route to the engine goes one way: no file is entered twice."""
+
+import asyncio
+import sys
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import httpx2
+import pytest
+
+import quire.serve.api
+from quire.serve.api.app import create_app
+from quire.serve.api.messages.routes import create_message
+from quire.serve.api.openai.chat_completions import create_chat_completion
+from quire.serve.api.openai.completions import create_completion
+from quire.serve.api.responses.routes import create_response
+from tests.serve.api.conftest import MakeContext
+
+ROOM = str(Path(quire.serve.api.__file__).parent)
+SHARED = "responses/state.py"  # an object of the process, as the context is
+FOLDERS = ("bodies", "openai", "messages", "responses", "pooling", "pipeline")
+MESSAGE = {"role": "user", "content": "Hello"}
+
+
+class Walk:
+    """Notes the files of serve/api whose functions are called, between a route and the engine."""
+
+    def __init__(self, route: CodeType) -> None:
+        self.files: list[str] = []
+        self._route = route
+        self._frames: set[FrameType] = set()  # a coroutine that resumes is no new call
+        self._is_on = False
+
+    def see(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call" or frame in self._frames:
+            return
+        self._frames.add(frame)
+        self._is_on |= frame.f_code is self._route
+        if frame.f_code.co_name == "generate" and "fake_client" in frame.f_code.co_filename:
+            self._is_on = False
+        if not self._is_on or not frame.f_code.co_filename.startswith(ROOM):
+            return
+        name = frame.f_code.co_filename[len(ROOM) + 1 :]
+        caller = frame.f_back
+        is_entered = caller is None or caller.f_code.co_filename != frame.f_code.co_filename
+        if name.startswith(FOLDERS) and name != SHARED and is_entered and self.files[-1:] != [name]:
+            self.files.append(name)
+
+
+@pytest.mark.parametrize(
+    ("route", "path", "body", "length"),
+    [
+        (create_chat_completion, "/v1/chat/completions", {"messages": [MESSAGE]}, 8),
+        (create_completion, "/v1/completions", {"prompt": "Hello"}, 7),
+        (create_message, "/v1/messages", {"messages": [MESSAGE], "max_tokens": 2}, 10),
+        (create_response, "/v1/responses", {"input": "Hello"}, 10),
+    ],
+)
+def test_no_file_is_entered_twice(
+    make_context: MakeContext, route: FunctionType, path: str, body: dict[str, Any], length: int
+) -> None:
+    app, walk = create_app(make_context()), Walk(route.__code__)
+
+    async def post() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            sys.setprofile(walk.see)
+            try:
+                return await client.post(path, json={"model": "demo", "max_tokens": 2} | body)
+            finally:
+                sys.setprofile(None)
+
+    response = asyncio.run(post())
+    assert response.status_code == 200, response.text
+    again = [name for place, name in enumerate(walk.files) if name in walk.files[:place]]
+    assert not again, " ".join(walk.files)
+    assert len(walk.files) >= length and walk.files[-1] == "pipeline/answer.py", walk.files
