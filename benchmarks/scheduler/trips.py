@@ -10,6 +10,8 @@ step      the core plans one step and takes its result: one row decodes, a promp
 forward   the demo model's runner carries out one plan on the CPU: one row decodes.
 chat      one POST to /v1/chat/completions that streams, from ASGI through the socket to the core
           and back. Client and core live in one process.
+front     the part of that chat which an API process runs: without the core's thread, whose files
+          the other trips count.
 
 Lines are those of whole files, as `wc -l` counts them.
 """
@@ -47,13 +49,18 @@ from quire.tools.report import benchmark_parser, print_head
 
 PACKAGE = Path(quire.__file__).parent
 BLOCK_SIZE = 16
+CORE = "core"  # the name of the core's thread
 
 
 class Trip:
-    """The files whose functions run while `is_on`, in all threads started after `install`."""
+    """The files whose functions run while `is_on`, in all threads started after `install`.
+
+    front: the files of all threads except the core's.
+    """
 
     def __init__(self) -> None:
         self.files: set[str] = set()
+        self.front: set[str] = set()
         self.is_on = False
 
     def install(self) -> None:
@@ -63,19 +70,23 @@ class Trip:
 
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
         if self.is_on and event == "call":
-            self.files.add(frame.f_code.co_filename)
+            name = frame.f_code.co_filename
+            self.files.add(name)
+            if threading.current_thread().name != CORE:
+                self.front.add(name)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Collect the files of one action."""
-        self.files, self.is_on = set(), True
+        self.files, self.front, self.is_on = set(), set(), True
         yield
         self.is_on = False
 
-    def sources(self) -> dict[str, int]:
-        """Return the lines of each file of the package, by its path there."""
-        paths = sorted(Path(name) for name in self.files if name.startswith(str(PACKAGE)))
-        return {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in paths}
+
+def sources(files: set[str]) -> dict[str, int]:
+    """Return the lines of each file of the package, by its path there."""
+    paths = sorted(Path(name) for name in files if name.startswith(str(PACKAGE)))
+    return {str(p.relative_to(PACKAGE)): len(p.read_text().splitlines()) for p in paths}
 
 
 def step_trip(trip: Trip) -> None:
@@ -178,11 +189,19 @@ def chat_trip(trip: Trip, engine: Engine) -> None:
         max_len, num_rows = config.model.max_model_len or 0, config.scheduler.max_num_seqs or 0
         ready = Ready(0, engine.spec.vocab_size, max_len, 0, num_rows, {}, "")
         server = CoreServer(core, listener, ready, CoreReports(lambda: ""), MonotonicClock())
-        thread = threading.Thread(target=server.run)
+        thread = threading.Thread(target=server.run, name=CORE)
         thread.start()
         asyncio.run(chat(trip, engine, path))
         server.stop()
         thread.join()
+
+
+def described(name: str, found: dict[str, int], shows_files: bool) -> dict[str, Any]:
+    """Print a trip, and return its row of results."""
+    print(f"{name:8} {len(found):4} files {sum(found.values()):7,} lines")
+    if shows_files:
+        print("\n".join(f"    {lines:4} {path}" for path, lines in found.items()))
+    return {"trip": name, "files": len(found), "lines": sum(found.values())}
 
 
 def main() -> None:
@@ -200,11 +219,8 @@ def main() -> None:
     }
     for name, action in actions.items():
         action()
-        found = trip.sources()
-        rows.append({"trip": name, "files": len(found), "lines": sum(found.values())})
-        print(f"{name:8} {len(found):4} files {sum(found.values()):7,} lines")
-        if options.files:
-            print("\n".join(f"    {lines:4} {path}" for path, lines in found.items()))
+        rows.append(described(name, sources(trip.files), options.files))
+    rows.append(described("front", sources(trip.front), options.files))
     sys.setprofile(None)
     write(options.output_json, "scheduler.trips", rows, options_of(options))
     engine.client.close()
