@@ -29,7 +29,7 @@ from quire.engine.start.text import build_text_side
 from quire.models.checkpoint.source import resolve_model
 from quire.serve.api.api_process import MAX_DIGITS
 from quire.serve.api.app import create_app
-from quire.serve.api.bodies.reading import (
+from quire.serve.api.bodies.counts import (
     MAX_CONTAINERS,
     MAX_EXPONENTS,
     MAX_TEXTS,

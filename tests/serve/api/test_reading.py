@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
-from quire.serve.api.bodies import reading
+from quire.serve.api.bodies import counts, reading
 from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.api.errors import ApiError, ShortRepr
 from quire.serve.api.native.prefixes import PrefixBody
@@ -121,14 +121,14 @@ def test_counts_are_those_of_the_value(value: Any, is_ascii: bool, piece_bytes: 
     """Wherever the pieces are cut, and whatever is in the texts."""
     data = json.dumps(value, ensure_ascii=is_ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "PIECE_BYTES", piece_bytes)
+        patch.setattr(counts, "PIECE_BYTES", piece_bytes)
         for name, number in counted(value).items():
-            patch.setattr(reading, name, number)
-            reading.check_counts(data, "the body")
-            patch.setattr(reading, name, number - 1)
+            patch.setattr(counts, name, number)
+            counts.check_counts(data, "the body")
+            patch.setattr(counts, name, number - 1)
             with pytest.raises(ApiError):
-                reading.check_counts(data, "the body")
-            patch.setattr(reading, name, 1 << 20)
+                counts.check_counts(data, "the body")
+            patch.setattr(counts, name, 1 << 20)
 
 
 def counted(value: Any) -> dict[str, int]:
@@ -171,7 +171,7 @@ LARGE = reading.SMALL_BYTES
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        (b"[" + b"1," * reading.MAX_VALUES + b"1]", 413, "more than 786432 values"),
+        (b"[" + b"1," * counts.MAX_VALUES + b"1]", 413, "more than 786432 values"),
         (b"[" + b"[]," * (LARGE // 2) + b"1]", 413, "more than 32768 lists and objects"),
         (b"[" + b'"",' * (LARGE // 2) + b"1]", 413, "more than 131072 texts and names"),
         (b"[" + b"1e-9," * (LARGE // 4) + b"1]", 413, "more than 65536 booleans and numbers"),
@@ -195,7 +195,7 @@ def test_what_is_refused_unread(api: TestClient, body: bytes, status: int, messa
     assert message in response.json()["error"]["message"].replace("whose name has", "a name has")
 
 
-def test_large_bodies_are_read_beside_the_loop(
+def test_large_bodies_are_read_in_thread_the_loop(
     api: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []

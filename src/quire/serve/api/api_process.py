@@ -29,7 +29,7 @@ from quire.engine.wire.logs import print_error
 from quire.models.checkpoint.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.batches.batches import Batches, open_batches
-from quire.serve.api.bodies.reading import MAX_WIDE_BYTES
+from quire.serve.api.bodies.counts import MAX_WIDE_BYTES
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http.http import Listener, TextProtocol, TimedProtocol, report_loop_error
 from quire.serve.api.peers import Peers

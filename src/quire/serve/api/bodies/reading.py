@@ -1,9 +1,9 @@
-"""What a client sent, as JSON: bounded before anything is made of it.
+"""Bodies of requests: JSON, bounded before it is decoded and validated.
 
-A value of JSON may take two bytes, and the object that Python makes of it a hundred times as many.
-So values, lists and objects are counted in the bytes first, and fields by their names before they
-are validated. What is JSON is read the same at every size; what is not may only be small if it is
-to be told exactly what is wrong with it.
+A value of JSON may take two bytes, and its Python object a hundred times as many. So the values of
+a large body are counted in its bytes first (`counts.py`), and the names of its fields before they
+are validated. Valid JSON is read the same at every size. Only small bodies get an exact message
+about invalid JSON.
 """
 
 import asyncio
@@ -12,10 +12,9 @@ from typing import Any
 
 import fastapi
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from fastapi.routing import APIRoute
 
+from quire.serve.api.bodies.counts import check_counts
 from quire.serve.api.bodies.open_body import (
     ignored_fields,
     known_fields,
@@ -25,46 +24,28 @@ from quire.serve.api.bodies.open_body import (
 from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
 from quire.serve.media.parts import image_chars
 
-MODEL = "quire.model"  # of a scope: what a body that was read calls its model
+MODEL = "quire.model"  # in a scope: the model that the body names
 
-MAX_VALUES = 3 << 18
-MAX_CONTAINERS = 1 << 15
-MAX_TEXTS = 1 << 17  # with names of fields
-MAX_EXPONENTS = 1 << 16  # the slowest numbers to read; true and false look like one
-# Of texts with a character beyond U+FFFF, which makes its text take 4 bytes for each.
-MAX_WIDE_BYTES = 8 << 20
 MAX_FIELDS = 256
 MAX_NAME_CHARS = 256
 
-# Up to here reading takes a millisecond.
+# Bodies up to this size are decoded on the event loop, in a millisecond at most.
 ON_LOOP_BYTES = 1 << 16
-# Up to here nothing needs to be counted, and json.loads may tell what is wrong with what is no
-# JSON, or take it: NaN, halves of surrogate pairs.
+# Bodies up to this size are not counted. If they are not JSON, json.loads names the fault, or
+# accepts NaN and halves of surrogate pairs.
 SMALL_BYTES = 1 << 20
-PIECE_BYTES = 1 << 18
-
-QUOTE, COMMA, BRACE, EXPONENT = b'",{e'
-LOWER = 0x20  # makes { of [, and e of E
-BACKSLASH = ord("\\")
-WIDE = 0xF0  # the first byte of such a character
-WIDE_TEXTS = "bytes in texts with characters above U+FFFF such as emoji"
-
 # msgspec's own reading of decimals is slow for some of them.
 DECODER = msgspec.json.Decoder(float_hook=float)
 
 
 class BoundedRequest(fastapi.Request):
-    """A request whose body is read by `read_json`, beside the event loop if it is large.
+    """A request whose body is read by `read_json`, in a thread if it is large."""
 
-    known: the fields of its body, where others may be left out; None: whoever checks the body finds
-    them. whole: the body as it came, once it was read.
-    """
-
-    known: frozenset[str] | None = None
-    whole: bytes | bytearray = b""
+    known: frozenset[str] | None = None  # the declared fields; None: unknown ones are not left out
+    whole: bytes | bytearray = b""  # the body as it arrived
 
     async def body(self) -> bytearray:  # type: ignore[override]
-        """Read all of it, which is empty before and cannot be asked for twice."""
+        """Read the whole body. A second call returns nothing."""
         data = bytearray()  # grows in place; a list of pieces takes twice the memory
         async for piece in self.stream():
             data += piece
@@ -74,7 +55,7 @@ class BoundedRequest(fastapi.Request):
     async def json(self) -> Any:
         """Decode the body. Raises ApiHttpError if it is too large without its images, and the
         errors of `json` if it is not JSON."""
-        value = await read_beside(self.whole, "the body")
+        value = await read_in_thread(self.whole, "the body")
         most = self.app.state.context.config.max_body_bytes
         if len(self.whole) > most:
             num_chars = await asyncio.to_thread(image_chars, value)
@@ -103,8 +84,9 @@ class BoundedRoute(APIRoute):
         return handle_bounded
 
 
-async def read_beside(data: bytes | bytearray, what: str) -> Any:
-    """`read_json` in a thread if the data is large; ApiHttpError in place of ApiError."""
+async def read_in_thread(data: bytes | bytearray, what: str) -> Any:
+    """Call `read_json`, in a thread if the data is large. Raise ApiHttpError instead of
+    ApiError."""
     try:
         if len(data) <= ON_LOOP_BYTES:
             return read_json(data, what)
@@ -114,10 +96,10 @@ async def read_beside(data: bytes | bytearray, what: str) -> Any:
 
 
 def read_json(data: bytes | bytearray, what: str) -> Any:
-    """Return the value that JSON in UTF-8 stands for. what: the data's name in errors.
+    """Decode JSON in UTF-8. what: the data's name in errors.
 
-    Raises ApiError for more values than any request has, and for large data that is no JSON. Small
-    data that is none raises what json.loads raises, or gives what it gives.
+    Raises ApiError for more values than any request has, and for large data that is not JSON. Small
+    data that is not JSON is left to json.loads.
     """
     if len(data) > SMALL_BYTES:
         check_counts(data, what)
@@ -130,63 +112,6 @@ def read_json(data: bytes | bytearray, what: str) -> Any:
     if isinstance(value, dict):
         _check_names(value, what)
     return value
-
-
-def check_counts(data: bytes | bytearray, what: str) -> None:
-    """Raise ApiError for more of anything in the data than its limit."""
-    num_values, num_containers, num_quotes, num_exponents = 1, 0, 0, 0
-    rest, is_text, wide = b"", False, _WideTexts()
-    for start in range(0, len(data), PIECE_BYTES):
-        piece = (rest + data[start : start + PIECE_BYTES]).replace(rb"\\", b"  ")
-        rest = b"\\" if piece.endswith(b"\\") else b""  # what it escapes is in the next piece
-        chars = np.frombuffer(piece.replace(rb"\"", b"  "), np.uint8)
-        quotes = chars == QUOTE
-        in_text = np.logical_xor.accumulate(quotes) ^ is_text
-        is_text = bool(in_text[-1])
-        num_quotes += int(np.count_nonzero(quotes))
-        structure = np.where(in_text, 0, chars | LOWER)
-        num_here = int(np.count_nonzero(structure == BRACE))
-        num_containers += num_here
-        num_values += num_here + int(np.count_nonzero(structure == COMMA))
-        num_exponents += int(np.count_nonzero(structure == EXPONENT))
-        wide.take(chars, quotes)
-        for number, most, kind in (
-            (num_values, MAX_VALUES, "values"),
-            (num_containers, MAX_CONTAINERS, "lists and objects"),
-            (num_quotes // 2, MAX_TEXTS, "texts and names"),
-            (num_exponents, MAX_EXPONENTS, "booleans and numbers with exponents"),
-            (wide.num_bytes, MAX_WIDE_BYTES, WIDE_TEXTS),
-        ):
-            if number > most:
-                raise _too_many(what, most, kind)
-
-
-class _WideTexts:
-    """Counts the bytes of texts with characters above U+FFFF. Others, such as images in base64,
-    take one byte for each character."""
-
-    def __init__(self) -> None:
-        self._ended = 0  # bytes of texts that have ended
-        self._open, self._is_open_wide = 0, False  # bytes since the last quote
-
-    @property
-    def num_bytes(self) -> int:
-        return self._ended + (self._open if self._is_open_wide else 0)
-
-    def take(self, chars: npt.NDArray[np.uint8], quotes: npt.NDArray[np.bool_]) -> None:
-        """Go on with a piece, and with where its quotes are."""
-        is_wide = chars >= WIDE
-        escapes = (chars[:-2] == BACKSLASH) & (chars[1:-1] == ord("u"))
-        is_wide[:-2] |= escapes & (chars[2:] | LOWER == ord("d"))  # half of a surrogate pair
-        edges = np.flatnonzero(quotes)
-        sizes = np.diff(edges, prepend=-1, append=len(chars) - 1)
-        parts = np.unique(np.searchsorted(edges, np.flatnonzero(is_wide)))
-        wide = np.zeros(len(sizes), bool)
-        wide[parts] = True
-        sizes[0] += self._open
-        wide[0] |= self._is_open_wide
-        self._ended += int(sizes[:-1][wide[:-1]].sum())
-        self._open, self._is_open_wide = int(sizes[-1]), bool(wide[-1])
 
 
 def too_large(most: int) -> ApiError:
@@ -210,11 +135,6 @@ def _check_names(fields: dict[str, Any], what: str) -> None:
             f" {MAX_NAME_CHARS}. Remove it.",
             code="name_too_long",
         )
-
-
-def _too_many(what: str, most: int, kind: str) -> ApiError:
-    text = f"{what} has more than {most} {kind}; send less, or several requests."
-    return ApiError(413, text, code="too_many_values")
 
 
 def _no_json(error: Exception, what: str) -> ApiError:

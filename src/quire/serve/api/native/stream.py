@@ -15,7 +15,7 @@ from starlette.types import Message, Scope
 
 from quire.base.errors import HookFailed, RequestError, StepFailed
 from quire.base.settings.config import ServerConfig
-from quire.serve.api.bodies.reading import read_beside
+from quire.serve.api.bodies.reading import read_in_thread
 from quire.serve.api.bodies.validation_errors import shown
 from quire.serve.api.context import ApiContext, model_known
 from quire.serve.api.errors import (
@@ -248,7 +248,7 @@ async def parsed(message: Message) -> tuple[str, Json]:
     data = text.encode("utf-8", "surrogatepass")
     del text
     try:
-        fields: Any = await read_beside(data, "the message")
+        fields: Any = await read_in_thread(data, "the message")
     except ApiHttpError as error:
         raise Broken(POLICY, error.error) from error
     except json.JSONDecodeError as error:
