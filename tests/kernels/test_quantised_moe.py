@@ -19,7 +19,7 @@ from quire.ops.elementwise import silu_mul
 from quire.ops.kernels import quantised_moe as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.moe import moe_experts
-from quire.ops.weights import packed
+from quire.ops.weights import pack
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
 from quire.ops.weights.quantise import quantised
@@ -164,7 +164,7 @@ def test_a_model_with_quantised_experts(
 ) -> None:
     """Its logits are those of one whose layers hold the rounded numbers, and it is as large as was
     planned; its routers are not rounded."""
-    monkeypatch.setattr(packed, "core", lambda: None)
+    monkeypatch.setattr(pack, "core", lambda: None)
     monkeypatch.setattr(linear, "can_pack", lambda *_: False)
     monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
     checkpoint = write_checkpoint(tmp_path, variant)

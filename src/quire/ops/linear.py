@@ -31,16 +31,8 @@ from quire.ops.weights.gpu_weights import (
     quantise_for_gpu,
     stack_experts,
 )
-from quire.ops.weights.packed import (
-    ELEMENTS,
-    Packed,
-    PackedParts,
-    PackedWeight,
-    can_pack_natively,
-    joined,
-    pack,
-    pack_stored,
-)
+from quire.ops.weights.pack import can_pack_natively, joined, pack, pack_stored
+from quire.ops.weights.packed import ELEMENTS, Packed, PackedParts, PackedWeight
 from quire.ops.weights.stored_rows import StoredRows, stacked
 
 Weight = torch.Tensor | PackedWeight | PackedParts | GPUWeight

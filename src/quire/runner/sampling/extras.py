@@ -61,7 +61,6 @@ class Extras(SamplingFeature):
 
     def start(self, start: RowStart) -> None:
         """See SamplingFeature."""
-        self._rows.pop(start.row, None)
         params = start.params
         if params.has_dry or params.has_xtc or params.logits_processors:
             asked = params.logits_processors
@@ -70,7 +69,6 @@ class Extras(SamplingFeature):
 
     def copy(self, parent: int, child: int) -> None:
         """See SamplingFeature."""
-        self.release(child)
         if (extra := self._rows.get(parent)) is not None:
             asked = None if extra.processors is None else RowProcessors(extra.processors.asked)
             self._rows[child] = Extra(child, extra.params, extra.dry, asked)
