@@ -16,11 +16,10 @@ from quire.ops.elementwise import (
     quick_gelu,
     relu,
     scale,
-    select_rows,
     silu_mul,
     soft_cap,
 )
-from quire.ops.embedding import embedding
+from quire.ops.embedding import embedding, select_rows
 from quire.ops.linear import can_pack, linear, pack_weight
 from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
 from quire.ops.rotary import rotary, rotary_rows

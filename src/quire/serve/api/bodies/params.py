@@ -10,10 +10,10 @@ from quire.base.messages import Ready
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.config import ServerConfig
 from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
-from quire.render import pooling_prompts as truncation
+from quire.render import truncation
 from quire.render.generation import GenerationDefaults
-from quire.render.pooling_prompts import LEFT
 from quire.render.renderer import RenderedPrompt
+from quire.render.truncation import LEFT
 from quire.serve.api.bodies.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
