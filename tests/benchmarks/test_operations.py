@@ -7,7 +7,7 @@ from benchmarks.cpu.limits import Ceilings
 from benchmarks.kernels.operations import Cost, Step, product
 from quire.ops.host.native import core
 from quire.ops.weights.formats import Quantization
-from quire.ops.weights.packed import pack
+from quire.ops.weights.pack import pack
 
 CEILINGS = Ceilings(bytes_per_s=10.0, float_per_s=4.0, float32_per_s=2.0, int8_per_s=8.0)
 

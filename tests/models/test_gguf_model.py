@@ -25,7 +25,8 @@ from quire.models.load.packing import model_bytes
 from quire.ops.host.native import core
 from quire.ops.linear import linear
 from quire.ops.weights.formats import variants
-from quire.ops.weights.packed import Packed, PackedParts, PackedWeight, pack_blocks
+from quire.ops.weights.pack import pack_blocks
+from quire.ops.weights.packed import Packed, PackedParts, PackedWeight
 from quire.runner.setup.preview import preview_runner
 from quire.spec.gguf.container import KINDS, ArrayPlace, GGUFFile, TensorKind
 from quire.spec.model_spec import ModelSpec, load_spec

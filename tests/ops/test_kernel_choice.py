@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from quire.ops.host.native import core
-from quire.ops.linear import linear, packing
+from quire.ops.linear import linear
 from quire.ops.weights import formats, kernel_choice
+from quire.ops.weights.device_weights import packing
 from quire.ops.weights.formats import (
     FORMATS,
     Quantization,
@@ -29,7 +30,7 @@ from quire.ops.weights.kernel_choice import (
     machine_facts,
 )
 from quire.ops.weights.kernel_timing import FORMAT_S, ROUNDS, fastest, measure_kernels
-from quire.ops.weights.packed import pack
+from quire.ops.weights.pack import pack
 from tests.support.kernels.kernel_speeds import keep_figures, own_figures
 
 NAMES = ("portable", "avx2", "avx512", "avx512_bf16")

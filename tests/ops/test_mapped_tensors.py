@@ -12,7 +12,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.ops.host.native import core
 from quire.ops.weights.formats import VARIANT, Quantization, variants
 from quire.ops.weights.mapped_tensors import FilePlace, MappedTensors
-from quire.ops.weights.packed import pack_parts
+from quire.ops.weights.pack import pack_parts
 from tests.ops.test_linear import random
 
 if core() is None:

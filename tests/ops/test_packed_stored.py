@@ -9,10 +9,12 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.host.native import core
 from quire.ops.host.threads import set_num_threads
-from quire.ops.linear import linear, pack_rows
+from quire.ops.linear import linear
 from quire.ops.weights import formats
+from quire.ops.weights.device_weights import pack_rows
 from quire.ops.weights.formats import Quantization, packed_bytes, panel_of
-from quire.ops.weights.packed import PackedWeight, pack_stored, packed_view, stored_group
+from quire.ops.weights.pack import pack_stored, packed_view, stored_group
+from quire.ops.weights.packed import PackedWeight
 from quire.ops.weights.stored_rows import Float4Rows, Float8Rows, IntegerRows, StoredRows
 from tests.ops.test_linear import quantised_activations, random
 

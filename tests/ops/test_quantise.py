@@ -6,7 +6,7 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.host.native import core
 from quire.ops.weights.formats import Quantization
-from quire.ops.weights.packed import pack
+from quire.ops.weights.pack import pack
 from quire.ops.weights.quantise import quantised
 from quire.ops.weights.stored_rows import Float8Rows, IntegerRows
 

@@ -9,7 +9,7 @@ import torch
 from quire.ops.host.native import core
 from quire.ops.host.spare_memory import LARGE, SpareMemory
 from quire.ops.linear import linear
-from quire.ops.weights.packed import pack
+from quire.ops.weights.pack import pack
 
 SIZE = LARGE + 1000
 

@@ -13,7 +13,7 @@ from quire.base.errors import ConfigError
 from quire.ops.host import threads
 from quire.ops.host.native import core
 from quire.ops.linear import linear
-from quire.ops.weights.packed import pack
+from quire.ops.weights.pack import pack
 
 
 @pytest.fixture

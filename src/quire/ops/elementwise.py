@@ -1,4 +1,4 @@
-"""Small operations: sums, activations, gates, selection of rows.
+"""Small operations: sums, activations, gates, wider rows.
 
 Shape legend: T tokens, D any dimension, F feed-forward dim, E = 2 F, R rows.
 """
@@ -137,12 +137,6 @@ def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
         return found
     capped_RV = x_RV.to(accumulation_dtype(x_RV.dtype)) / cap
     return capped_RV.tanh_().mul_(cap).to(x_RV.dtype)
-
-
-@op("select_rows")
-def select_rows(x_TD: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
-    """The rows of x that the int64 index names, as [R, D]."""
-    return x_TD.index_select(0, index_R)
 
 
 @op("beside")

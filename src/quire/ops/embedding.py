@@ -1,9 +1,10 @@
-"""Look-up of rows in a table, and of the encoder outputs that take the place of such rows.
+"""Look-up of rows: of a table, of hidden states, and of the encoder outputs that take their place.
 
 A token of a media item has an id below 0: -1 - slot, where `slot` is a row of the encoder memory.
 Its row of the table is zeros.
 
-Shape legend: T tokens, V rows of the table, D model dim, S slots, W numbers of a slot.
+Shape legend: T tokens, R looked up rows, V rows of the table, D model dim, S slots, W numbers of a
+slot.
 """
 
 import torch
@@ -29,6 +30,12 @@ def embedding(
         return found
     found_TD = torch.nn.functional.embedding(ids_T.clamp(min=0), weight_VD)
     return found_TD.masked_fill_(ids_T[:, None] < 0, 0.0)
+
+
+@op("select_rows")
+def select_rows(x_TD: torch.Tensor, index_R: torch.Tensor) -> torch.Tensor:
+    """Return the rows of x that the int64 index names, as [R, D]."""
+    return x_TD.index_select(0, index_R)
 
 
 @op("part_of_embedding")

@@ -153,7 +153,8 @@ class SamplingPart:
 
 
 class SamplingFeature:
-    """What some rows request beyond the columns of their state; by default nothing."""
+    """What some rows request beyond the columns of their state; by default nothing. It hears of
+    these rows alone (`asks_for_features`), of each once until the row is released."""
 
     def start(self, start: RowStart) -> None:
         """Note what a row requests that a sequence takes."""

@@ -15,7 +15,7 @@ from quire.base.plan import Plan
 from quire.base.settings.config import EngineConfig
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention_inputs import AttentionStep
-from quire.ops.elementwise import select_rows
+from quire.ops.embedding import select_rows
 from quire.ops.rows.step_inputs import StepInputs
 from quire.runner.attachment import Step
 from quire.runner.gpu.graphs import Graphs, Recorded, UsedSizes, measured_bytes

@@ -139,6 +139,13 @@ def asks_for_extras(start: RowStart) -> bool:
     return params.has_dry or params.has_xtc or has_own
 
 
+def asks_for_features(start: RowStart) -> bool:
+    """Return whether the row requests more than the columns of its state can say."""
+    params = start.params
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    return has_logprobs or asks_for_edits(start) or asks_for_extras(start)
+
+
 @dataclass(frozen=True)
 class StepShape:
     """How large a step is, on the host: new tokens and context of each place for a row, which are

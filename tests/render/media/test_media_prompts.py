@@ -30,11 +30,11 @@ from quire.render.media.placeholders import Placeholder, Placeholders
 from quire.render.media.prepared import PreparedMedia, media_item
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.videos import Frames
-from quire.render.pooling_prompts import truncated
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
 from quire.render.tokens.tokenizer_files import TokenizerFiles
+from quire.render.truncation import truncated
 from tests.render.media.test_processors import picture
 from tests.support.render.tiny_tokenizers import (
     BUILDERS,

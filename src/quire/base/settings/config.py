@@ -10,6 +10,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from quire.base.clock import is_duration
@@ -523,7 +524,7 @@ class ServerConfig(ServerMedia, SeveralModels):
         pairs = [values if len(values) > 1 else (values or (0,)) * num for values in given]
         return list(zip(*pairs, strict=True)) if any(map(any, pairs)) else []
 
-    @property
+    @cached_property
     def pin_share_of_key(self) -> float:
         """Return the share of what may be pinned or held; all of it on a server without keys."""
         if not self.api_key:

@@ -37,7 +37,8 @@ from quire.models.load.cache_files import (
 from quire.models.parts.layers import Layer
 from quire.ops.host.native import INTERFACE_VERSION
 from quire.ops.host.pages import ALIGNMENT, aligned
-from quire.ops.weights.packed import Packed, PackedParts, PackedWeight, packed_view
+from quire.ops.weights.pack import packed_view
+from quire.ops.weights.packed import Packed, PackedParts, PackedWeight
 
 logger = logging.getLogger("quire")
 

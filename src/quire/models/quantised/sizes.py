@@ -2,7 +2,7 @@
 
 from quire.base.errors import ConfigError
 from quire.ops.weights.formats import Quantization
-from quire.ops.weights.packed import stored_group
+from quire.ops.weights.pack import stored_group
 from quire.ops.weights.stored_rows import FLOAT4_BLOCK
 from quire.spec.cuts import Cut
 from quire.spec.quantization_config import FLOAT4, FLOAT4_BLOCKS, FLOAT8, StoredWeight

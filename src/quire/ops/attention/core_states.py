@@ -4,7 +4,6 @@ Shape legend as in `states.py`. A sequence's results have the same bits in any b
 cut into steps, and on any number of threads.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,16 +28,14 @@ class LayerStates(NamedTuple):
 
 
 class StatesInCore:
-    """Does what the state groups' layers do. variant: of attention's, by number."""
+    """Does what the state groups' layers do. groups: those, none for most models. variant: of
+    attention's, by number."""
 
     def __init__(self, memory: KVMemory, layout: KVLayout, variant: int) -> None:
         self._core, self._variant = needed_core(), variant
         self._block_size = layout.block_size
-        self._plans = {
-            g: self._core.StatePlan()
-            for g, group in enumerate(layout.groups)
-            if group.kind == STATE
-        }
+        self.groups = [g for g, group in enumerate(layout.groups) if group.kind == STATE]
+        self._plans = {group: self._core.StatePlan() for group in self.groups}
         self._layers = {
             layer: LayerStates(group, self._states(memory.kv[group][0, index]))
             for layer, (group, index) in memory.place.items()
@@ -48,20 +45,18 @@ class StatesInCore:
     def __contains__(self, layer: int) -> bool:
         return layer in self._layers
 
-    def prepare(self, step: AttentionStep, tables_SL: Sequence[torch.Tensor]) -> None:
-        """Follow the step's rows through each group's table, whose rows are contiguous."""
-        for group, plan in self._plans.items():
-            table_SL = tables_SL[group]
-            assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
-            plan.prepare(
-                tables=table_SL.data_ptr(),
-                table_stride=table_SL.stride(0),
-                query_starts=address(step.query_starts_S1, torch.int32),
-                context_lens=address(step.context_lens_S, torch.int32),
-                guessing=0 if step.guessing_S is None else address(step.guessing_S, torch.bool),
-                num_rows=len(step.context_lens_S),
-                block_size=self._block_size,
-            )
+    def prepare(self, group: int, step: AttentionStep, table_SL: torch.Tensor) -> None:
+        """Follow the step's rows through a group's table, whose rows are contiguous."""
+        assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
+        self._plans[group].prepare(
+            tables=table_SL.data_ptr(),
+            table_stride=table_SL.stride(0),
+            query_starts=address(step.query_starts_S1, torch.int32),
+            context_lens=address(step.context_lens_S, torch.int32),
+            guessing=0 if step.guessing_S is None else address(step.guessing_S, torch.bool),
+            num_rows=len(step.context_lens_S),
+            block_size=self._block_size,
+        )
 
     def plan(self, group: int) -> CoreStatePlan:
         """Return the prepared step's rows in a group; valid until the next step."""

@@ -87,11 +87,14 @@ class CpuBackend(MovesBlocks):
         self._step = step
         self._tables = _contiguous_rows(step)
         self._planned = [0] * len(self._plans)
-        self.states.prepare(step, self._tables)
+        for group in self.states.groups:
+            self.states.prepare(group, step, self._tables[group])
 
     def prepare_states(self, step: AttentionStep) -> None:
         """See AttentionBackend."""
-        self.states.prepare(step, _contiguous_rows(step))
+        tables = _contiguous_rows(step)
+        for group in self.states.groups:
+            self.states.prepare(group, step, tables[group])
 
     @property
     def layers(self) -> list[int]:

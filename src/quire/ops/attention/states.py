@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from quire.ops.attention.base import AttentionBackend, ForwardingBackend, KVLayout
 from quire.ops.attention.kv_memory import MovesBlocks
 from quire.ops.attention_inputs import AttentionStep, DeltaHeads, Int32
-from quire.ops.elementwise import select_rows
+from quire.ops.embedding import select_rows
 from quire.ops.host.host_memory import to_device
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op

@@ -33,7 +33,7 @@ from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.elementwise import select_rows
+from quire.ops.embedding import select_rows
 from quire.ops.host.host_memory import to_device
 from quire.ops.rows.row_state import write_deltas
 from quire.ops.rows.step_inputs import SampleInputs, gather_step

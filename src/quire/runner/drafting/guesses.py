@@ -25,7 +25,7 @@ import torch
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.ops.attention.states import KeptInputs
-from quire.ops.elementwise import select_rows
+from quire.ops.embedding import select_rows
 from quire.ops.host.host_memory import to_device
 from quire.ops.rows.row_state import advance, write_tokens
 from quire.ops.rows.step_inputs import SampleInputs, gather_step

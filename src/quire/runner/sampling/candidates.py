@@ -78,7 +78,6 @@ class CandidatesOfRows(SamplingFeature):
 
     def start(self, start: RowStart) -> None:
         """See SamplingFeature."""
-        self.release(start.row)
         if start.params.logprob_token_ids:
             self._named[start.row] = start.params.logprob_token_ids
 
@@ -88,7 +87,6 @@ class CandidatesOfRows(SamplingFeature):
 
     def copy(self, parent: int, child: int) -> None:
         """See SamplingFeature."""
-        self.release(child)
         if parent in self._named:
             self._named[child] = self._named[parent]
 
@@ -235,7 +233,6 @@ class PromptScores(SamplingFeature):
 
     def start(self, start: RowStart) -> None:
         """See SamplingFeature."""
-        self.release(start.row)
         params = start.params
         if params.prompt_logprobs is None:
             return

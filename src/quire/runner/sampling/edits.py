@@ -45,7 +45,6 @@ class Edits(SamplingFeature):
 
     def start(self, start: RowStart) -> None:
         """Write the lists of a row, if it has any."""
-        self.release(start.row)
         if not asks_for_edits(start):
             return
         made = make_edit_table([row_edits(start)], torch.device("cpu"))
@@ -54,7 +53,6 @@ class Edits(SamplingFeature):
 
     def copy(self, parent: int, child: int) -> None:
         """Give a fork its parent's lists."""
-        self._lists.pop(child, None)
         if parent in self._lists:
             self._add(child, self._lists[parent])
 

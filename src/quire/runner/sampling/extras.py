@@ -61,7 +61,6 @@ class Extras(SamplingFeature):
 
     def start(self, start: RowStart) -> None:
         """See SamplingFeature."""
-        self._rows.pop(start.row, None)
         params = start.params
         if params.has_dry or params.has_xtc or params.logits_processors:
             asked = params.logits_processors
@@ -70,7 +69,6 @@ class Extras(SamplingFeature):
 
     def copy(self, parent: int, child: int) -> None:
         """See SamplingFeature."""
-        self.release(child)
         if (extra := self._rows.get(parent)) is not None:
             asked = None if extra.processors is None else RowProcessors(extra.processors.asked)
             self._rows[child] = Extra(child, extra.params, extra.dry, asked)
@@ -255,14 +253,9 @@ def _made(asked: Any, classes: dict[str, type[Any]]) -> Processor:
         if name not in classes:
             raise ProcessorError(f"this engine has no logits processor {name!r}.")
         function = classes[name](**(kwargs or {})).process
-    if _takes_prompt(function):
+    if len(inspect.signature(function).parameters) == 3:  # as vLLM's take
         return function
     return lambda prompt, output, logits: function(output, logits)
-
-
-def _takes_prompt(function: Callable[..., Any]) -> bool:
-    """Tell whether it takes three arguments, as vLLM does."""
-    return len(inspect.signature(function).parameters) == 3
 
 
 def checked(changed: Any, vocab_size: int) -> torch.Tensor:

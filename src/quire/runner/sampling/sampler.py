@@ -25,6 +25,7 @@ from quire.runner.step_ops import (
     Needs,
     SamplingFlags,
     StepOps,
+    asks_for_features,
 )
 
 if TYPE_CHECKING:  # a start without torch imports this file
@@ -71,26 +72,38 @@ class Sampler:
         self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
         self.flags = SamplingFlags.of_rows(max_num_rows)
         self.features = list(features)
+        self._with_features = set[int]()  # rows that request something of the features
         self._ops, self._edits = ops, edits
 
     def start_row(self, start: RowStart) -> None:
         """Give a row to a sequence."""
         self.flags.start(start)
-        for feature in self.features:
-            feature.start(start)
+        self._forget(start.row)
+        if asks_for_features(start):
+            self._with_features.add(start.row)
+            for feature in self.features:
+                feature.start(start)
 
     def release_rows(self, rows: Rows) -> None:
         """Forget rows that sequences have left."""
         self.flags.release(rows)
-        for feature in self.features:
-            for row in rows.tolist():
-                feature.release(row)
+        for row in self._with_features.intersection(rows.tolist()):
+            self._forget(row)
 
     def copy_row(self, parent: int, child: int) -> None:
         """Let a forked child sample as its parent."""
         self.flags.copy(parent, child)
-        for feature in self.features:
-            feature.copy(parent, child)
+        self._forget(child)
+        if parent in self._with_features:
+            self._with_features.add(child)
+            for feature in self.features:
+                feature.copy(parent, child)
+
+    def _forget(self, row: int) -> None:
+        if row in self._with_features:
+            self._with_features.remove(row)
+            for feature in self.features:
+                feature.release(row)
 
     def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
         """Return what these rows requested. masked_rows: those with a mask; others may be among

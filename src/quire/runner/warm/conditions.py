@@ -11,7 +11,7 @@ from quire.base.settings.speculation import FORCED, NONE, parse_speculation
 from quire.models.checkpoint.source import ModelSource
 from quire.models.load.cache_files import weight_cache
 from quire.ops.host.native import core
-from quire.runner.step_ops import asks_for_edits, asks_for_extras
+from quire.runner.step_ops import asks_for_features
 from quire.runner.warm.start_file import start_path
 from quire.spec.cache_group import FULL, WINDOW
 from quire.spec.model_spec import PART_OF, QUIRE, ModelSpec
@@ -78,6 +78,4 @@ def is_plain_request(request: Request) -> bool:
 
 def _is_plain_row(start: RowStart) -> bool:
     params = start.params
-    is_told = params.logprobs is not None or params.prompt_logprobs is not None
-    is_more = params.has_penalties or params.use_beam_search
-    return not (is_told or is_more or asks_for_extras(start) or asks_for_edits(start))
+    return not (params.has_penalties or params.use_beam_search or asks_for_features(start))

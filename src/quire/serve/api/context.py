@@ -60,12 +60,10 @@ class ApiContext:
     models: "tuple[ApiContext, ...]" = ()
     all_models: AllModels | None = None
     be_known: Callable[[], Awaitable[None]] | None = None
-    pin_share: float = field(init=False)  # of pinned and retained capacity, for one key
     responses: Responses = field(init=False)
     images: ImageReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pin_share = self.config.pin_share_of_key
         self.responses = Responses(self.config.response_store_bytes, self.peers.number)
         self.images = ImageReader(self.config)
 

@@ -28,10 +28,11 @@ from quire.engine.start.text import TextSide, build_text_side
 from quire.engine.wire.core_choice import check_core
 from quire.models.checkpoint.source import resolve_source
 from quire.render.media.parts import refuse_media
-from quire.render.pooling_prompts import to_pool, truncated_for
+from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.truncation import truncated_for
 from quire.serve.async_renderer import AsyncRenderer, size_of
 from quire.serve.lanes import Lanes
 from quire.serve.media.local_media import LocalMedia

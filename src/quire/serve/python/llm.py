@@ -19,10 +19,10 @@ from quire.base.settings.config import config_from_flat
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.format import AnswerFormat
 from quire.render.media.parts import refuse_media
-from quire.render.pooling_prompts import truncated_for
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.tokens.tokenizer import Tokenizer
+from quire.render.truncation import truncated_for
 from quire.serve.hooks import TIMEOUT_S, Hooks
 from quire.serve.media.local_media import LocalMedia
 from quire.serve.processes.core_processes import ProcessEngine, start_engine

@@ -58,7 +58,7 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
     check_model(api, body.model)
     rendered = await _render(api, body)
     tenant = tenant_of(request.scope, api.config.api_key, body.user)
-    share = api.pin_share
+    share = api.config.pin_share_of_key
     made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant, share)
     try:
         found = await unless_disconnected(request.receive, pin(api.client, made))

@@ -17,9 +17,9 @@ from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
 from quire.render.answers.format import AskedAnswer
 from quire.render.generation import GenerationDefaults
 from quire.render.grammars.grammars import Checked
-from quire.render.pooling_prompts import LEFT
-from quire.render.pooling_prompts import truncated as truncated_to
 from quire.render.renderer import RenderedPrompt
+from quire.render.truncation import LEFT
+from quire.render.truncation import truncated as truncated_to
 from quire.serve.api.bodies.asked_tools import AskedTools, asked_tools
 from quire.serve.api.bodies.protocol import (
     ChatCompletionRequest,
@@ -137,7 +137,7 @@ def make_job(
         core_id=origin.core_id,
         fork=origin.fork,
         keep_s=body.keep_s or 0.0,
-        pin_share=api.pin_share,
+        pin_share=api.config.pin_share_of_key,
     )
     api.client.check(request)
     if is_open:
