@@ -1,9 +1,8 @@
-"""Texts for pooling models: one, or two that belong together, between their special tokens.
+"""Prompts of pooling models: one text, or a pair of texts, between special tokens.
 
     [CLS] first text [SEP]        [CLS] first text [SEP] second text [SEP]
 
-A prompt is cut to the tokens that a request sets. The text is cut: the special tokens stay, as the
-model pools one of them.
+Truncation shortens the texts and keeps the special tokens, because the model pools one of them.
 """
 
 from collections.abc import Sequence
@@ -15,14 +14,17 @@ from quire.base.requests.sampling_params import SamplingParams
 from quire.render.renderer import Prompt, RenderedPrompt, Renderer
 
 LEFT, RIGHT = "left", "right"
-FITTING = -1  # as many tokens as fit
+FITTING = -1  # truncate to the tokens that fit
 
 
 def truncated(
     prompt: RenderedPrompt, keep: int | None, room: int, side: str = LEFT
 ) -> RenderedPrompt:
-    """Return a prompt of at most `keep` tokens; None is all of it, -1 is `room`. side: where tokens
-    are left out. What was cut has no text any more."""
+    """Return a prompt of at most `keep` tokens.
+
+    keep: None keeps all tokens; -1 stands for `room`.
+    side: end of the prompt at which tokens are dropped.
+    A truncated prompt has no text. Raises RequestError instead of truncating images."""
     if keep is None:
         return prompt
     if keep == FITTING:
@@ -42,8 +44,9 @@ def truncated(
 def truncated_for(
     params: SamplingParams, prompt: RenderedPrompt, max_model_len: int
 ) -> RenderedPrompt:
-    """Return a prompt as `SamplingParams.truncate_prompt_tokens` wants it, in a context of so many
-    tokens."""
+    """Return a prompt truncated to `SamplingParams.truncate_prompt_tokens`.
+
+    The value -1 leaves room for `max_tokens` within `max_model_len`."""
     room = max_model_len - (params.max_tokens or 1)
     return truncated(prompt, params.truncate_prompt_tokens, room, params.truncation_side)
 
@@ -55,8 +58,9 @@ Ids = Sequence[int]
 def to_pool(
     renderer: Renderer, parts: Sequence[Prompt], params: PoolingParams, longest: int
 ) -> RenderedPrompt:
-    """Render a prompt, or two texts that belong together, for an engine of so many tokens. Raises
-    RequestError."""
+    """Render one prompt or a pair of texts, truncated to at most `longest` tokens if requested.
+
+    Raises RequestError."""
     most = most_tokens(params, longest)
     if most is None and len(parts) == 1:
         return renderer.render(parts[0])
@@ -71,8 +75,9 @@ def to_pool(
 
 
 def most_tokens(params: PoolingParams, longest: int) -> int | None:
-    """Return how many tokens a prompt may have before it is cut; None if it is never. Raises
-    RequestError for more than the engine takes."""
+    """Return the maximum number of tokens of a prompt; None for no truncation.
+
+    Raises RequestError if the request's value exceeds `longest`."""
     most = params.truncate_prompt_tokens
     if most is None:
         return None
@@ -87,8 +92,9 @@ def most_tokens(params: PoolingParams, longest: int) -> int | None:
 def joined(
     parts: Sequence[Ids], frame: Sequence[Ids], most: int | None, side: str
 ) -> RenderedPrompt:
-    """Put special tokens (`Tokenizer.frame`) around texts, of at most so many tokens together.
-    Raises RequestError where there is no room for any text."""
+    """Put special tokens (`Tokenizer.frame`) around texts, and truncate the texts to fit `most`.
+
+    Raises RequestError if no tokens of the texts would remain."""
     if most is not None:
         room = most - sum(map(len, frame))
         if room < len(parts):
@@ -107,8 +113,9 @@ def _cut(token_ids: Ids, keep: int, side: str) -> Ids:
 
 
 def _sizes(first: int, second: int, room: int) -> list[int]:
-    """Return how much is left of two texts, of which the longer one is cut first, as transformers'
-    fast tokenizers do it."""
+    """Return the lengths of two texts after truncation to `room` tokens.
+
+    The longer text is cut first, as in transformers' fast tokenizers."""
     if first + second <= room:
         return [first, second]
     short, long = min(first, second), max(first, second)
