@@ -1,6 +1,6 @@
-"""generation_config.json: what ends a sequence, and how the model's makers would sample.
+"""Reads generation_config.json: the end tokens and the recommended sampling of a model.
 
-A GGUF file has the same in its metadata.
+A GGUF file has the same values in its metadata.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ SAMPLING_FIELDS = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """eos_token_ids: all ids that end a sequence. sampling: fields of SamplingParams."""
+    """A model's end tokens and its default sampling."""
 
-    eos_token_ids: tuple[int, ...] = ()
-    sampling: dict[str, Any] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()  # ids that end a sequence
+    sampling: dict[str, Any] = field(default_factory=dict)  # fields of SamplingParams
 
     def default_sampling_params(self) -> SamplingParams:
-        """Make SamplingParams with the model's defaults in place of ours."""
+        """Return SamplingParams with the model's defaults; other fields keep quire's defaults."""
         return SamplingParams(**self.sampling)
 
 
@@ -44,11 +44,12 @@ def read_generation_defaults(
     use_sampling: bool = True,
     override: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerationDefaults:
-    """Read a model directory or a GGUF file.
+    """Read the defaults of a model directory or a GGUF file. Raises ModelError for invalid ones.
 
-    tokenizer_eos: the tokenizer's end of sequence, which comes first. config.json is asked where
-    there is no generation_config.json. use_sampling: False for `generation_config="none"`.
-    override: fields in place of the file's.
+    tokenizer_eos: the tokenizer's end token, which comes first in `eos_token_ids`.
+    use_sampling: False for `generation_config="none"`; only end tokens are read.
+    override: fields that replace the file's.
+    If no end token is set, config.json's is used.
     """
     folder = Path(directory)
     from_gguf = is_gguf(folder)

@@ -1,29 +1,28 @@
-"""Filling in between two texts (fill in the middle): a prompt and its `suffix`, to token ids.
+"""Fill in the middle: convert a prompt and its `suffix` to token ids.
 
-Models that can do it have tokens of their own for it, which are known by their names:
+Models that support it have special tokens with known names:
 
-    [begin of sequence] FIRST the prompt BETWEEN the suffix LAST  ->  what stands between
+    [begin of sequence] FIRST prompt BETWEEN suffix LAST  ->  the model writes the middle
 """
 
 from dataclasses import dataclass
 
 from quire.render.tokens.tokenizer import Tokenizer
 
-# Stands before a suffix where a tokenizer puts a blank before a text; its tokens are taken off.
+# Precedes a suffix for tokenizers that put a blank before each text; its tokens are removed again.
 ANCHOR = "\n"
-BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how such tokenizers write it
+BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # the blank as these tokenizers write it
 BAR = "\N{FULLWIDTH VERTICAL LINE}"
 
 
 @dataclass(frozen=True)
 class InfillTokens:
-    """Names of the tokens before, between and behind the texts, and of those that end the answer
-    beside the end of sequence, as far as a vocabulary has them."""
+    """Names of one model family's infill tokens."""
 
-    first: str
-    between: str
-    last: str
-    ends: tuple[str, ...] = ()
+    first: str  # before the prompt
+    between: str  # between prompt and suffix
+    last: str  # after the suffix
+    ends: tuple[str, ...] = ()  # may end the answer, besides the end of sequence
 
 
 FAMILIES = (
@@ -45,18 +44,17 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Infill:
-    """How a tokenizer's model fills in. first, between, last: token ids; ends: of tokens that end
-    an answer."""
+    """Builds infill prompts for one tokenizer."""
 
     tokenizer: Tokenizer
-    first: int
-    between: int
-    last: int
-    ends: tuple[int, ...]
+    first: int  # token before the prompt
+    between: int  # token between prompt and suffix
+    last: int  # token after the suffix
+    ends: tuple[int, ...]  # tokens that end the answer, besides the end of sequence
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Infill | None":
-        """Find the tokens of one of the families; None for a model that does not fill in."""
+        """Return the Infill of the first family whose tokens exist; None if there is none."""
         for family in FAMILIES:
             names = (family.first, family.between, family.last)
             ids = [found for name in names if (found := tokenizer.token_id(name)) is not None]
@@ -70,8 +68,10 @@ class Infill:
     def prompt(
         self, before: str | list[int], after: str, add_special_tokens: bool = True
     ) -> list[int]:
-        """Return the token ids of a prompt. before: the text, or token ids, which then also say
-        whether the sequence has a begin. Raises RequestError for text that is none."""
+        """Return the token ids of an infill prompt.
+
+        before: text or token ids. Only a text gets the begin token, if the tokenizer adds one.
+        Raises RequestError for text that the tokenizer rejects."""
         begin: list[int] = []
         if isinstance(before, str):
             bos = self.tokenizer.bos_token_id
@@ -81,7 +81,7 @@ class Infill:
         return [*begin, self.first, *before, self.between, *self._continued(after), self.last]
 
     def _continued(self, text: str) -> list[int]:
-        """Return the tokens of a text as it stands in the middle of another one."""
+        """Tokenize the suffix as the continuation of a text, without a blank at its start."""
         plain = self.tokenizer.encode(text, add_special_tokens=False)
         anchor = self.tokenizer.encode(ANCHOR, add_special_tokens=False)
         if not (self.tokenizer.token(anchor[0]) or "").startswith(BLANK):

@@ -1,9 +1,8 @@
-"""Texts for pooling models: one, or two that belong together, between their special tokens.
+"""Prompts of pooling models: one text, or a pair of texts, between special tokens.
 
     [CLS] first text [SEP]        [CLS] first text [SEP] second text [SEP]
 
-A prompt is cut to the tokens that a request sets. The text is cut: the special tokens stay, as the
-model pools one of them.
+Truncation shortens the texts and keeps the special tokens, because the model pools one of them.
 """
 
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ Ids = Sequence[int]
 def to_pool(
     renderer: Renderer, parts: Sequence[Prompt], params: PoolingParams, longest: int
 ) -> RenderedPrompt:
-    """Render a prompt, or two texts that belong together, for an engine of so many tokens. Raises
-    RequestError."""
+    """Render one prompt or a pair of texts, truncated to at most `longest` tokens if requested.
+
+    Raises RequestError."""
     most = most_tokens(params, longest)
     if most is None and len(parts) == 1:
         return renderer.render(parts[0])
@@ -36,8 +36,9 @@ def to_pool(
 
 
 def most_tokens(params: PoolingParams, longest: int) -> int | None:
-    """Return how many tokens a prompt may have before it is cut; None if it is never. Raises
-    RequestError for more than the engine takes."""
+    """Return the maximum number of tokens of a prompt; None for no truncation.
+
+    Raises RequestError if the request's value exceeds `longest`."""
     most = params.truncate_prompt_tokens
     if most is None:
         return None
@@ -52,8 +53,9 @@ def most_tokens(params: PoolingParams, longest: int) -> int | None:
 def joined(
     parts: Sequence[Ids], frame: Sequence[Ids], most: int | None, side: str
 ) -> RenderedPrompt:
-    """Put special tokens (`Tokenizer.frame`) around texts, of at most so many tokens together.
-    Raises RequestError where there is no room for any text."""
+    """Put special tokens (`Tokenizer.frame`) around texts, and truncate the texts to fit `most`.
+
+    Raises RequestError if no tokens of the texts would remain."""
     if most is not None:
         room = most - sum(map(len, frame))
         if room < len(parts):
@@ -72,8 +74,9 @@ def _cut(token_ids: Ids, keep: int, side: str) -> Ids:
 
 
 def _sizes(first: int, second: int, room: int) -> list[int]:
-    """Return how much is left of two texts, of which the longer one is cut first, as transformers'
-    fast tokenizers do it."""
+    """Return the lengths of two texts after truncation to `room` tokens.
+
+    The longer text is cut first, as in transformers' fast tokenizers."""
     if first + second <= room:
         return [first, second]
     short, long = min(first, second), max(first, second)

@@ -1,7 +1,7 @@
-"""`Renderer`: whatever a user may ask with, a text, a conversation or token ids, to token ids.
+"""`Renderer`: converts a prompt (a text, a conversation or token ids) to token ids.
 
-The thesis calls this step render_prompt (T 4.3.2): from here on the engine knows tokens only. A
-prompt is never cut here; one that is too long is refused by the engine, which knows the limit.
+The thesis calls this step render_prompt (T 4.3.2). The rest of the engine sees tokens only. The
+renderer never truncates a prompt; the engine, which knows its limit, rejects long prompts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,24 +38,24 @@ MAX_KEPT_FORMATS = 16
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """text: what was tokenised; None for a prompt that came as token ids. second: the place of the
-    first token of a second text that belongs to the first; None if there is one text. media: the
-    images and videos in it, in its order; the text has a mark for each."""
+    """The token ids of a prompt, with its text and media."""
 
     token_ids: list[int]
-    text: str | None = None
-    second: int | None = None
-    media: tuple[MediaItem, ...] = ()
+    text: str | None = None  # the text before tokenization; None for a prompt of token ids
+    second: int | None = None  # index of a pair's second text in token_ids; None without a pair
+    media: tuple[MediaItem, ...] = ()  # images and videos in order; the text has a mark for each
 
 
 class Renderer:
-    """tokenizer: None for a model without one, which takes token ids only.
+    """Renders prompts for one model, and builds the grammars of answers.
 
-    template: used for every conversation in place of the model's own templates. templates: who runs
-    them; without it they run here, unbounded, which is for templates that are trusted. now: the
-    clock of those. grammars: who checks grammars. parsers: of tool calls and of reasoning, by name
-    (`detect_format`). template_kwargs: variables of templates that conversations do not set.
-    media: prepares images and videos; None for a model that takes none.
+    tokenizer: None for a model without one, which takes token ids only.
+    template: replaces the model's own templates for every conversation.
+    now: clock for templates that run in this process.
+    templates: runs templates; by default in this process without limits, for trusted ones only.
+    parsers: names of the parsers of tool calls and of reasoning (`detect_format`).
+    template_kwargs: default variables of templates; a conversation's variables replace them.
+    media: prepares images and videos; None for a model without them.
     """
 
     def __init__(
@@ -79,22 +79,24 @@ class Renderer:
 
     @classmethod
     def from_directory(cls, path: str | Path, template: str | None = None) -> "Renderer":
-        """Make one for a model directory, with or without a tokenizer in it."""
+        """Return the renderer of a model directory, with or without a tokenizer."""
         tokenizer = Tokenizer.from_directory(path) if has_tokenizer(path) else None
         return cls(tokenizer, template)
 
     def prepare(self) -> None:
-        """Make ready for conversations, grammars and long texts what would hold up the first of
-        them. To be called once, where they are likely to come."""
+        """Start in advance the processes for templates, grammars and long texts.
+
+        Call this at most once, when such requests are likely."""
         if self.tokenizer is not None:
-            self.tokenizer.bound  # noqa: B018  (kept from now on)
+            self.tokenizer.bound  # noqa: B018  (computes the cached value)
             self.grammars.prepare()
         if self._template is not None or (self.tokenizer and self.tokenizer.chat_templates):
             self._templates.prepare()
 
     def answer_format(self, template: str | None = None, with_tools: bool = False) -> AnswerFormat:
-        """Return how the model answers behind a template, which is that of `render`. Raises
-        RequestError if there is none."""
+        """Return the format of answers for a template, chosen as in `render`.
+
+        Raises RequestError if there is no template."""
         source = self._source(template, with_tools)
         found = self._formats.get(source)
         if found is None:
@@ -106,18 +108,18 @@ class Renderer:
     def grammar_of(
         self, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
     ) -> str:
-        """Return the grammar, not checked yet, of an answer that is only this. Raises RequestError,
-        also for a model without a tokenizer."""
+        """Return the unchecked grammar of an answer that consists of this content only.
+
+        Raises RequestError, also for a model without a tokenizer."""
         return grammar_of(wanted, self._added_ids(field), strict=strict, field=field)
 
     def answer_grammar(
         self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None = None
     ) -> str:
-        """Return the grammar, not checked yet, of an answer that these parameters describe; empty
-        for one that may be anything.
+        """Return the unchecked grammar of a request's answer; empty if it is unconstrained.
 
-        form: of the template that made the prompt; without one the model's own counts if the prompt
-        ends inside of reasoning. Raises RequestError.
+        form: format that belongs to the prompt's template. Without it, the model's own format
+        applies if the prompt ends within reasoning. Raises RequestError.
         """
         wanted, budget = params.structured_outputs, params.thinking_token_budget
         if wanted is None and budget is None:
@@ -137,7 +139,7 @@ class Renderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered without a template of their own."""
+        """Whether the renderer has a template for conversations that bring none."""
         own = None if self.tokenizer is None else self.tokenizer.chat_template
         return self._template is not None or own is not None
 
@@ -155,13 +157,14 @@ class Renderer:
         add_special_tokens: bool = True,
         media: Media = (),
     ) -> RenderedPrompt:
-        """Token ids and text of a prompt. Raises RequestError for one that cannot be used.
+        """Return the token ids and the text of a prompt. Raises RequestError for an invalid prompt.
 
         prompt: a text, a list of messages, a list of token ids, {"prompt": text} or
-        {"prompt_token_ids": ids}. options, template: for conversations. add_special_tokens: for
-        texts; a chat template writes the special tokens itself. media: the images and videos of the
-        prompt in its order; messages have a part for each (`parts.take_media`), texts and token ids
-        a mark (`Placeholders.mark`).
+        {"prompt_token_ids": ids}.
+        options, template: only for conversations.
+        add_special_tokens: only for texts; a chat template writes the special tokens itself.
+        media: images and videos in the prompt's order. Messages have a part for each
+        (`parts.take_media`); texts and token ids have a mark (`Placeholders.mark`).
         """
         if isinstance(prompt, str):
             return self._render_text(prompt, add_special_tokens, media)
@@ -180,14 +183,15 @@ class Renderer:
     def chat_text(
         self, messages: object, options: ChatOptions | None = None, template: str | None = None
     ) -> str:
-        """Return a conversation as text. template: a template's text or the name of one of the
-        model's."""
+        """Return a conversation as text.
+
+        template: a template's text or the name of one of the model's templates."""
         return self._templates.render(self._job(messages, options, template))
 
     async def chat_text_async(
         self, messages: object, options: ChatOptions | None = None, template: str | None = None
     ) -> str:
-        """Do the same without holding up an event loop."""
+        """Do the same as `chat_text` without blocking the event loop."""
         return await self._templates.render_async(self._job(messages, options, template))
 
     def _added_ids(self, field: str) -> dict[str, int]:
@@ -208,7 +212,7 @@ class Renderer:
         return TemplateJob(source, named, messages, options, source == template)
 
     def _check_media_parts(self, messages: object) -> None:
-        """Refuse images that the model does not take, and texts that would stand for images."""
+        """Raise RequestError for media that the model does not take, and for marks in texts."""
         if self.media is None and not has_parts(messages):
             return
         if self.media is not None:
@@ -235,7 +239,7 @@ class Renderer:
         return self._render_text(text, special, media)
 
     def _render_ids(self, values: object, media: Media) -> RenderedPrompt:
-        """Return token ids. Without media, placeholder tokens among them mean nothing."""
+        """Return token ids with media placed. Without media, placeholder tokens are ordinary."""
         token_ids = _checked_ids(values)
         if not media:
             return RenderedPrompt(token_ids)
@@ -284,7 +288,7 @@ class Renderer:
 
 
 def no_media() -> RequestError:
-    """Return the error of a prompt with images for a model without a processor for them."""
+    """Return the error for images in a prompt of a model without an image processor."""
     return RequestError("this model does not accept images; send text only.")
 
 
@@ -304,8 +308,7 @@ def has_parts(messages: object) -> bool:
 
 
 def _checked_ids(values: object) -> list[int]:
-    """Return a list of token ids, checked for type; the engine checks them against the
-    vocabulary."""
+    """Return a list of token ids after a check of types; the engine checks the vocabulary."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or not values:
         raise RequestError(
             "prompt_token_ids must be a non-empty list of integers.", "prompt_token_ids"

@@ -6,14 +6,17 @@ from quire.render.renderer import RenderedPrompt
 
 FIELD = "truncate_prompt_tokens"
 LEFT, RIGHT = "left", "right"
-FITTING = -1  # as many tokens as fit
+FITTING = -1  # truncate to the tokens that fit
 
 
 def truncated(
     prompt: RenderedPrompt, keep: int | None, room: int, side: str = LEFT
 ) -> RenderedPrompt:
-    """Return a prompt of at most `keep` tokens; None is all of it, -1 is `room`. side: where tokens
-    are left out. What was cut has no text any more."""
+    """Return a prompt of at most `keep` tokens.
+
+    keep: None keeps all tokens; -1 stands for `room`. side: end of the prompt at which tokens are
+    dropped. A truncated prompt has no text. Raises RequestError instead of truncating images.
+    """
     if keep is None:
         return prompt
     if keep == FITTING:
@@ -33,7 +36,7 @@ def truncated(
 def truncated_for(
     params: SamplingParams, prompt: RenderedPrompt, max_model_len: int
 ) -> RenderedPrompt:
-    """Return a prompt as `SamplingParams.truncate_prompt_tokens` wants it, in a context of so many
-    tokens."""
+    """Return a prompt truncated to `SamplingParams.truncate_prompt_tokens`. The value -1 leaves
+    room for `max_tokens` within `max_model_len`."""
     room = max_model_len - (params.max_tokens or 1)
     return truncated(prompt, params.truncate_prompt_tokens, room, params.truncation_side)

@@ -1,9 +1,9 @@
-"""Calls read from text that arrives in pieces, as a `CallSyntax` says.
+"""Incremental parser for tool calls: it follows a `CallSyntax` while the text arrives in pieces.
 
-A call is begun only when it is certain that it is one: its name is complete, and what the syntax
-demands follows, up to the beginning of its arguments. What was begun cannot be taken back. So if
-arguments turn out not to be JSON, what the model wrote goes on as arguments, up to the closing mark
-or the end.
+The reader emits a call only once the call is certain. By then the name is complete and the text the
+syntax demands follows, up to the start of the arguments. An emitted call cannot be taken back. If
+its arguments turn out not to be JSON, the model's text is still emitted as arguments, up to the
+closing mark or the end of the answer.
 """
 
 import json
@@ -24,17 +24,17 @@ from quire.render.answers.syntax import (
 from quire.render.answers.writer import Writer
 
 MAX_NAME = 256
-NONE = "null"  # arguments that a model writes so are an empty object
+NONE = "null"  # arguments written as null mean an empty object
 _NAME = re.compile(r"[\w.\-:/]*")
 
 
 def can_read_name(name: str) -> bool:
-    """Tell whether a name that stands in the text as it is can be read."""
+    """Tell whether the parser can read this tool name when it stands unquoted in the text."""
     return _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
 
 
 class CallReader:
-    """The calls of one answer. tools: those that the request knows."""
+    """Read the calls of one answer. `tools` are the tools of the request."""
 
     def __init__(self, feed: Feed, writer: Writer, tools: Collection[Tool]) -> None:
         self._feed = feed
@@ -43,10 +43,10 @@ class CallReader:
         self._schemas = {tool.name: tool.parameters for tool in tools}
 
     def read(self, syntax: CallSyntax, opened: str) -> Reading[bool]:
-        """Consume the calls of a section, of which `opened` is consumed already.
+        """Consume the calls of one section, whose opening word `opened` is already consumed.
 
-        False: there is none, and what was held is to be read in another way. What follows the
-        last good call is held on return.
+        Return False if the section holds no call; the caller then rewinds the feed. On return the
+        text after the last valid call is held.
         """
         feed = self._feed
         head = syntax.begin + syntax.open
@@ -66,9 +66,9 @@ class CallReader:
         return True
 
     def _read_between(self, syntax: CallSyntax) -> Reading[bool]:
-        """Consume what stands between two calls of a section, and opens the second."""
+        """Consume the separator between two calls and the opening of the second call."""
         if not (syntax.begin or syntax.between.strip()):
-            return False  # such calls open one by one
+            return False  # each such call opens a section of its own
         return (yield from self._feed.spaced(syntax.between + syntax.open))
 
     def _read_call(self, syntax: CallSyntax) -> Reading[bool]:
@@ -84,7 +84,7 @@ class CallReader:
         return (yield from self._read_parameters(syntax, body))
 
     def _read_code(self, body: CodeBody) -> Reading[bool]:
-        """Hand on the rest of the answer as the code for an interpreter, if there is one."""
+        """Emit the rest of the answer as code if the request has a code tool; else return False."""
         name = next((name for name in body.tools if name in self._schemas), None)
         if name is None:
             return False
@@ -102,7 +102,7 @@ class CallReader:
         return True
 
     def _read_name(self, after: str) -> Reading[bool]:
-        """Consume a name and what the syntax demands behind it."""
+        """Consume a tool name and the text the syntax demands after the name."""
         feed = self._feed
         yield from feed.space()
         self._name = yield from feed.run(_NAME, MAX_NAME)
@@ -157,7 +157,7 @@ class CallReader:
         return True
 
     def _skip(self, text: str) -> Reading[None]:
-        """Consume this text if it is there, and hold what follows."""
+        """Consume `text` if it follows, then hold the text after it."""
         self._feed.hold()
         if not (yield from self._feed.spaced(text)):
             self._feed.rewind()
@@ -178,7 +178,7 @@ class CallReader:
         return True
 
     def _pass_on(self, syntax: CallSyntax) -> Reading[None]:
-        """Hand on what the model wrote as arguments, up to the closing mark."""
+        """Emit the model's text as arguments up to the closing mark, and end the call."""
         feed, writer = self._feed, self._writer
         close = (syntax.close or syntax.end).strip()
         feed.sink = writer.arguments
@@ -189,9 +189,11 @@ class CallReader:
 
 
 class _ObjectReader:
-    """One call that is a JSON object. names: of which it must have one; None: any.
+    """Read one call written as a JSON object.
 
-    is_open: its arguments have begun, and not ended. has_ended: they have; what follows is held.
+    names: tool names to accept; None accepts every name.
+    is_open: whether the arguments have begun and not yet ended.
+    has_ended: whether the arguments have ended; the text after them is held.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class _ObjectReader:
         self._body = body
         self._names = names
         self._name: str | None = None
-        self._arguments: str | None = None  # those that stood before the name, or in a string
+        self._arguments: str | None = None  # arguments seen before the name, or inside a string
         self.is_open = False
         self.has_ended = False
 
@@ -256,7 +258,7 @@ class _ObjectReader:
         return is_json
 
     def _call_at_once(self) -> bool:
-        """Hand the call on when all of it is there."""
+        """Emit a call whose arguments were read completely before its name, or not at all."""
         arguments = _object_text(self._arguments or NONE)
         if not self._name or arguments is None:
             return False
@@ -268,8 +270,9 @@ class _ObjectReader:
 
 
 def _object_text(value: str) -> str | None:
-    """Return a JSON object as text, which may stand in a string of JSON; None if it is none. null
-    is an empty object."""
+    """Return arguments as the text of a JSON object, or None if they are no object.
+
+    The arguments may be wrapped in a JSON string. null becomes an empty object."""
     try:
         if value.startswith('"'):
             value = str(json.loads(value)).strip() or NONE

@@ -1,4 +1,4 @@
-"""Which row of the table a model's answers follow: by name, or told from its chat template."""
+"""Select a model's format of calls and of reasoning: by name, or from the chat template."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
@@ -21,23 +21,24 @@ Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 
 def call_format(name: str, template: str, tokens: Collection[str]) -> CallFormat | None:
-    """Return the format of calls of this name; `auto`: as the template shows. tokens: the added
-    ones, which decide where the template speaks of tools, but shows no format; else it is the
-    most usual one."""
+    """Return the call format with this name, or None for `none`.
+
+    `auto` searches the template for marks, then `tokens` (the tokenizer's added tokens), and else
+    returns the Hermes format. Raises ConfigError if a plug-in provides no CallFormat."""
     if name != AUTO:
         return _named(name, CALLS, TOOL_FORMATS, CallFormat)
     return _shown(template, CALLS) or _shown("\n".join(tokens), CALLS) or HERMES
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Return the format of reasoning of this name; `auto`: as the template shows."""
+    """Return the reasoning format with this name; `auto` searches the template for marks."""
     if name != AUTO:
         return _named(name, REASONING, REASONING_FORMATS, ReasoningFormat)
     return _shown(template, REASONING)
 
 
 def check_names(tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raise ConfigError if there is no format of such a name. No plug-in is imported."""
+    """Raise ConfigError if either name belongs to no format. Imports no plug-in."""
     for name, rows, kind in (
         (tool_call_parser, CALLS, TOOL_FORMATS),
         (reasoning_parser, REASONING, REASONING_FORMATS),
@@ -49,7 +50,7 @@ def check_names(tool_call_parser: str, reasoning_parser: str) -> None:
 
 
 def _shown(text: str, rows: Sequence[Format]) -> Format | None:
-    """Return the first row of whose groups of marks the text has a whole one."""
+    """Return the first row with a group of marks that all occur in the text."""
     for row in rows:
         if any(all(mark in text for mark in group) for group in row.marks):
             return row

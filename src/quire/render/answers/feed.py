@@ -1,8 +1,7 @@
-"""Text that arrives in pieces, read by generators that pause where it ends.
+"""A buffer for text that arrives in pieces, read by generators that pause at its end.
 
-A reader consumes what there is and leaves no more unread than a mark of which it saw the beginning;
-so a piece is copied once. What is consumed while `hold` is on can be given back: what cannot be
-read in one way is read again in another.
+Readers consume all available text except the start of a possible mark, so each piece is copied
+once. Text consumed while `hold` is on can be rewound and read again with another syntax.
 """
 
 import re
@@ -16,24 +15,24 @@ _SPACE = re.compile(r"\s*")
 
 
 class Feed:
-    """sink: gets every text that is consumed, in order."""
+    """Buffer of unread text. Consumed text also goes to `sink`, in order, if one is set."""
 
     def __init__(self) -> None:
         self.ended = False
         self.sink: Callable[[str], None] | None = None
         self._text = ""
         self._at = 0
-        self._before = 0  # characters that were in front of _text
+        self._before = 0  # characters dropped in front of _text
         self._held: list[str] | None = None
-        self._held_from: int | None = None  # where the held text begins, while it is all in _text
+        self._held_from: int | None = None  # start of the held text while _text contains all of it
 
     @property
     def position(self) -> int:
-        """Return how many characters are consumed."""
+        """Return the number of characters consumed so far."""
         return self._before + self._at
 
     def give(self, text: str) -> None:
-        """Add a piece; the reader must be resumed before the next one."""
+        """Append a piece. The reader must be resumed before the next piece."""
         if self._at:
             if self._held_from is not None and self._held is not None:
                 self._held.append(self._text[self._held_from : self._at])
@@ -44,7 +43,7 @@ class Feed:
         self._text = self._text + text if self._text else text
 
     def more(self) -> Reading[bool]:
-        """Wait until there is more than there was; False if nothing will come."""
+        """Wait for more text; return False if the text has ended."""
         size = len(self._text) - self._at
         while len(self._text) - self._at == size:
             if self.ended:
@@ -53,7 +52,7 @@ class Feed:
         return True
 
     def advance(self, count: int) -> str:
-        """Consume so many characters, which must be there."""
+        """Consume and return the next `count` characters, which must be available."""
         text = self._text[self._at : self._at + count]
         if self._held is not None and self._held_from is None:
             self._held.append(text)
@@ -63,17 +62,17 @@ class Feed:
         return text
 
     def hold(self) -> None:
-        """Keep what is consumed from here on."""
+        """Keep the text consumed from now on, so that `rewind` can restore it."""
         self._held = []
         self._held_from = self._at
 
     def release(self) -> None:
-        """Forget what was held: it was read well."""
+        """Drop the held text and stop holding."""
         self._held = None
         self._held_from = None
 
     def rewind(self) -> None:
-        """Give back what was held, and hold no longer."""
+        """Make the held text unread again and stop holding."""
         if self._held_from is not None:
             self._at = self._held_from
         elif self._held is not None:
@@ -84,15 +83,15 @@ class Feed:
         self.release()
 
     def peek(self) -> Reading[str]:
-        """Return the next character, which stays; an empty text at the end."""
+        """Return the next character without consuming it; an empty string at the end."""
         if self._at == len(self._text) and not (yield from self.more()):
             return ""
         return self._text[self._at]
 
     def run(self, pattern: re.Pattern[str], limit: int | None = None) -> Reading[str]:
-        """Consume characters as long as the pattern, which is some class with a star, has them.
+        """Consume up to `limit` characters that match the pattern, a starred character class.
 
-        limit: at most so many. Returns them, unless somebody else gets them by `sink`.
+        Return the consumed text, or an empty string if `sink` received it.
         """
         pieces: list[str] = []
         size = 0
@@ -113,7 +112,7 @@ class Feed:
         return (yield from self.run(_SPACE))
 
     def literal(self, word: str) -> Reading[bool]:
-        """Consume this text, if it is what follows."""
+        """Consume `word` if it follows; return whether it did."""
         while not self._text.startswith(word, self._at):
             rest = self._text[self._at : self._at + len(word)]
             if not word.startswith(rest) or not (yield from self.more()):
@@ -122,7 +121,7 @@ class Feed:
         return True
 
     def spaced(self, text: str) -> Reading[bool]:
-        """Consume the words of this text, with any white space before each."""
+        """Consume the words of this text, each after any white space; return whether all came."""
         for word in text.split():
             yield from self.space()
             if not (yield from self.literal(word)):
@@ -130,8 +129,9 @@ class Feed:
         return True
 
     def until(self, marks: "Marks") -> Reading[str | None]:
-        """Consume the text before the next mark, and hand it to `sink`; then the mark, which it
-        returns. None: there is none until the end."""
+        """Pass the text before the next mark to `sink`, then consume and return the mark.
+
+        Return None if the text ends without a mark."""
         while True:
             found = marks.pattern.search(self._text, self._at)
             perhaps = marks.begins_at(self._text, self._at)
@@ -148,7 +148,7 @@ class Feed:
 
 
 class Marks:
-    """Texts that are looked for; where several begin, the longest counts."""
+    """A set of texts to search for. If several match at one position, the longest one counts."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         self.words = sorted(set(words), key=len, reverse=True)
@@ -157,7 +157,7 @@ class Marks:
         self._firsts = {word[0] for word in self.words}
 
     def begins_at(self, text: str, start: int) -> int:
-        """Return where the end of a text begins that goes on as a mark, or as a longer one."""
+        """Return the start of an unfinished mark at the end of the text, else the text's length."""
         for at in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[at] in self._firsts:
                 rest = text[at:]

@@ -1,4 +1,4 @@
-"""How a model answers (`AnswerFormat`), and what a request asks of one answer (`AskedAnswer`)."""
+"""Formats of answers: the format of one model, and the answer that one request demands."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,27 +26,29 @@ NO_REASONING = (
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """Of one model. None: its template knows no tools, or no reasoning. shown_special_token_ids:
-    special tokens that the parser must see as text."""
+    """The way one model writes tool calls and reasoning."""
 
-    calls: CallFormat | None = None
-    reasoning: ReasoningFormat | None = None
+    calls: CallFormat | None = None  # None if the template supports no tools
+    reasoning: ReasoningFormat | None = None  # None if the template supports no reasoning
+    # special tokens that the parser must see as text
     shown_special_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
-        """Tell whether this prompt ends with the mark that opens reasoning."""
+        """Tell whether the prompt ends with the mark that opens reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open.rstrip())
 
     def has_reasoned(self, prompt: str) -> bool:
-        """Tell whether this prompt ends with the mark that closes reasoning, as templates write it
-        that are told to leave it out. Where a mark of its own opens the content, that one tells."""
+        """Tell whether the prompt ends with the mark that closes reasoning.
+
+        Templates write this mark when thinking is off. Always False for formats whose content has
+        an opening mark of its own."""
         form = self.reasoning
         if form is None or form.content_open:
             return False
         return prompt.rstrip().endswith(form.close.rstrip())
 
     def marks(self) -> Iterator[str]:
-        """List the texts that structure an answer."""
+        """List the marks that structure an answer; some may be empty."""
         if self.reasoning is not None:
             reasoning = self.reasoning
             yield from (reasoning.open, reasoning.close, reasoning.content_open, *reasoning.silent)
@@ -65,9 +67,9 @@ def detect_format(
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
 ) -> AnswerFormat:
-    """Return how a model answers, by its chat template or by the names of formats (vLLM's names
-    of parsers, or a plug-in's; `none`: nothing of the kind is read).
+    """Return the format of a model's answers, from its chat template or from parser names.
 
+    The names are vLLM's parser names, a plug-in's name, or `none` to read nothing of that kind.
     Raises ConfigError for unknown names.
     """
     template = template or ""
@@ -82,7 +84,7 @@ def detect_format(
 
 
 def special_token_ids_in(form: AnswerFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens of which a format's marks are made."""
+    """Return the ids of the special tokens that occur in the format's marks."""
     texts = [text for text in form.marks() if text]
     added = tokenizer.added_tokens
     return tuple(
@@ -94,7 +96,7 @@ def special_token_ids_in(form: AnswerFormat, tokenizer: Tokenizer) -> tuple[int,
 
 @dataclass(frozen=True)
 class NamedTool:
-    """The choice of exactly this tool."""
+    """The tool choice that forces one tool."""
 
     name: str
 
@@ -104,31 +106,27 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class AskedAnswer:
-    """Of one request. parallel: whether there may be several calls. content: the form of what is
-    neither reasoning nor a call. content_field: which field of the request says so. strict: what
-    its schema asks for and cannot be had is an error. begins_in_reasoning: the prompt has opened
-    it. has_reasoned: the prompt has closed it; a grammar allows no other.
-    thinking_token_budget: of the reasoning."""
+    """The answer that one request demands. Builds the answer's grammar and its parser."""
 
     format: AnswerFormat
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = "auto"
-    parallel: bool = True
-    content: StructuredOutputsParams | None = None
-    content_field: str = FIELD
-    strict: bool = False
-    begins_in_reasoning: bool = False
-    has_reasoned: bool = False
-    thinking_token_budget: int | None = None
+    parallel: bool = True  # whether the answer may contain several calls
+    content: StructuredOutputsParams | None = None  # constraint on the content
+    content_field: str = FIELD  # request field that holds the constraint, for errors
+    strict: bool = False  # whether a schema feature without support is an error
+    begins_in_reasoning: bool = False  # whether the prompt opens the reasoning
+    has_reasoned: bool = False  # whether the prompt closes the reasoning; no more may follow
+    thinking_token_budget: int | None = None  # maximum number of reasoning tokens
 
     @property
     def calls(self) -> CallFormat | None:
-        """How the calls of this answer are written; None if it must have none."""
+        """The format of this answer's calls; None if it must have none."""
         return self.format.calls if self.tools and self.choice != "none" else None
 
     @property
     def is_constrained(self) -> bool:
-        """Whether not every answer will do."""
+        """Whether a grammar must constrain the answer."""
         if self.content is not None or self.thinking_token_budget is not None:
             return True
         if self.choice not in ("auto", "none"):
@@ -137,13 +135,13 @@ class AskedAnswer:
 
     @property
     def _is_bound(self) -> bool:
-        """Whether calls that the model chooses to make must be of a certain form."""
+        """Whether optional calls are constrained, by a strict tool or a limit of one call."""
         return not self.parallel or any(tool.strict for tool in self.tools)
 
     def grammar(self, added_tokens: Mapping[str, int]) -> str:
-        """Return the grammar of the whole answer; an empty text if nothing is constrained.
+        """Return the Lark grammar of the whole answer; an empty string if it is unconstrained.
 
-        added_tokens: as `Lark` takes them. Raises RequestError.
+        added_tokens: the tokenizer's added tokens, from text to id. Raises RequestError.
         """
         if not self.is_constrained:
             return ""
@@ -163,7 +161,7 @@ class AskedAnswer:
         return lark.text(f"{first} {rest}")
 
     def _behind_reasoning(self, lark: Lark) -> str | None:
-        """Return the expression for what is no reasoning; None: nothing is asked of it."""
+        """Return the expression for the text after the reasoning; None if it is unconstrained."""
         content = None
         if self.content is not None:
             content = content_rule(lark, self.content, strict=self.strict, field=self.content_field)
@@ -183,7 +181,7 @@ class AskedAnswer:
         return None
 
     def _anything(self, lark: Lark, reasoning: ReasoningFormat) -> str:
-        """Return the expression for all that may follow the reasoning, but for more of it."""
+        """Return the expression for any text after the reasoning, except a second reasoning."""
         if not reasoning.content_open:
             return lark.tokens(but=[reasoning.open])
         if self.calls is not None:
@@ -195,7 +193,7 @@ class AskedAnswer:
         return self.format.reasoning.content_open if self.format.reasoning is not None else ""
 
     def _choosable(self) -> tuple[Tool, ...]:
-        """Return the tools of which one must be called."""
+        """Return the tools that `choice` allows. Raises RequestError for an unknown name."""
         if not isinstance(self.choice, NamedTool):
             return self.tools
         name = self.choice.name
@@ -205,5 +203,5 @@ class AskedAnswer:
         return found
 
     def parser(self) -> AnswerParser:
-        """Return a parser for one answer (of n)."""
+        """Return a new parser for one of the request's answers."""
         return AnswerParser(self.calls, self.format.reasoning, self.tools, self.begins_in_reasoning)

@@ -1,10 +1,10 @@
-"""The grammar of a whole answer, from the same table that the parser reads by.
+"""Build the grammar of a whole answer from the same table of formats that the parser uses.
 
-    reasoning?  (calls | content)        calls forced, or a content of some form
-    reasoning?  text  calls?             tools to choose from, some of them strict
+    reasoning?  (calls | content)        forced calls, or constrained content
+    reasoning?  text  calls?             optional calls, some of them strict
 
-White space in the marks of a format may be left out; words may not. There are no added tokens in
-free text but those that belong to the format.
+A format's words are mandatory; the white space in its marks is optional. Free text contains no
+added tokens except those of the format.
 """
 
 import json
@@ -36,7 +36,7 @@ _SPACES = re.compile(r"(\s+)")
 
 
 def spaced(lark: Lark, text: str) -> str:
-    """Return the expression that is this text, of which white space may be left out."""
+    """Return the expression for this text, in which each run of white space is optional."""
     parts = [
         f"({lark.literal(part)})?" if part.isspace() else lark.literal(part)
         for part in _SPACES.split(text)
@@ -46,7 +46,7 @@ def spaced(lark: Lark, text: str) -> str:
 
 
 def calls_rule(lark: Lark, form: CallFormat, tools: Sequence[Tool], several: bool) -> str:
-    """Add rules for one or more calls; return the name of the first. several: not just one."""
+    """Add rules for one call, or for one or more if `several`; return the first rule's name."""
     syntax = form.syntaxes[0]
     return lark.rule(_section(lark, form, syntax, tools, several, syntax.begin + syntax.open))
 
@@ -58,9 +58,10 @@ def free_rule(
     tools: Sequence[Tool],
     several: bool,
 ) -> str:
-    """Add rules for any text, in which calls may follow: whatever opens some is one, or more.
+    """Add rules for free text that calls may follow; return the first rule's name.
 
-    Where something stands before a text, there is either text or calls.
+    In the text, an opening mark always begins calls. Formats without an opening mark, or with a
+    mark before the content, allow either text or calls.
     """
     syntax = form.syntaxes[0]
     text = text_without(lark, content_marks(form, reasoning), may_be_object=not syntax.is_bare)
@@ -77,8 +78,10 @@ def free_rule(
 def text_without(
     lark: Lark, words: Sequence[str], most_chars: int | None = None, may_be_object: bool = True
 ) -> str:
-    """Add a terminal for texts in which none of these words is spelled, also not by tokens that
-    are no marks; return its name. may_be_object: whether it may begin as a JSON object does."""
+    """Add a terminal for texts without these words, and return the terminal's name.
+
+    The words may not be spelled by ordinary tokens either. most_chars: maximum length.
+    may_be_object: whether the text may begin with a brace, like a JSON object."""
     parts = [ANY_TEXT if most_chars is None else f"/(?s:.{{0,{most_chars}}})/"]
     if not may_be_object:
         parts.append(_NO_OBJECT)
@@ -87,10 +90,10 @@ def text_without(
 
 
 def reasoning_rule(lark: Lark, form: ReasoningFormat, begun: bool, budget: int | None) -> str:
-    """Add rules for the reasoning and what follows it; return the first one's name. begun: its
-    opening is in the prompt; else all of it may be left out. budget: its tokens at most.
+    """Add rules for the reasoning and the text after it; return the first rule's name.
 
-    Where a token ends the reasoning, tokens are counted, else characters in their place.
+    begun: the prompt opens the reasoning; otherwise the rule makes all reasoning optional.
+    budget: maximum number of tokens. If no token closes the reasoning, characters are counted.
     """
     if budget is not None and lark.is_token(form.close):
         body = f"{lark.tokens(at_most=budget)} {lark.literal(form.close)}"
@@ -108,7 +111,7 @@ def _section(
     several: bool,
     head: str,
 ) -> str:
-    """Return the expression for calls, of which `head` stands before the first one's body."""
+    """Return the expression for one or more calls; `head` opens the first one."""
     bodies = [_body(lark, syntax, tool) for tool in tools]
     close = spaced(lark, syntax.close)
     close = f"({close})?" if form.ends_the_answer else close
@@ -121,7 +124,7 @@ def _section(
 
 
 def _body(lark: Lark, syntax: CallSyntax, tool: Tool) -> str:
-    """Return the expression for a call of a tool. Raise RequestError for one that has no words."""
+    """Return the expression for a call of one tool. Raises RequestError for an ambiguous name."""
     body = syntax.body
     if isinstance(body, ObjectBody):
         name = json.dumps(tool.name, ensure_ascii=False)
@@ -146,5 +149,5 @@ def _arguments(lark: Lark, tool: Tool) -> str:
 
 
 def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the schema of a tool's arguments: an object; without parameters an empty one."""
+    """Return the schema of a tool's arguments: an object, empty if there are no parameters."""
     return dict(parameters or {"properties": {}}) | {"type": "object"}

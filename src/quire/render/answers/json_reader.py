@@ -1,4 +1,4 @@
-"""JSON that arrives in pieces, checked as it comes: one value, of bounded depth."""
+"""Incremental reader of one JSON value, which checks syntax and limits depth to MAX_DEPTH."""
 
 import json
 import re
@@ -17,8 +17,8 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_value(feed: Feed) -> Reading[bool]:
-    """Consume one value; False at the first character that cannot stand there."""
-    open_: list[str] = []  # what closes the objects and lists around here
+    """Consume one value; return False at the first invalid character."""
+    open_: list[str] = []  # closing brackets of the objects and lists that are open
     while True:
         yield from feed.run(_SPACE)
         char = yield from feed.peek()
@@ -39,7 +39,7 @@ def read_value(feed: Feed) -> Reading[bool]:
 
 
 def read_key(feed: Feed) -> Reading[bool]:
-    """Consume a key and the colon behind it."""
+    """Consume an object key and the colon after it."""
     yield from feed.run(_SPACE)
     if (yield from feed.peek()) != '"' or not (yield from _read_string(feed)):
         return False
@@ -48,7 +48,7 @@ def read_key(feed: Feed) -> Reading[bool]:
 
 
 def read_text(feed: Feed) -> Reading[str | None]:
-    """Consume a string and return what it says; None if it is none."""
+    """Consume a JSON string and return its value; None if there is no string."""
     pieces: list[str] = []
     outer, feed.sink = feed.sink, pieces.append
     is_string = (yield from feed.peek()) == '"' and (yield from _read_string(feed))
@@ -57,8 +57,7 @@ def read_text(feed: Feed) -> Reading[str | None]:
 
 
 def strict_json(text: str) -> object:
-    """Return what a text of JSON says. Raises ValueError, also for NaN and infinities, and
-    RecursionError."""
+    """Parse JSON. Raises ValueError, also for NaN and infinities, or RecursionError."""
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
@@ -67,12 +66,12 @@ def strict_json(text: str) -> object:
 
 
 def escaped(text: str) -> str:
-    """Return a text as it stands between the quotes of a JSON string."""
+    """Escape a text for use between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def sendable(text: str) -> str:
-    r"""Return a text of JSON that UTF-8 can hold: halves of surrogate pairs become escapes."""
+    r"""Escape lone surrogates in JSON text, so that UTF-8 can encode the text."""
     try:
         text.encode()
         return text
@@ -81,7 +80,7 @@ def sendable(text: str) -> str:
 
 
 def _read_closings(feed: Feed, open_: list[str]) -> Reading[bool]:
-    """Consume what closes behind a value, up to the next comma and, in an object, key."""
+    """Consume closing brackets after a value, up to the next comma and, in an object, its key."""
     while open_:
         yield from feed.run(_SPACE)
         if (yield from feed.literal(open_[-1])):

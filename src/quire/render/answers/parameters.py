@@ -1,4 +1,4 @@
-"""Arguments that a model writes between marks of their own, made into the text of a JSON object.
+"""Convert arguments between a format's own marks to the text of a JSON object, while they arrive.
 
     <parameter=city>
     Oslo
@@ -7,7 +7,8 @@
     3
     </parameter>
 
-Strings are handed on as they come; of other values the type is known when they are complete.
+Strings are emitted piece by piece. Other values are emitted when they are complete, because only
+then is the type known.
 """
 
 import json
@@ -27,12 +28,12 @@ _KEY = re.compile(r'[^<>"\n]*')
 
 
 def can_read_key(key: str) -> bool:
-    """Tell whether an argument of this name can be read."""
+    """Tell whether the parser can read an argument with this name."""
     return _KEY.fullmatch(key) is not None and len(key) <= MAX_KEY and key == key.strip()
 
 
 class ParametersReader:
-    """Reads the arguments of one call, which has begun. schema: of its parameters."""
+    """Read the arguments of one call that has begun. `schema` is the schema of its parameters."""
 
     def __init__(
         self, feed: Feed, writer: Writer, body: ParametersBody, schema: Mapping[str, Any] | None
@@ -45,9 +46,10 @@ class ParametersReader:
         self._marks = Marks((_newline_before(body.close) + close, close))
 
     def read(self, key: str | None) -> Reading[bool]:
-        """Consume the arguments from behind this first key; what cannot be read as one is held.
+        """Consume all arguments; `key`, the first argument's name, is already consumed.
 
-        False: the text ended within one.
+        Return False if the text ends within an argument. Otherwise text after the arguments is
+        held.
         """
         feed, writer = self._feed, self._writer
         before = "{"
@@ -67,7 +69,7 @@ class ParametersReader:
         return True
 
     def read_key(self) -> Reading[str | None]:
-        """Consume a key and what stands before its value; None if it cannot be read."""
+        """Consume and return a key and the mark after it; return None if either is missing."""
         key = yield from self._feed.run(_KEY, MAX_KEY)
         return key.strip() if (yield from self._feed.spaced(self._body.after_key)) else None
 
@@ -97,8 +99,10 @@ class ParametersReader:
         return mark is not None
 
     def _read_json(self) -> Reading[str | None]:
-        """Consume a JSON value, in whose strings the closing mark may stand, and that mark; None:
-        there is none, and nothing is consumed."""
+        """Consume a string, object or list and the closing mark; return the value's JSON text.
+
+        Strings within the value may contain the closing mark. Return None, with nothing consumed,
+        if there is no such value."""
         feed, pieces = self._feed, list[str]()
         feed.hold()
         feed.sink = pieces.append

@@ -1,4 +1,4 @@
-"""Rules for arguments between marks of their own; how they are read says `parameters.py`."""
+"""Grammar rules for arguments between a format's own marks, as read by `parameters.py`."""
 
 import re
 from collections.abc import Mapping
@@ -17,8 +17,9 @@ NO_WORDS = "which is ambiguous in the format of this model's calls"
 
 
 def parameters_rule(lark: Lark, body: ParametersBody, tool: Tool, field: str) -> str:
-    """Add rules for a tool's arguments, each once and in the schema's order; return the first
-    one's name. Raise RequestError for what this format cannot write."""
+    """Add rules for a tool's arguments, in the schema's order; return the first rule's name.
+
+    Raises RequestError if the format cannot write the arguments."""
     schema = tool.parameters or {}
     outline = resolved(schema, schema)
     required, properties = outline.get("required", []), outline.get("properties", {})
@@ -54,7 +55,7 @@ def _parameter(
 
 
 def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
-    """Return the expression for a string as it is, and the mark behind it."""
+    """Return the expression for an unquoted string and its closing mark."""
     choice = [schema["const"]] if "const" in schema else schema.get("enum")
     if choice is not None:
         mark, given = close.strip(), choice if isinstance(choice, list) else []
@@ -77,14 +78,14 @@ def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
 
 
 def _searched(pattern: str) -> str:
-    """Return the terminal of texts in which a pattern of JSON Schema is found."""
+    """Return the terminal for texts that contain a match of a JSON Schema pattern."""
     begins = "" if pattern.startswith("^") else "(?s:.*)"
     ends = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
     return regex(f"{begins}({pattern.removeprefix('^')[: None if ends else -1]}){ends}")
 
 
 def _with_definitions(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of a part with what it may refer to in the whole."""
+    """Return the schema of one part together with the root's definitions."""
     if not isinstance(schema, Mapping):
         return {}
     return {key: root[key] for key in _DEFINITIONS if key in root} | dict(schema)

@@ -1,8 +1,8 @@
-"""`AnswerParser`: the text of an answer goes in as it comes, parts that are certain come out.
+"""`AnswerParser`: converts the text of an answer to parts, while the text arrives in pieces.
 
-Where the text is cut does not matter: the joined parts are the same. Nothing that the model wrote
-is lost but marks, and white space between parts: what cannot be read as a call is content. Every
-character is looked at a few times at most, whatever the model writes.
+The joined parts do not depend on where the text is cut. Only marks and white space between parts
+are dropped; text that is no valid call becomes content. The parser examines every character a
+bounded number of times.
 """
 
 from collections.abc import Collection
@@ -22,9 +22,12 @@ from quire.render.answers.writer import Writer
 
 
 class AnswerParser:
-    """calls: None, where none are to be read. begins_in_reasoning: the prompt holds the opening
-    mark already. only_content: once content has begun, nothing else follows (a grammar sees to
-    it), so marks in it mean nothing."""
+    """Incremental parser of one answer.
+
+    calls: format of the calls; None to read no calls.
+    begins_in_reasoning: whether the prompt contains the mark that opens the reasoning.
+    only_content: whether a grammar lets nothing follow content, so that marks in it are plain text.
+    """
 
     def __init__(
         self,
@@ -42,9 +45,10 @@ class AnswerParser:
 
     @property
     def reasoning_end(self) -> int | None:
-        """Return at which character reasoning has ended, with its closing mark; 0 if there is none.
-        None: it goes on, or may still begin. What comes behind content or a call is not looked
-        at."""
+        """Return the number of characters up to the end of the reasoning's closing mark.
+
+        Return 0 if the answer has no reasoning, None while reasoning is open or may still begin.
+        Reasoning after content or after a call does not count."""
         return self._answer.reasoning_end
 
     def push(self, text: str) -> list[Part]:
@@ -54,7 +58,7 @@ class AnswerParser:
         return self._writer.taken()
 
     def flush(self) -> list[Part]:
-        """Return the rest, when nothing follows. What was begun ends here."""
+        """End the answer: close any open call and return the remaining parts."""
         self._feed.ended = True
         for _ in self._reading:
             pass
@@ -62,7 +66,7 @@ class AnswerParser:
 
 
 class _Answer:
-    """The order of an answer: content, in which reasoning and calls are looked for."""
+    """Read one answer as content, and switch to reasoning and calls at their marks."""
 
     def __init__(
         self,
@@ -93,7 +97,7 @@ class _Answer:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether something else than reasoning has begun."""
+        """Whether content or a call has begun."""
         return self._writer.has_content or self._writer.num_calls > 0
 
     def read(self, begins_in_reasoning: bool, only_content: bool) -> Reading[None]:
@@ -118,7 +122,7 @@ class _Answer:
         writer.end()
 
     def _is_at_mark(self) -> Reading[bool]:
-        """Tell whether a mark is next, but for white space."""
+        """Tell whether a mark follows, after any white space."""
         self._feed.hold()
         yield from self._feed.space()
         found = False
@@ -132,7 +136,7 @@ class _Answer:
         self._is_reasoning = not self._is_settled
         self._writer.begin_reasoning()
         yield from self._feed.space()
-        yield from self._feed.literal(self._reasoning.open)  # once more, as some models do
+        yield from self._feed.literal(self._reasoning.open)  # some models repeat the mark
         self._feed.sink = self._writer.reasoning
         mark = yield from self._feed.until(self._close)
         self._feed.sink = None
@@ -140,7 +144,7 @@ class _Answer:
             self._reasoning_end, self._is_reasoning = self._feed.position, False
 
     def _read_bare(self) -> Reading[None]:
-        """Read calls that nothing opens, where an answer begins."""
+        """Read calls without an opening mark, which only the start of an answer may contain."""
         for syntax in self._bare:
             self._feed.hold()
             if not (yield from self._calls.read(syntax, "")):

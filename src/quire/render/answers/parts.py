@@ -1,4 +1,4 @@
-"""What an answer consists of, in the order in which the model wrote it."""
+"""The parts of an answer, in the order in which the model wrote them."""
 
 from dataclasses import dataclass
 
@@ -15,16 +15,16 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallBegun:
-    """index: of the call in the answer, from 0. id: random, as the model's template takes it."""
+    """The start of a call."""
 
-    index: int
+    index: int  # number of the call in the answer, from 0
     name: str
-    id: str
+    id: str  # random id in the form that the model's template accepts
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """text: the next piece of a JSON object, which begins with the call."""
+    """The next piece of a call's arguments. A call's pieces join to the text of a JSON object."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ Part = Content | Reasoning | CallBegun | CallArguments | CallEnded
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Join neighbours that go on in one text."""
+    """Join neighbouring parts of one kind, and drop empty ones."""
     found: list[Part] = []
     texts: list[str] = []
     for part in parts:
@@ -64,7 +64,7 @@ def _goes_on(last: Part, part: Part) -> bool:
 
 
 def _close(found: list[Part], texts: list[str]) -> None:
-    """Give the last part the text of all that it was joined with."""
+    """Give the last part the joined text of the parts merged into it."""
     if len(texts) > 1:
         last, text = found[-1], "".join(texts)
         if isinstance(last, CallArguments):

@@ -1,4 +1,4 @@
-"""Which types a JSON schema allows, as far as its outline tells."""
+"""Find the JSON types that a schema allows, from its outline: type, const, enum and references."""
 
 import json
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ _TYPED = frozenset(("type", "const", "enum"))
 
 
 def property_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
-    """Return the schema of one property; True where the parameters say nothing of it."""
+    """Return the schema of one property; True if the parameters do not mention it."""
     parameters = parameters or {}
     properties = resolved(parameters, parameters).get("properties")
     return properties.get(name, True) if isinstance(properties, Mapping) else True
 
 
 def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema, or what it refers to."""
+    """Return the schema, or the schema that its `$ref` points to; {} if that is no object."""
     for _ in range(MAX_REFERENCES):
         if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
             break
@@ -28,14 +28,13 @@ def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_text(schema: object, root: Mapping[str, Any]) -> bool:
-    """Tell whether only strings are allowed."""
+    """Tell whether the schema allows only strings."""
     types = types_of(schema, root)
     return types is not None and types == frozenset(("string",))
 
 
 def alternatives(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the schemas of which a value must meet one, each once: those of `anyOf` and `oneOf`,
-    and of theirs."""
+    """Return the leaf schemas of nested `anyOf` and `oneOf`, each once."""
     found, left, seen = list[Mapping[str, Any]](), [schema], set[int]()
     for one in left:
         one = resolved(one, root)
@@ -53,7 +52,7 @@ def alternatives(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, A
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str] | None:
-    """Return the names of the types that a value may have; None: any."""
+    """Return the names of the allowed types; None if the schema allows any type."""
     each = [_own_types(one) for one in alternatives(schema, root)]
     known = [one for one in each if one is not None]
     return frozenset().union(*known) if len(known) == len(each) else None
@@ -90,9 +89,9 @@ def type_of(value: object) -> str:
 
 
 def typed(text: str, types: frozenset[str] | None) -> str:
-    """Return a value that a model wrote without quotes, as JSON of one of the types.
+    """Return an unquoted value as JSON text of one of the allowed types.
 
-    What is none of them is a string: nothing is lost.
+    A value of no allowed type becomes a JSON string, so that no text is lost.
     """
     solid = text.strip()
     word = solid.lower()
@@ -111,7 +110,7 @@ def typed(text: str, types: frozenset[str] | None) -> str:
 
 
 def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """Return what a reference within the schema points to; None if that is nothing."""
+    """Return the target of a reference within the schema; None if there is none."""
     found: object = root
     path, *steps = reference.split("/")
     if path != "#":

@@ -1,7 +1,7 @@
-"""How a model writes reasoning and calls, as data: detection, parser and grammar all read it.
+"""Data that describes how models write reasoning and calls. Detection, parser and grammar use it.
 
-White space in these texts is what the model was trained to write, and what grammars demand;
-the parser takes any white space there, or none.
+White space in these texts is white space that the model was trained to write. Grammars produce it;
+the parser accepts any white space in its place, or none.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that an answer may call. parameters: the JSON schema of its arguments; None: it
-    takes none. strict: calls must follow the schema also where they are not forced."""
+    """A function that an answer may call."""
 
     name: str
-    parameters: Mapping[str, Any] | None = None
-    strict: bool = False
+    parameters: Mapping[str, Any] | None = None  # JSON schema of the arguments; None if it has none
+    strict: bool = False  # whether optional calls must also follow the schema
 
 
 @dataclass(frozen=True)
@@ -29,30 +28,29 @@ class ObjectBody:
 
 @dataclass(frozen=True)
 class NamedBody:
-    """The name stands in the text, the arguments behind it as a JSON object."""
+    """A call is an unquoted name followed by a JSON object of arguments."""
 
     after_name: str = ""
 
 
 @dataclass(frozen=True)
 class ParametersBody:
-    """The name stands in the text, and behind it each argument between marks of its own.
+    """A call is an unquoted name, followed by each argument between marks.
 
-    Arguments that the schema calls strings stand there as they are, others as JSON. after_key:
-    between an argument's name and its value.
+    Arguments of type string are unquoted; other arguments are JSON.
     """
 
     after_name: str
     open: str
-    after_key: str
+    after_key: str  # mark between an argument's name and its value
     close: str
 
 
 @dataclass(frozen=True)
 class CodeBody:
-    """What follows is the code for a tool of one of these names, up to the end of the answer.
+    """A call is code up to the end of the answer. Grammars do not write such calls.
 
-    It is the tool's first parameter. Grammars do not write it.
+    The code becomes the first parameter of the first of these tools that the request has.
     """
 
     tools: tuple[str, ...]
@@ -82,35 +80,31 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """names: vLLM's names of the parser. marks: what tells a chat template's text: all of one of
-    these groups. syntaxes: the first is what grammars write, the parser reads all. id_chars: length
-    of a call's id, where the template insists on one. several: whether an answer can have more
-    than one call. ends_the_answer: the closing mark of a call is an end token, too."""
+    """A model family's way of writing calls."""
 
-    names: tuple[str, ...]
-    marks: tuple[tuple[str, ...], ...]
-    syntaxes: tuple[CallSyntax, ...]
-    id_chars: int = 0
-    several: bool = True
-    ends_the_answer: bool = False
+    names: tuple[str, ...]  # vLLM's names of the parser
+    marks: tuple[tuple[str, ...], ...]  # a template with all marks of one group has this format
+    syntaxes: tuple[CallSyntax, ...]  # the grammar writes the first; the parser reads all
+    id_chars: int = 0  # length of a call's id if the template demands one, else 0
+    several: bool = True  # whether an answer may contain more than one call
+    ends_the_answer: bool = False  # whether a call's closing mark is also an end token
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """names, marks: as of calls. content_open: what stands before the content. silent: marks that
-    structure an answer and belong to no part of it. after: what models write behind `close`."""
+    """A model family's way of writing reasoning."""
 
-    names: tuple[str, ...]
-    marks: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]  # vLLM's names of the parser
+    marks: tuple[tuple[str, ...], ...]  # a template with all marks of one group has this format
     open: str
     close: str
-    after: str = "\n\n"
-    content_open: str = ""
-    silent: tuple[str, ...] = field(default=())
+    after: str = "\n\n"  # text that models write after `close`
+    content_open: str = ""  # mark before the content
+    silent: tuple[str, ...] = field(default=())  # marks that belong to no part of the answer
 
 
 def openers(calls: CallFormat | None) -> dict[str, list[CallSyntax]]:
-    """Return the words that open calls, and what each may open, in order."""
+    """Return the words that open calls, each with the syntaxes to try in order."""
     found: dict[str, list[CallSyntax]] = {}
     for syntax in calls.syntaxes if calls is not None else ():
         for word in dict.fromkeys(
@@ -121,7 +115,7 @@ def openers(calls: CallFormat | None) -> dict[str, list[CallSyntax]]:
 
 
 def content_marks(calls: CallFormat | None, reasoning: ReasoningFormat | None) -> tuple[str, ...]:
-    """Return the words that mean something where content stands."""
+    """Return the marks that end a piece of content."""
     found = [*openers(calls)]
     if reasoning is not None:
         found += [reasoning.open, reasoning.close, reasoning.content_open, *reasoning.silent]
@@ -129,5 +123,5 @@ def content_marks(calls: CallFormat | None, reasoning: ReasoningFormat | None) -
 
 
 def reasoning_marks(reasoning: ReasoningFormat) -> tuple[str, ...]:
-    """Return the words that end reasoning."""
+    """Return the marks that end reasoning."""
     return tuple(filter(None, (reasoning.close, reasoning.content_open)))

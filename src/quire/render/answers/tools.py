@@ -9,9 +9,10 @@ from quire.render.templates.conversation import described_function
 
 
 def tools_of(described: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """Return what {"type": "function", "function": {name, parameters, strict}} describes, or what
-    stands in `function` alone. Raises RequestError for what is no function, and for two of one
-    name."""
+    """Return the tools of a request.
+
+    Each is {"type": "function", "function": {name, parameters, strict}}, or only the inner object.
+    Raises RequestError for other types, invalid functions and duplicate names."""
     found: dict[str, Tool] = {}
     for index, tool in enumerate(described):
         where = f"tools[{index}]"

@@ -1,4 +1,4 @@
-"""Parts of an answer in the making: white space at the ends of its texts is dropped."""
+"""Collects the parts of an answer and drops white space at the ends of their texts."""
 
 import random
 import string
@@ -16,29 +16,31 @@ from quire.render.answers.parts import (
 
 
 class Writer:
-    """id_chars: length of a call's id, of letters and digits; 0: any unique id.
+    """Collects parts, and numbers the calls.
 
-    White space before content is dropped where something else came before it, and behind it where
-    a call came or comes; an answer that is only content stays as it is.
+    White space before content is dropped if reasoning or a call precedes the content. White space
+    after content is dropped if the answer has a call. An answer of content only stays unchanged.
+
+    id_chars: length of a call's id in letters and digits; 0 for any unique id.
     """
 
     def __init__(self, id_chars: int = 0) -> None:
         self.num_calls = 0
         self._id_chars = id_chars
         self._parts: list[Part] = []
-        self._space: list[str] = []  # of the content, as long as only such followed
+        self._space: list[str] = []  # white space at the end of the content so far
         self._reasoning_space: list[str] = []
         self._has_content = False
-        self._has_reasoning = False  # in the block that is read
+        self._has_reasoning = False  # whether any reasoning has text
         self._had_reasoning = False
 
     @property
     def has_content(self) -> bool:
-        """Whether the content is more than white space so far."""
+        """Whether the content has more than white space so far."""
         return self._has_content
 
     def taken(self) -> list[Part]:
-        """Return what came since the last time."""
+        """Return the parts since the last call, and remove them."""
         parts, self._parts = self._parts, []
         return joined(parts)
 
@@ -65,7 +67,7 @@ class Writer:
             self._reasoning_space.append(text[len(solid) :])
 
     def begin_reasoning(self) -> None:
-        """Begin a block; several are told apart by an empty line."""
+        """Begin a block of reasoning; an empty line separates it from an earlier block."""
         self._reasoning_space = ["\n\n"] if self._has_reasoning else []
         self._had_reasoning = True
 
@@ -81,7 +83,7 @@ class Writer:
         self._parts.append(CallEnded(self.num_calls - 1))
 
     def end(self) -> None:
-        """Nothing follows."""
+        """End the answer; white space at its end stays if the answer has no calls."""
         if not self.num_calls and self._space:
             self._parts.append(Content("".join(self._space)))
             self._space = []

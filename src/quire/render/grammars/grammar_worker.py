@@ -1,10 +1,11 @@
 """A process that checks grammars: python -m quire.render.grammars.grammar_worker.
 
-Each is compiled as the core will do it, for a vocabulary of bytes and of the added tokens that it
-names, and must allow a first token. What came as GBNF is made Lark. `job_worker.py` bounds it.
+The worker compiles each grammar like the core does. Its vocabulary is all bytes plus the added
+tokens that the grammar names. The grammar must allow a first token. GBNF is converted to Lark.
+`job_worker.py` limits the work.
 
     job      JSON: the grammar's text
-    answer   JSON: the grammar's text, and what of it is not kept to
+    answer   JSON: the grammar's text, and warnings about ignored parts
 """
 
 import json
@@ -23,7 +24,7 @@ NUM_BYTES = 256
 
 
 def main() -> None:
-    """Check one grammar after the other."""
+    """Check grammars one after the other until stdin closes."""
     serve_jobs(
         lambda data: json.dumps(checked(json.loads(data))),
         "the grammar cannot be read",
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def checked(grammar: str) -> tuple[str, list[str]]:
-    """Return a grammar as the core takes it, and warnings. Raises RequestError."""
+    """Return a grammar in the core's notation, and warnings. Raises RequestError."""
     from llguidance import LLMatcher
 
     grammar = _as_lark(grammar)
@@ -47,12 +48,12 @@ def checked(grammar: str) -> tuple[str, list[str]]:
         raise RequestError("it allows no answer at all")
     if error:
         raise RequestError(shown(error))
-    # That ids cannot be validated without a tokenizer says nothing about the grammar.
+    # Always present, because validation has no tokenizer.
     return grammar, [shown(one) for one in messages if not one.startswith("no tokenizer")]
 
 
 def shown(message: str) -> str:
-    """Return what llguidance says of a grammar without the grammar, which it quotes."""
+    """Shorten llguidance's message: drop its quotes of the grammar and cut it to MAX_MESSAGE."""
     lines = [line for line in message.split("\n") if not re.match(r"\s+(\d+ \||\^)", line)]
     text = " ".join(line.strip() for line in lines if line).split(" <state>")[0]
     text = re.sub(r"^(at )?\d+\(\d+\): ", "", text)
@@ -61,7 +62,7 @@ def shown(message: str) -> str:
 
 
 def _as_lark(grammar: str) -> str:
-    """Convert those of several grammars that are not in Lark's notation."""
+    """Convert the GBNF members of a list of grammars to Lark."""
     if not grammar.startswith("{"):
         return grammar
     found = json.loads(grammar)
@@ -83,7 +84,7 @@ def _gbnf_to_lark(text: str) -> str:
 
 
 def _without_long_escapes(text: str) -> str:
-    r"""Write what \u and \U stand for: the conversion loses their zeros."""
+    r"""Replace \u and \U by their characters, because the conversion loses their zeros."""
 
     def plain(found: re.Match[str]) -> str:
         digits = found[1] or found[2]
@@ -98,7 +99,7 @@ def _without_long_escapes(text: str) -> str:
 
 
 def _num_ids(grammar: str) -> int:
-    """Return how many token ids there must be for those that a grammar names, as a power of 2."""
+    """Return the size of a vocabulary, a power of 2, that contains every id the grammar names."""
     named = re.findall(r"<\[([\d^,\s-]+)\]>", grammar)
     most = max((int(one[:9]) for part in named for one in re.findall(r"\d+", part)), default=0)
     if most >= MOST_IDS:
@@ -108,7 +109,7 @@ def _num_ids(grammar: str) -> int:
 
 @lru_cache(maxsize=4)
 def _tokenizer(num_ids: int) -> Any:
-    """Return a vocabulary of the bytes, and of tokens without any."""
+    """Return a vocabulary of all bytes, filled up to `num_ids` with empty tokens."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     class Bytes:

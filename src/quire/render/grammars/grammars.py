@@ -1,8 +1,7 @@
-"""`Grammars`: whether a grammar makes sense, said before the request goes to the engine.
+"""`Grammars`: checks a request's grammar before the request reaches the engine.
 
-It is compiled in a process of its own, since one that explodes takes seconds and gigabytes: the
-kernel ends it by its processor time and memory. `prepare` starts the process, or else the first
-check does. What has passed is remembered for a while.
+A malicious grammar can take seconds and gigabytes to compile. So worker processes with limits on
+processor time and memory compile it (`job_worker.py`). Results of valid grammars are cached.
 """
 
 import hashlib
@@ -40,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checked:
-    """text: as the core takes it. warnings: what it asks for and is not kept to."""
+    """The result of a successful check."""
 
-    text: str
-    warnings: tuple[str, ...] = ()
+    text: str  # the grammar in the core's notation
+    warnings: tuple[str, ...] = ()  # one for each part of the grammar that is not enforced
 
 
 class Grammars:
-    """May be used from any thread and any event loop."""
+    """Checks grammars and caches the results. All methods are thread-safe."""
 
     def __init__(self, kind: JobKind = CHECKS) -> None:
         self._jobs = JobPool(kind)
@@ -56,13 +55,14 @@ class Grammars:
         self._num_kept_chars = 0
 
     def prepare(self) -> None:
-        """Start the process that the first check would have to wait for; once."""
+        """Start a worker process in advance. Call this at most once."""
         self._jobs.prepare()
 
     def check(self, grammar: str, field: str = FIELD) -> Checked:
-        """Return a grammar as the core takes it. Raises RequestError, which names the field, for
-        one that is wrong or takes too much, and EngineBusy where too many wait or the machine has
-        too little processor time for the check."""
+        """Return the checked grammar, in the core's notation.
+
+        Raises RequestError with `field` if the grammar is invalid or takes too much. Raises
+        EngineBusy if too many jobs wait, or if the machine has too little processor time."""
         key = _key(grammar, field)
         if (found := self._known(key)) is not None:
             return found
@@ -70,7 +70,7 @@ class Grammars:
             return self._keep(key, self._jobs.run(*_job(grammar)))
 
     async def check_async(self, grammar: str, field: str = FIELD) -> Checked:
-        """Do the same without holding up an event loop."""
+        """Do the same as `check` without blocking the event loop."""
         key = _key(grammar, field)
         if (found := self._known(key)) is not None:
             return found
@@ -100,7 +100,7 @@ class Grammars:
 
 
 def _key(grammar: str, field: str) -> bytes:
-    """Return the name of a grammar in memory. Raise RequestError for one that is too long."""
+    """Return the cache key of a grammar. Raises RequestError if the grammar is too long."""
     if len(grammar) > MAX_CHARS:
         raise RequestError(
             f"{field} gives a grammar of {len(grammar)} characters; at most {MAX_CHARS} are"
@@ -111,14 +111,14 @@ def _key(grammar: str, field: str) -> bytes:
 
 
 def _job(grammar: str) -> tuple[bytes, bool]:
-    """Return what the process gets, and whether it is heavy."""
+    """Return a worker's input, and whether the job is heavy."""
     data = json.dumps(grammar).encode()
     return data, len(data) > HEAVY_BYTES
 
 
 @contextmanager
 def _naming(field: str) -> Iterator[None]:
-    """Name the field in a RequestError."""
+    """Add the field's name to a RequestError."""
     try:
         yield
     except EngineBusy:

@@ -1,8 +1,8 @@
-"""A JSON schema as llguidance is to read it: `prepared`.
+"""Prepare a JSON schema for llguidance (`prepared`).
 
-White space between the tokens of JSON is bounded, since a model that may write it for ever does. An
-unsupported keyword is an error where the caller is strict; otherwise the schema is taken without
-it, and the check of the grammar says so.
+White space between JSON tokens is limited, because a model that may repeat it for ever sometimes
+does. An unsupported keyword is an error if `strict` is set. Otherwise llguidance ignores it, and
+the check of the grammar returns a warning.
 """
 
 import json
@@ -16,7 +16,7 @@ from quire.render.grammars.lark import OPTIONS, WHITESPACE
 MAX_SCHEMA_CHARS = 1 << 18
 MAX_DEPTH = 64
 
-# Keywords whose value is a schema or a list of them, and those whose value has schemas by name.
+# Keywords whose value is a schema or a list of schemas; and keywords that map names to schemas.
 _SCHEMAS = (
     "additionalProperties", "unevaluatedProperties", "propertyNames", "contains",
     "additionalItems", "unevaluatedItems", "not", "if", "then", "else", "items", "prefixItems",
@@ -26,7 +26,7 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 
 _BOUNDS = (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
 _DIRECTIONS = ((_BOUNDS[0], _BOUNDS[1], 1), (_BOUNDS[1], _BOUNDS[0], -1))
-STEP, RELATIVE_STEP = 1e-6, 2.0**-40  # llguidance rounds to fewer digits than floats have
+STEP, RELATIVE_STEP = 1e-6, 2.0**-40  # above the rounding of llguidance, which drops digits
 
 Schema = dict[str, Any]
 
@@ -39,11 +39,13 @@ def prepared(
     whitespace: str | None = WHITESPACE,
     closed: bool = False,
 ) -> Schema:
-    """Return a schema with llguidance's options. Raises RequestError for what is no schema, or too
-    large.
+    """Return the schema with llguidance's options.
 
-    schema: an object, true, or a JSON text of these. whitespace: a regular expression of what may
-    stand between tokens; None is nothing. closed: objects have no properties but those named.
+    schema: an object, true, or one of these as JSON text.
+    strict: whether an unsupported keyword is an error.
+    whitespace: regular expression for white space between tokens; None allows no white space.
+    closed: whether objects may have only the properties that the schema names.
+    Raises RequestError if the schema is invalid or too large.
     """
     found = _parsed(schema, field)
     check_size(found, field)
@@ -57,7 +59,7 @@ def prepared(
 
 
 def check_size(value: object, field: str) -> None:
-    """Raise RequestError for JSON that is too deep or too long."""
+    """Raise RequestError if JSON is nested too deep or too long."""
     left = MAX_SCHEMA_CHARS
     level: list[object] = [value]
     for _ in range(MAX_DEPTH + 1):
@@ -78,7 +80,7 @@ def check_size(value: object, field: str) -> None:
 
 
 def parsed_json(text: str, field: str) -> object:
-    """Return what a JSON text says. Raises RequestError."""
+    """Parse JSON text of bounded length. Raises RequestError."""
     if len(text) > MAX_SCHEMA_CHARS:
         raise RequestError(f"{field} has more than {MAX_SCHEMA_CHARS} characters.", field)
     try:
@@ -101,7 +103,7 @@ def _parsed(schema: object, field: str) -> Schema:
 
 
 def _mapped(schema: Schema, change: Callable[[Schema], None]) -> Schema:
-    """Return a copy of a schema in which `change` was made to each schema within, and to itself."""
+    """Return a copy of a schema after calling `change` on it and on each schema within."""
     made = dict(schema)
     for name in _SCHEMAS:
         value = made.get(name)
@@ -121,18 +123,17 @@ def _mapped(schema: Schema, change: Callable[[Schema], None]) -> Schema:
 
 
 def _close(schema: Schema) -> None:
-    """Let an object have no properties but those named."""
+    """Forbid properties that an object's schema does not name."""
     if "properties" in schema or "patternProperties" in schema:
         schema.setdefault("additionalProperties", False)
 
 
 def _with_inner_bounds(schema: Schema) -> Schema:
-    """Return a schema without the bounds that llguidance 1.9 gets wrong: a whole exclusive one with
-    an opposite one less than 1 away. It accepts 3 where 3 < x < 3.75 is asked for.
+    """Work around a bug of llguidance 1.9: for 3 < x < 3.75 it accepts 3.
 
-    Such a bound moves inwards by STEP and becomes inclusive, so that numbers closer to it than that
-    are lost. Opposite bounds of the whole document count, since `allOf` and `$ref` bring them
-    together.
+    The bug concerns a whole exclusive bound with an opposite bound less than 1 away. Such a bound
+    moves inwards by STEP and becomes inclusive, so values within STEP of it are lost. The function
+    compares bounds of the whole document, because `allOf` and `$ref` can combine them.
     """
     bounds: dict[str, set[float]] = {name: set() for pair in _BOUNDS for name in pair}
 
@@ -160,10 +161,10 @@ def _with_inner_bounds(schema: Schema) -> Schema:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number of a schema; None for anything else."""
+    """Return a finite number as float; None for any other value."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an int beyond floats
+    except OverflowError:  # an int outside the range of floats
         return None

@@ -1,19 +1,19 @@
-"""A grammar in the making, in llguidance's dialect of Lark.
+"""Builder of one grammar, in llguidance's dialect of Lark.
 
     start: rule_1 rule_2
     rule_1: <[151667]> /(?s:.*)/
     rule_2: %json {"type": "object"}
 
-One grammar says what the whole answer is: reasoning, text, calls of tools, structured content. Each
-part adds rules here and returns the name of its first one; `text` puts a start before them.
+One grammar describes the whole answer: reasoning, text, tool calls, structured content. Each part
+adds rules and returns the name of its first rule. `text` adds the start rule.
 
-An added token must be named as a token, wherever it stands: its text, written as text, is spelled
-with ordinary tokens and never matches it. `literal` names the tokens of a format's marks, `spelled`
-writes what users give: the names of tools, choices, values.
+A grammar must name an added token by its id. A quoted text matches ordinary tokens only, even if it
+equals an added token's text. `literal` converts the marks of a format to token ids. `spelled`
+writes users' texts, such as tool names and choices, as ordinary tokens.
 
-A grammar that somebody else wrote has names, a start and white space of its own: it becomes a
-grammar beside this one, and all of them together are JSON, which llguidance reads as well. Where it
-describes JSON without saying what white space may be, that is bounded as everywhere else.
+A user's grammar has its own names, start rule and white space, so it becomes a separate grammar.
+llguidance reads the grammars together as one JSON text. JSON schemas in a user's grammar get the
+usual limit of white space unless they set their own.
 """
 
 import json
@@ -22,18 +22,18 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from quire.base.errors import RequestError
 
-MAX_CHARS = 1 << 20  # of a whole grammar
+MAX_CHARS = 1 << 20  # length of a whole grammar
 _UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
-ANY_TEXT = "/(?s:.*)/"  # no added token is in it
-OPTIONS = "x-guidance"  # of a schema, for llguidance
-# Between tokens of JSON: one line break, and an indentation of 16 at most. A model that may write
-# white space for ever sometimes does.
+ANY_TEXT = "/(?s:.*)/"  # matches no added token
+OPTIONS = "x-guidance"  # key of llguidance's options within a schema
+# White space between JSON tokens: one line break and at most 16 characters of indentation. A model
+# that may repeat white space for ever sometimes does.
 WHITESPACE = r"(\r?\n)?[ \t]{0,16}"
 _DECODER = json.JSONDecoder()
-GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_worker.py`)
+GBNF = "gbnf_grammar"  # key of a nested grammar that `grammar_worker.py` must convert to Lark
 
-# What may hold a name in angle brackets without naming a token, or is one that does; and schemas.
-# What nothing ends goes on to the end of its line, so that every character is read once.
+# Matches token names in angle brackets, schemas, and the texts that may contain such names without
+# meaning them. An unclosed text ends with its line, so that the search takes linear time.
 _NAMES = re.compile(
     r"""
     "(?:\\.|[^"\\\n])*"? | //[^\n]* | /(?:\\.|[^/\\\n])+/? | \#[^\n]* | (?P<name><[^<>\s\[\]]+>)
@@ -44,8 +44,11 @@ _NAMES = re.compile(
 
 
 class Lark:
-    """added_tokens: text -> token id of the tokens that the tokenizer never makes of ordinary text
-    (special or not). Raises RequestError as soon as it has more than MAX_CHARS characters."""
+    """Collects rules and terminals. Raises RequestError beyond MAX_CHARS characters.
+
+    added_tokens: from text to token id, for tokens that the tokenizer never produces from ordinary
+    text, special or not.
+    """
 
     def __init__(self, added_tokens: Mapping[str, int] | None = None) -> None:
         self._ids = dict(added_tokens or {})
@@ -56,19 +59,19 @@ class Lark:
         self._num_rules = self._num_chars = 0
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Add a rule; returns its name. attributes: such as `max_tokens=100`, or `lazy`."""
+        """Add a rule and return its name. attributes: for example `max_tokens=100` or `lazy`."""
         return self._add("rule", body, attributes)
 
     def terminal(self, body: str) -> str:
-        """Add a terminal: one lexeme; returns its name."""
+        """Add a terminal, which is one lexeme, and return its name."""
         return self._add("TERMINAL", body, "")
 
     def json(self, schema: object) -> str:
-        """Add a rule for a text of JSON that a schema describes; returns its name."""
+        """Add a rule for JSON text that follows a schema; return its name."""
         return self.rule("%json " + json.dumps(schema))
 
     def literal(self, text: str) -> str:
-        """Return the expression that is just this text; added tokens in it are tokens."""
+        """Return the expression for exactly this text, with added tokens as token ids."""
         parts: list[str] = []
         done = 0
         for found in self._added.finditer(text) if self._added is not None else ():
@@ -79,12 +82,13 @@ class Lark:
         return " ".join(parts) or '""'
 
     def spelled(self, text: str) -> str:
-        """Return the expression that is just this text, also where it equals an added token."""
+        """Return the expression for exactly this text, spelled with ordinary tokens."""
         return " ".join(_quoted(text)) or '""'
 
     def until(self, ends: Sequence[str], free: str = ANY_TEXT) -> str:
-        """Add rules for any text up to the first of these ends, and that end. free: the terminal's
-        expression of the text before it. Return the first rule's name."""
+        """Add rules for text up to and including the first of `ends`; return the first rule's name.
+
+        free: expression for the text before the end."""
         parts, plain = [], []
         for end in ends:
             found = None if self._added is None else self._added.search(end)
@@ -100,7 +104,8 @@ class Lark:
     def tokens(self, but: Iterable[str] | None = None, at_most: int | None = None) -> str:
         """Return the expression for any number of tokens.
 
-        but: added tokens that are not among them; None: no added token is. at_most: the number.
+        but: added tokens to exclude; None excludes all added tokens.
+        at_most: maximum number of tokens; None for no limit.
         """
         if at_most == 0:
             return '""'
@@ -110,8 +115,7 @@ class Lark:
         return f"{one}*" if at_most is None else f"{one}{{0,{at_most}}}"
 
     def nested(self, text: str) -> str:
-        """Add a whole grammar, in llguidance's dialect of Lark or as GBNF; returns the expression
-        for what it describes."""
+        """Add a whole grammar, as Lark or GBNF; return the expression that refers to it."""
         name = f"grammar_{len(self._nested) + 1}"
         if is_gbnf(text):
             self._nested.append({"name": name, GBNF: text})
@@ -124,16 +128,17 @@ class Lark:
         return text in self._ids
 
     def text(self, start: str) -> str:
-        """Return the grammar whose start is this expression."""
+        """Return the complete grammar with this expression as its start."""
         text = "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
         if not self._nested:
             return text
         return json.dumps({"grammars": [{"lark_grammar": text}, *self._nested]})
 
     def _as_here(self, text: str) -> str:
-        """Return a grammar with the names of added tokens, as in `<|im_end|>`, as their ids, and
-        with bounds of white space in its schemas. Behind a schema that is none nothing is looked
-        at: the grammar is wrong, and each try would look through all that is before it."""
+        """Replace names of added tokens by ids, and limit the white space of schemas.
+
+        After an invalid schema no further schema is changed: the grammar is invalid, and each
+        attempt would take time linear in the text."""
         is_right = True
 
         def changed(found: re.Match[str]) -> str:
@@ -162,8 +167,9 @@ class Lark:
 
 
 def regex(pattern: str) -> str:
-    """Return the terminal's expression of a regular expression, in the syntax of Rust's. Raise
-    ValueError for one that ends in the middle of an escape."""
+    """Return a regular expression of Rust's syntax as a terminal's expression.
+
+    Raises ValueError if the pattern ends within an escape sequence."""
 
     def safe(found: re.Match[str]) -> str:
         match found.group():
@@ -180,8 +186,9 @@ def regex(pattern: str) -> str:
 
 
 def _whitespace_of(text: str, begin: int) -> str | None:
-    """Return what is to be put behind the brace that begins a schema, to bound its white space;
-    None if it is no JSON."""
+    """Return the text to insert after a schema's opening brace to limit its white space.
+
+    Return None if the schema is not JSON."""
     try:
         schema, _ = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError):
@@ -193,7 +200,7 @@ def _whitespace_of(text: str, begin: int) -> str | None:
 
 
 def is_gbnf(text: str) -> bool:
-    """Tell a grammar in the notation of llama.cpp from one in Lark's."""
+    """Tell whether a grammar is in llama.cpp's notation (GBNF) instead of Lark's."""
     return "::=" in text and not re.search(r"(?m)^[^\S\n]*(%llguidance\b|[?!]?start\s*:[^:])", text)
 
 

@@ -1,8 +1,8 @@
-"""Text with structured parts: structural tags, as vLLM and XGrammar take them, to rules.
+"""Convert structural tags, as vLLM and XGrammar define them, to grammar rules.
 
-Both ways to write them: `{"structures": [{begin, schema, end}], "triggers": [...]}`, and a tree of
-formats, `{"type": "structural_tag", "format": {"type": ...}}`. A format of any length, such as
-any_text, must know what ends it: so each is compiled together with the ends that follow it.
+There are two notations: `{"structures": [{begin, schema, end}], "triggers": [...]}`, and a tree of
+formats, `{"type": "structural_tag", "format": {"type": ...}}`. A format of free length, such as
+any_text, needs to know its end. So each format is compiled together with the texts that may follow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from quire.render.grammars.lark import ANY_TEXT, Lark
 MAX_TIMES = 1024
 
 Node = Mapping[str, Any]
-# The texts of which one comes next: none at the end of it all, None where anything else comes.
+# Texts that may follow a format. Empty if the format comes last, None if another format follows.
 Ends = Sequence[str] | None
-# Of a kind of format that is described elsewhere: adds a rule for its one field.
+# By kind of leaf format: a function that adds a rule for its field's value and returns the name.
 Leaves = Mapping[str, Callable[[Any], str]]
 
 _KINDS = {
@@ -34,8 +34,10 @@ _LEAF_KINDS: dict[str, tuple[type, ...]] = {
 
 
 def tags_rule(lark: Lark, text: str, leaves: Leaves, field: str) -> str:
-    """Add rules for a structural tag, given as JSON text; return the name of the first. leaves: who
-    adds json_schema, regex and grammar. Raises RequestError, which names the field."""
+    """Add rules for a structural tag, given as JSON text; return the first rule's name.
+
+    leaves: functions that add rules for json_schema, regex and grammar.
+    Raises RequestError with `field`."""
     found = parsed_json(text, field)
     check_size(found, field)
     formats = _Formats(lark, leaves, field)
@@ -47,7 +49,7 @@ def tags_rule(lark: Lark, text: str, leaves: Leaves, field: str) -> str:
 
 
 class _Formats:
-    """Makes an expression of each format."""
+    """Compiles formats to expressions and rules."""
 
     def __init__(self, lark: Lark, leaves: Leaves, field: str) -> None:
         self._lark = lark
@@ -58,7 +60,8 @@ class _Formats:
         return RequestError(f"{self._field}: {what} {rule}.", self._field)
 
     def get(self, node: Node, name: str, kind: type, where: str, default: Any = None) -> Any:
-        """Return a field of a format, checked for its kind. Without a default it must be there."""
+        """Return a field after a check of its type. Raises RequestError if a mandatory field (one
+        without default) is missing."""
         value = node.get(name)
         if value is None and default is not None:
             return default
@@ -76,7 +79,7 @@ class _Formats:
     # ---- formats -----------------------------------------------------------------------------
 
     def old(self, node: Node) -> str:
-        """Write the older form as triggered tags."""
+        """Compile the notation with `structures` as triggered tags."""
         where = "the structural tag"
         tags = []
         for one in self.get(node, "structures", list, where):
@@ -87,11 +90,11 @@ class _Formats:
         return self.triggered_tags({"tags": tags, "triggers": node.get("triggers")}, [])
 
     def rule(self, node: Node, ends: Ends) -> str:
-        """Add a rule for a format and one of the texts after it; return its name."""
+        """Add a rule for a format followed by one of `ends`; return the rule's name."""
         return self._lark.rule(self.expression(node, ends))
 
     def expression(self, node: object, ends: Ends) -> str:
-        """Return the expression for a format and one of the texts after it."""
+        """Return the expression for a format followed by one of `ends`."""
         if not isinstance(node, dict) or not isinstance(node.get("type"), str):
             raise self.wrong("each format", "must be an object with a type")
         match node["type"]:
@@ -121,7 +124,7 @@ class _Formats:
                 raise self.wrong(f"the format {kind[:40]!r}", "is not supported")
 
     def triggered_tags(self, node: Node, ends: Ends) -> str:
-        """Any text, in which a trigger begins one of its tags."""
+        """Return the expression for free text in which each trigger must begin one of its tags."""
         where = "triggered_tags"
         self._check_end(where, ends)
         triggers = self.texts(node, "triggers", where)
@@ -178,8 +181,9 @@ class _Formats:
             raise self.wrong(where, "must come last, or be the content of a tag with an end")
 
     def _free(self, node: Node, where: str) -> str:
-        """Return the terminal's expression of the text outside the tags. It has no added tokens,
-        and does not spell excluded texts that equal one."""
+        """Return the expression for text outside the tags, without the excluded texts.
+
+        The text contains no added tokens, nor an excluded text spelled with ordinary tokens."""
         excluded = self.texts(node, "excludes", where, [])
         if not excluded:
             return ANY_TEXT
@@ -211,7 +215,7 @@ class _Formats:
         return begin
 
     def _tag(self, tag: Any, num_read: int = 0, is_last: bool = False) -> str:
-        """Return the expression of a tag. num_read: characters of its begin that came already."""
+        """Return the expression for a tag without the first `num_read` characters of its begin."""
         begin = self._lark.literal(self._begin(tag)[num_read:])
         content = self.get(tag, "content", dict, "tag")
         ends = [tag["end"]] if isinstance(tag.get("end"), str) else self.texts(tag, "end", "tag")

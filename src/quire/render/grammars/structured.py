@@ -1,8 +1,8 @@
-"""From the form that an answer must have to rules of its grammar.
+"""Convert a constraint on an answer to grammar rules.
 
-`content_rule` adds them to a grammar in the making, for an answer of which they are a part;
-`grammar_of` is the whole grammar of an answer that is nothing else. Sizes are bounded here, before
-anything else looks at the text; whether it makes sense says the check (`grammars.py`).
+`content_rule` adds rules to a grammar in which the constraint is one part. `grammar_of` builds the
+grammar of an answer that has no other part. This module limits the sizes of users' texts before
+anything else reads them. `grammars.py` checks the validity of the grammar.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +24,9 @@ def grammar_of(
     strict: bool = False,
     field: str = FIELD,
 ) -> str:
-    """Return the grammar of an answer that is only this. added_tokens: as `Lark` takes them.
-    Raises RequestError, which names the field."""
+    """Return the grammar of an answer without reasoning and calls.
+
+    Takes the parameters of `content_rule` and of `Lark`. Raises RequestError with `field`."""
     lark = Lark(added_tokens)
     return lark.text(content_rule(lark, wanted, strict=strict, field=field))
 
@@ -33,9 +34,10 @@ def grammar_of(
 def content_rule(
     lark: Lark, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
 ) -> str:
-    """Add rules for a content of this form; return the name of the first. strict: what a schema
-    asks for and cannot be had is an error, not left out. Raises RequestError, which names the
-    field."""
+    """Add rules for content under this constraint; return the first rule's name.
+
+    strict: whether an unsupported schema keyword is an error instead of ignored.
+    Raises RequestError with `field`."""
 
     def json_rule(schema: object) -> str:
         own = wanted.whitespace_pattern
@@ -52,7 +54,7 @@ def content_rule(
             return lark.json(options)
         except RequestError:
             raise
-        except (TypeError, ValueError) as error:  # of a program that asks in Python
+        except (TypeError, ValueError) as error:  # a Python caller's schema may hold any object
             raise RequestError(f"{field}: the schema is not JSON: {error}.", field) from None
 
     match wanted.form:
@@ -75,12 +77,12 @@ def content_rule(
 
 
 def no_tokenizer(field: str) -> RequestError:
-    """Make the error of a model that cannot say which tokens a text is made of."""
+    """Return the error for structured output on a model without a tokenizer."""
     return RequestError(f"{field} needs a tokenizer, which this model does not have.", field)
 
 
 def _choice_rule(lark: Lark, choice: list[str], field: str) -> str:
-    """Add a rule for one of these texts. They make one lexeme, which is compiled in no time."""
+    """Add a rule for one of these texts, as a single lexeme, which compiles fast."""
     if len(choice) > MAX_CHOICES:
         message = f"{field} has {len(choice)} choices; at most {MAX_CHOICES} are possible."
         raise RequestError(message, field)

@@ -1,6 +1,6 @@
-"""A few processes for jobs that must be bounded, started when they are needed.
+"""A pool of worker processes for jobs with limits; processes start on demand.
 
-Usual jobs go to whichever process is free; heavy ones never take the last one.
+Any free process takes a normal job. Heavy jobs always leave one process to normal jobs.
 """
 
 import asyncio
@@ -16,44 +16,46 @@ from quire.render.jobs.job_worker import MADE, REFUSED, TOO_MUCH
 
 MAX_PROCESSES = 4
 MAX_WAITING = 1024
-GROW_S = 0.02  # a usual job takes far less: who waits longer waits for an unusual one
+GROW_S = 0.02  # far longer than a normal job, so a longer wait means that slow jobs block the pool
 
 Place = Future["JobProcess | None"]
 
 
 class JobPool:
-    """May be used from any thread and any event loop."""
+    """Assigns jobs to processes. All methods are thread-safe and work from any event loop."""
 
     def __init__(
         self, kind: JobKind, max_processes: int = MAX_PROCESSES, idle: Sequence[JobProcess] = ()
     ) -> None:
-        """idle: processes that were started already."""
+        """Create the pool. `idle` are processes that already run."""
         self._kind = kind
         self._max = max_processes
         self._lock = threading.Lock()
         self._idle = list(idle)
-        self._num_places = 1  # processes that there may be by now
+        self._num_places = 1  # processes allowed so far
         self._num_busy = 0
-        self._num_heavy = 0  # of the busy ones
-        self._waiting: tuple[deque[Place], deque[Place]] = deque(), deque()  # usual, heavy
+        self._num_heavy = 0  # busy processes with heavy jobs
+        self._waiting: tuple[deque[Place], deque[Place]] = deque(), deque()  # normal, heavy
 
     def prepare(self) -> None:
-        """Start the first process, which the first job would have to wait for; once."""
+        """Start a process in advance. Call this at most once."""
         with self._lock:
             self._idle.append(JobProcess(self._kind))
 
     def run(self, data: bytes, heavy: bool = False) -> str:
-        """Return the text that a job makes; see `run_bytes`."""
+        """Run a job as `run_bytes` does, and return its result as text."""
         return self.run_bytes(data, heavy).decode("utf-8", "surrogatepass")
 
     async def run_async(self, data: bytes, heavy: bool = False) -> str:
-        """Do the same without holding up an event loop."""
+        """Do the same as `run` without blocking the event loop."""
         return (await self.run_bytes_async(data, heavy)).decode("utf-8", "surrogatepass")
 
     def run_bytes(self, data: bytes, heavy: bool = False) -> bytes:
-        """Return what a job makes. heavy: it leaves a process to the others. Raises RequestError
-        for one that is wrong or takes too much, EngineBusy where too many wait or the machine gives
-        the process too little time."""
+        """Run a job and return its result.
+
+        heavy: whether the job must leave a process to normal jobs.
+        Raises RequestError if the job is invalid or takes too much. Raises EngineBusy if too many
+        jobs wait, or if the machine gives the process too little time."""
         place = self._ask(heavy)
         if not place.done():
             self._grow_after(place)
@@ -73,7 +75,7 @@ class JobPool:
         return self._taken(process, heavy, kind, made)
 
     async def run_bytes_async(self, data: bytes, heavy: bool = False) -> bytes:
-        """Do the same without holding up an event loop."""
+        """Do the same as `run_bytes` without blocking the event loop."""
         place = self._ask(heavy)
         living = _living(place.result() if place.done() else await self._wait(place, heavy))
         try:
@@ -92,10 +94,10 @@ class JobPool:
             raise
         return self._taken(process, heavy, kind, made)
 
-    # ---- who gets a process ------------------------------------------------------------------
+    # ---- assignment of processes -------------------------------------------------------------
 
     def _ask(self, heavy: bool) -> Place:
-        """Take a place in the order of asking: a process, or None where one may be started."""
+        """Join the queue. The place resolves to a process, or to None if one must be started."""
         place = Place()
         with self._lock:
             if sum(map(len, self._waiting)) >= MAX_WAITING:
@@ -105,7 +107,7 @@ class JobPool:
         return place
 
     def _serve(self) -> None:
-        """Give out what is free. Under the lock."""
+        """Assign free processes to waiting jobs. The caller holds the lock."""
         for heavy, waiting in enumerate(self._waiting):
             while waiting and self._num_busy < self._num_places:
                 if heavy and self._num_heavy >= max(1, self._max - 1):
@@ -126,7 +128,7 @@ class JobPool:
             self._serve()
 
     def _grow(self) -> None:
-        """Somebody has waited for long: one more process may be started."""
+        """Allow one more process, because a job has waited for long."""
         with self._lock:
             if any(self._waiting) and self._num_places < self._max:
                 self._num_places += 1
@@ -141,13 +143,13 @@ class JobPool:
                 self._grow()
 
     def _given(self, place: Place) -> JobProcess | None:
-        """Wait for a place, as long as it may take."""
+        """Wait for a place, at most `wait_s` seconds. Raises EngineBusy after that."""
         try:
             return place.result(self._kind.wait_s)
         except TimeoutError:
             if place.cancel():
                 raise self._busy() from None
-            return place.result()  # given in this very moment
+            return place.result()  # assigned just before the cancellation
 
     async def _wait(self, place: Place, heavy: bool) -> JobProcess | None:
         loop = asyncio.get_running_loop()
@@ -156,7 +158,7 @@ class JobPool:
             async with asyncio.timeout(self._kind.wait_s):
                 return await asyncio.wrap_future(place)
         except (asyncio.CancelledError, TimeoutError) as error:
-            with self._lock:  # which is held while a place is given out
+            with self._lock:  # places are assigned under it
                 is_given = place.done() and not place.cancelled()
             if is_given:
                 self._give_back(place.result(), heavy)
@@ -167,7 +169,7 @@ class JobPool:
             for handle in handles:
                 handle.cancel()
 
-    # ---- what came of it ---------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------
 
     def _taken(self, process: JobProcess, heavy: bool, kind: bytes, made: bytes) -> bytes:
         if kind == TOO_MUCH:
@@ -191,8 +193,10 @@ class JobPool:
         return self._refused(end.text)
 
     def _leave(self, process: JobProcess, heavy: bool) -> None:
-        """Give back a process whose job was cancelled. One that has the job is killed, because its
-        answer would come too late; one that still starts can take another job."""
+        """Release the process of a cancelled job.
+
+        A process that has the job is killed, because its answer would come too late. A process that
+        is still starting can take another job."""
         if process.is_at_rest:
             self._give_back(process, heavy)
         else:
@@ -207,8 +211,7 @@ class JobPool:
 
 
 def _living(process: JobProcess | None) -> JobProcess | None:
-    """Return a process that lives; None for one that was ended from outside while it waited:
-    another is to be started."""
+    """Return the process, or None if it died while idle, so that the caller starts another."""
     if process is not None and process.has_ended:
         process.kill()
         return None

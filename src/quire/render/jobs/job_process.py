@@ -1,5 +1,7 @@
-"""A process for jobs that must be bounded, seen from the one that asks (`job_worker.py` runs in
-it), and what to say of a job that takes too much."""
+"""The parent's side of a worker process: exchanges jobs and explains failures.
+
+The process runs `job_worker.py`, under limits of processor time and memory.
+"""
 
 import asyncio
 import logging
@@ -20,47 +22,45 @@ from quire.render.jobs.job_worker import ANSWER, LENGTH, READY
 MAX_ANSWER_BYTES = 1 << 26
 READ_BYTES = 1 << 18
 MAX_LAST_WORDS = 2000
-EXIT_S = 30.0  # for the kernel to end a process whose socket is closed already
-NO_MEMORY = b"memory allocation of"  # what Rust writes before it aborts
+EXIT_S = 30.0  # time for the kernel to end a process whose socket is closed
+NO_MEMORY = b"memory allocation of"  # Rust's message before it aborts
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class JobKind:
-    """What a process does. module: its program. cpu_s, memory_bytes: what a job may take.
+    """One kind of worker: its program, its limits, and the words of its error messages.
 
-    The other limits are wall time. They guard against a machine that gives the process no processor
-    time, so they say nothing about the job. answer_s: from sending a job to its answer. start_s:
-    until the process is ready. wait_s: for a process; None is for ever.
-
-    subject, work, advice: what a job belongs to, what it is, and what to do about one that takes
-    too much; waiting: what many of them are that wait.
+    `cpu_s` and `memory_bytes` limit a job. The other limits are wall time. They guard against a
+    machine that gives the process no processor time, and exceeding them is not the job's fault.
     """
 
-    module: str
+    module: str  # the worker's program
     cpu_s: float
     memory_bytes: int
-    answer_s: float
-    subject: str
-    work: str
-    advice: str
-    waiting: str
-    wait_s: float | None = None
-    start_s: float = 60.0
+    answer_s: float  # time from sending a job to its answer
+    subject: str  # object of a job, for example "the grammar"
+    work: str  # addition to messages about too much time or memory; may be empty
+    advice: str  # cure for a job that takes too much
+    waiting: str  # description of a queue of such jobs
+    wait_s: float | None = None  # time to wait for a free process; None for no limit
+    start_s: float = 60.0  # time until the process is ready
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """Why a job has no answer. is_busy: the machine is to blame, not the job."""
+    """The reason why a job has no answer. is_busy: whether the machine is at fault, not the job."""
 
     text: str
     is_busy: bool = False
 
 
 class JobProcess:
-    """One process, for one job at a time. It starts in the background; the first job waits until
-    it is ready, and only then its clock runs.
+    """One worker process, for one job at a time.
+
+    The process starts in the background. The first job waits until the process is ready; only then
+    does the job's time limit begin.
     """
 
     def __init__(self, kind: JobKind) -> None:
@@ -69,7 +69,7 @@ class JobProcess:
         command += [str(kind.cpu_s), str(kind.memory_bytes)]
         self._kind = kind
         self._is_ready = self._is_late = False
-        self.is_at_rest = True  # it owes no answer
+        self.is_at_rest = True  # no job is without its answer
         self._last_words = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115  (see _end)
         with theirs:
             self._process = subprocess.Popen(
@@ -90,8 +90,9 @@ class JobProcess:
         return self._process.poll() is not None
 
     def exchange(self, job: bytes) -> tuple[bytes, bytes]:
-        """Return kind and bytes of the answer. Raise OSError if the process has ended or does not
-        answer in time; `why` says which."""
+        """Run a job and return the kind and bytes of its answer.
+
+        Raises OSError if the process ends or answers too late; `why` then returns the reason."""
         try:
             return self._exchanged(job)
         except TimeoutError:
@@ -119,7 +120,7 @@ class JobProcess:
                 return found
 
     async def exchange_async(self, job: bytes) -> tuple[bytes, bytes]:
-        """Do the same. Only a process that `is_at_rest` may be asked again if this is cancelled."""
+        """Do the same as `exchange`. After a cancellation, use only a process that `is_at_rest`."""
         loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
         if not self._is_ready:
@@ -142,7 +143,7 @@ class JobProcess:
             late.cancel()
 
     def why(self) -> JobEnd:
-        """Return why the last job has no answer. Wait for the end of a process that is ending."""
+        """Return the reason why the last job has no answer; wait for a dying process to end."""
         self._socket.close()
         try:
             status = self._process.wait(0 if self._is_late else EXIT_S)
@@ -168,7 +169,7 @@ class JobProcess:
         return JobEnd(f"ended its process by an error in a library (exit status {status})")
 
     def too_much_memory(self) -> str:
-        """Return what to say of a job that met the memory limit."""
+        """Return the message for a job that met the memory limit."""
         return f"takes more than {self._kind.memory_bytes >> 20} MiB of memory{self._kind.work}"
 
     def _begin(self) -> None:
@@ -176,7 +177,7 @@ class JobProcess:
         os.ftruncate(self._last_words.fileno(), 0)
 
     async def _wait_until_ready(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait without taking anything, so that a cancelled wait loses nothing."""
+        """Wait until the ready byte can be read, without reading it; safe to cancel."""
         is_readable = loop.create_future()
 
         def readable() -> None:
@@ -200,7 +201,7 @@ class JobProcess:
         self._is_ready = True
 
     def _give_up(self) -> None:
-        """End an exchange. A closed socket would leave the loop waiting for its descriptor."""
+        """Shut the socket down to end an exchange. Closing it would leave the loop's watch open."""
         self._is_late = True
         self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -219,7 +220,7 @@ def _end(
 
 
 def _answer() -> Generator[int, bytes, tuple[bytes, bytes]]:
-    """Yield how many bytes are wanted at most, take what came."""
+    """Yield the maximum number of bytes to receive; take the received bytes; return the answer."""
     data = bytearray()
     while len(data) < ANSWER.size:
         data += _some((yield ANSWER.size - len(data)))

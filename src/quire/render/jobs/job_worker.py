@@ -1,15 +1,15 @@
-"""What runs in a process of its own: jobs, one after the other, which the kernel ends.
+"""The worker's side: runs jobs one after the other under limits that the kernel enforces.
 
-A job is foreign code or text. It may loop for ever, or fill the memory: so the process may take so
-many seconds of processor time for each, which ends it, and so many bytes of memory, which raises
-MemoryError, or ends it where a library does not. It takes jobs from the socket that it inherits
-(its number is the first argument, the seconds are the second one, the bytes the third), and ends
-with it.
+A job is untrusted code or text, which may loop for ever or fill the memory. Each job may use a
+number of seconds of processor time; beyond it the kernel ends the process. The process may use a
+number of bytes of memory; beyond it Python raises MemoryError, or a library aborts the process.
+Jobs arrive on an inherited socket, and the worker ends when the socket closes.
 
-    ready    one byte, once: jobs may come
-    job      length (4 bytes), bytes
-    answer   kind (1 byte), length (4 bytes), bytes: what was made (text as UTF-8), or as JSON why
-             there is nothing and the field that is wrong
+    arguments  the socket's descriptor, seconds of processor time, bytes of memory
+    ready      one byte, sent once when the worker can take jobs
+    job        length (4 bytes), bytes
+    answer     kind (1 byte), length (4 bytes), bytes: the result (text as UTF-8); or, for a
+               rejected job, JSON of the message and the name of the invalid field
 """
 
 import contextlib
@@ -33,14 +33,16 @@ READY = b"+"
 def serve_jobs(
     work: Callable[[bytes], str | bytes], failure: str, warm_up: bytes | None = None
 ) -> None:
-    """Do jobs until the other side closes the socket. work: raises RequestError for a job that is
-    wrong. failure: the beginning of the message about any other error. warm_up: a job to do before
-    any other, so that no job pays for what is loaded once."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the terminal is for the parent
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    """Run jobs until the parent closes the socket.
+
+    work: the job's function; raises RequestError for an invalid job.
+    failure: start of the message about any other error.
+    warm_up: job to run first, so that no real job pays for loading libraries."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # its default action ends the process
     connection, cpu_s = socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2])
     if warm_up is not None:
-        with contextlib.suppress(Exception):  # the first job meets the same error and says so
+        with contextlib.suppress(Exception):  # the first job reports the same error
             work(warm_up)
     _limit_memory(int(sys.argv[3]))
     connection.sendall(READY)
@@ -54,7 +56,7 @@ def serve_jobs(
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(ANSWER.pack(kind, len(text)) + text)
         if kind == TOO_MUCH:
-            return  # what is left of it in memory would make the next job fail
+            return  # the job's leftovers in memory would make the next job fail
 
 
 def _answer(work: Callable[[bytes], str | bytes], failure: str, data: bytes) -> tuple[bytes, bytes]:
@@ -72,7 +74,7 @@ def _answer(work: Callable[[bytes], str | bytes], failure: str, data: bytes) -> 
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Bound what the process may take beyond what the interpreter has at the start."""
+    """Limit memory to the process's present size plus `num_bytes`."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:  # not on Linux
@@ -82,7 +84,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 
 def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; none if the other side has closed."""
+    """Receive exactly `num_bytes`; return no bytes if the parent has closed the socket."""
     parts, left = [], num_bytes
     while left:
         part = connection.recv(min(left, 1 << 20))

@@ -27,7 +27,7 @@ WHITE = (255, 255, 255, 255)
 class ImageLimits:
     """Bounds on one image file."""
 
-    max_bytes: int = 32 << 20  # of the encoded file
+    max_bytes: int = 32 << 20  # size of the encoded file
     max_pixels: int = 64 << 20  # width times height, from the header
     max_aspect_ratio: float = 200.0  # longer side over shorter side
 
@@ -64,18 +64,19 @@ def check_bytes(data: bytes, limits: ImageLimits) -> None:
 
 
 def to_pixels(image: Image.Image, limits: ImageLimits) -> Pixels:
-    """Return a picture upright as RGB, uint8 [H, W, 3]. Raises RequestError for its size."""
+    """Return an image as upright RGB, uint8 [H, W, 3]. Raises RequestError if it is too large."""
     _check_size(image, limits)
     return _to_rgb(ImageOps.exif_transpose(image))
 
 
 def pixels_of(source: object) -> Pixels:
-    """Return the pixels of a picture or an array of the program, uint8 [H, W, 3]. Raises
-    RequestError for other objects."""
+    """Return the pixels of a Pillow image or an array, uint8 [H, W, 3].
+
+    Raises RequestError for other objects."""
     if isinstance(source, Image.Image):
         try:
             return to_pixels(source, ImageLimits())
-        except (OSError, SyntaxError) as error:  # its file is read only now
+        except (OSError, SyntaxError) as error:  # Pillow reads the file only now
             raise RequestError(f"the picture cannot be read: {error}") from None
     return checked_array(source, 3, "an image", "[H, W, 3]")
 

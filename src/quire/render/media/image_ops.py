@@ -36,7 +36,7 @@ def center_crop(image: Pixels, height: int, width: int) -> Pixels:
 
 
 def _crop_range(size: int, wanted: int) -> tuple[slice, slice]:
-    """Return which part of the image is kept, and where it lies in the crop."""
+    """Return the range of the image to keep, and its range in the crop."""
     start = (size - wanted) // 2
     if start >= 0:
         return slice(start, start + wanted), slice(0, wanted)
@@ -49,10 +49,10 @@ def value_table(
     scale: float | None,
     channels: int,
 ) -> Float32:
-    """Return the float32 [channels, 256] that replace the uint8 values of each channel.
+    """Return the float32 table [channels, 256] that replaces the uint8 values of each channel.
 
-    scale: factor before normalising; None leaves values as they are. mean, std: per channel; None
-    normalises nothing.
+    scale: factor before normalising; None leaves values unchanged.
+    mean, std: one number per channel; None skips normalising.
     """
     values = np.arange(256, dtype=np.float64)
     scaled = (values if scale is None else values * scale).astype(np.float32)

@@ -34,7 +34,7 @@ def _settings(config: dict[str, Any]) -> ImageSettings:
 
 
 def to_tower_size(image: Pixels, settings: ImageSettings) -> Pixels:
-    """Return the image resized and cropped as the settings say."""
+    """Return the image resized and center-cropped according to the settings."""
     size, crop = settings.size, settings.crop_size
     if settings.do_resize:
         if "shortest_edge" in size:
@@ -48,14 +48,10 @@ def to_tower_size(image: Pixels, settings: ImageSettings) -> Pixels:
 
 @dataclass(frozen=True)
 class LlavaImages(SettledImages):
-    """The processor of LLaVA 1.5.
+    """The processor of LLaVA 1.5."""
 
-    patch_size: of the tower, in pixels. num_extra_tokens: features of the tower that stand for no
-    patch and become tokens too (a class token, unless the model drops it).
-    """
-
-    patch_size: int = 14
-    num_extra_tokens: int = 0
+    patch_size: int = 14  # side of the tower's patches, in pixels
+    num_extra_tokens: int = 0  # tokens for features without a patch, such as a class token
 
     @classmethod
     def from_config(cls, config: dict[str, Any], patch_size: int, num_extra_tokens: int) -> Self:
@@ -74,11 +70,11 @@ class LlavaImages(SettledImages):
 
 @dataclass(frozen=True)
 class LlavaNextImages(SettledImages):
-    """The processor of LLaVA-NeXT. grids: (height, width) in pixels, as the checkpoint lists."""
+    """The processor of LLaVA-NeXT."""
 
     patch_size: int = 14
     num_extra_tokens: int = 0
-    grids: tuple[tuple[int, int], ...] = GRIDS
+    grids: tuple[tuple[int, int], ...] = GRIDS  # (height, width) in pixels, from the checkpoint
 
     @classmethod
     def from_config(cls, config: dict[str, Any], patch_size: int, num_extra_tokens: int) -> Self:
@@ -119,8 +115,8 @@ class LlavaNextImages(SettledImages):
     ) -> tuple[tuple[int, int, int, int], int]:
         """Return the grid of an image of this size and the number of its placeholder tokens.
 
-        One token stands for each feature of the square, for each feature of the tiles without
-        padding, and for the end of each row.
+        Each feature of the square, each feature of the tiles outside padding, and each end of a row
+        has one token.
         """
         grid = best_grid(height, width, self.grids)
         rows, columns = tile_height // self.patch_size, tile_width // self.patch_size
@@ -131,7 +127,7 @@ class LlavaNextImages(SettledImages):
 
 
 def best_grid(height: int, width: int, grids: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """Return the grid that keeps most pixels of the image; of equal ones that with least waste."""
+    """Return the grid that keeps most pixels of the image; of equal grids the smallest."""
 
     def merit(grid: tuple[int, int]) -> tuple[int, int]:
         scale = min(grid[1] / width, grid[0] / height)
@@ -142,7 +138,7 @@ def best_grid(height: int, width: int, grids: tuple[tuple[int, int], ...]) -> tu
 
 
 def unpadded(height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
-    """Return how many of the rows and columns of features an image of this size covers."""
+    """Return the numbers of rows and columns of features that an image of this size covers."""
     if width / height > columns / rows:
         covered = int(round(height * (columns / width), 7))
         return rows - (rows - covered) // 2 * 2, columns
@@ -167,7 +163,7 @@ def _tiles(image: Pixels, size: int) -> list[Pixels]:
 
 
 def _padded_to_square(image: Pixels, mean: tuple[float, ...]) -> Pixels:
-    """Return the image in the middle of a square in the mean colour."""
+    """Return a square in the mean colour, with the image in its middle."""
     height, width, channels = image.shape
     side = max(height, width)
     square = np.empty((side, side, channels), np.uint8)

@@ -5,9 +5,9 @@ A server calls it in two steps:
     media = [await renderer.media.file_async(data) for data in files]    # in bounded processes
     prompt = await async_renderer.render(messages, options, media=media)
 
-The messages hold {"type": "image"} where an image stands (`parts.take_media`), the media are in the
-order of these parts, and `prompt.media` holds the items of the request. Built-in families have the
-placeholders of transformers' processors.
+The messages hold {"type": "image"} in place of each image (`parts.take_media`). The media are in
+the order of these parts. `prompt.media` holds the request's items. Built-in families have the same
+placeholders as transformers' processors.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ def _qwen(named: Mapping[str, str], has_times: bool) -> dict[str, Placeholder]:
 
 
 def _gemma(named: Mapping[str, str]) -> Placeholder:
-    """An image, then its crops if there are any. Tokens of an image see each other."""
+    """Return Gemma's placeholder. It writes an image and its crops, which attend as a whole."""
     begin = named.get("boi_token", "<start_of_image>")
     token = named.get("image_token", "<image_soft_token>")
     end = named.get("eoi_token", "<end_of_image>")
@@ -96,11 +96,14 @@ def separated_image(model_type: str, image: ProcessedImage) -> list[ProcessedIma
 
 
 class MediaRenderer:
-    """Prepares media for one model. May be used from any thread and any event loop.
+    """Prepares media for one model. All methods are thread-safe and work from any event loop.
 
-    settings: of the model's image processor. placeholders: how its prompts write media. limits: of
-    image files. cache: of decoded files. The first file starts the first decoding process; pixels
-    are preprocessed in this process. Raises ModelError for settings that make no sense.
+    settings: settings of the model's image processor.
+    placeholders: placeholders in the model's prompts.
+    limits: bounds on image files.
+    cache: cache of decoded files.
+    The first file starts the first decoding process. Pixels in memory are preprocessed in this
+    process. Raises ModelError for invalid settings.
     """
 
     def __init__(
@@ -127,8 +130,8 @@ class MediaRenderer:
     # ---- files -------------------------------------------------------------------------------
 
     def file(self, data: bytes) -> PreparedMedia:
-        """Return the image of a file. Raises RequestError for a file that is damaged, too large or
-        of another format, and EngineBusy where too many images wait."""
+        """Return the image in a file. Raises RequestError if the file is damaged, too large or of
+        another format, and EngineBusy if too many images wait."""
         key = MediaCache.key(data)
         found = self._cache.get(key)
         if found is None:
@@ -137,8 +140,9 @@ class MediaRenderer:
         return found
 
     async def file_async(self, data: bytes, max_pixels: int | None = None) -> PreparedMedia:
-        """Do the same without holding up an event loop. max_pixels: in place of that of the
-        limits."""
+        """Do the same as `file` without blocking the event loop.
+
+        max_pixels: replaces `ImageLimits.max_pixels` if it is smaller."""
         key = await asyncio.to_thread(MediaCache.key, data)
         found = self._cache.get(key)
         if found is None:
@@ -159,13 +163,13 @@ class MediaRenderer:
     # ---- pixels ------------------------------------------------------------------------------
 
     def image(self, pixels: Pixels) -> PreparedMedia:
-        """Return an image, uint8 [H, W, 3], preprocessed here. Raises RequestError for a size that
-        the model cannot take."""
+        """Return a preprocessed image, from uint8 [H, W, 3]. Raises RequestError for a size that
+        the model rejects."""
         return self._prepared(self._processor.process(pixels))
 
     def video(self, frames: Frames) -> PreparedMedia:
-        """Return a video, preprocessed here. Raises RequestError for a size that the model cannot
-        take, and for a model that takes no videos."""
+        """Return a preprocessed video. Raises RequestError for a size that the model rejects, and
+        for a model without videos."""
         self.placeholders.mark(VIDEO)
         assert self._videos is not None, "a model with a token for videos has a processor for them"
         family, depth = self.settings.model_type, self._videos.images.temporal_patch_size
@@ -177,7 +181,8 @@ class MediaRenderer:
         return PreparedMedia(VIDEO, tuple(items), frames.seconds(depth))
 
     def in_memory(self, kind: str, source: Any) -> PreparedMedia:
-        """Return an image or a video that a program has in memory (`pixels_of`, `frames_of`).
+        """Return an image or a video from a Python object (`pixels_of`, `frames_of`).
+
         Raises RequestError for other objects."""
         return self.video(frames_of(source)) if kind == VIDEO else self.image(pixels_of(source))
 
@@ -191,7 +196,7 @@ class MediaRenderer:
 def _placeholders(
     settings: MediaSettings, files: ModelFiles, tokenizer: Tokenizer
 ) -> dict[str, Placeholder]:
-    """Return the placeholders of a built-in family, or those that a package's processor names."""
+    """Return the placeholders of a built-in family, or of a package's processor."""
     if settings.model_type in FAMILIES:
         named = tokenizer.named_tokens
         return built_in_placeholders(settings.model_type, named, files.processor)

@@ -1,7 +1,8 @@
-"""Decode and preprocess images in a process of its own (`render/jobs/job_worker.py`).
+"""The worker process that decodes and preprocesses images, under `render/jobs/job_worker.py`.
 
-A job is the model's settings and limits as JSON, after their length, then the bytes of the file. An
-answer is the shape, the grid and the number of tokens as JSON, after their length, then the pixels.
+    job      length of a header, the header (settings and limits as JSON), the file's bytes
+    answer   length of a header, the header (shape, grid, number of tokens as JSON), the pixels
+
 The process imports no torch.
 """
 
@@ -19,7 +20,7 @@ from quire.render.media.image_ops import Float32
 from quire.render.media.processor import ProcessedImage
 from quire.render.media.processors import MediaSettings, image_processor
 
-MAX_HEADER_BYTES = 1 << 12  # of an answer
+MAX_HEADER_BYTES = 1 << 12  # size of an answer's header
 IMAGES = JobKind(
     module="quire.render.media.media_worker",
     cpu_s=20.0,
@@ -43,7 +44,7 @@ def pack_job(data: bytes, settings: MediaSettings, limits: ImageLimits) -> bytes
 
 
 def unpack_answer(answer: bytes, table: Float32) -> ProcessedImage:
-    """Return the image in an answer. table: of the settings, which the job's process has too."""
+    """Return the image in an answer. `table` is the value table of the job's settings."""
     (shape, grid, num_tokens), pixels = _unpack(answer)
     return ProcessedImage(
         np.frombuffer(pixels, np.uint8).reshape(shape), table, tuple(grid), num_tokens

@@ -1,4 +1,4 @@
-"""Which models take images, and the files that say how they are preprocessed."""
+"""Finds models that take images, and reads the files that configure their preprocessing."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +14,12 @@ QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The contents of a model's files; a file that is missing is an empty object.
+    """The contents of a model's files; a missing file is an empty object."""
 
-    config: `config.json`. preprocessor: `preprocessor_config.json`. processor:
-    `processor_config.json`. video: `video_preprocessor_config.json`.
-    """
-
-    config: dict[str, Any]
-    preprocessor: dict[str, Any] = field(default_factory=dict)
-    processor: dict[str, Any] = field(default_factory=dict)
-    video: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]  # config.json
+    preprocessor: dict[str, Any] = field(default_factory=dict)  # preprocessor_config.json
+    processor: dict[str, Any] = field(default_factory=dict)  # processor_config.json
+    video: dict[str, Any] = field(default_factory=dict)  # video_preprocessor_config.json
 
 
 def read_model_files(directory: Path) -> ModelFiles:

@@ -1,10 +1,10 @@
-"""Parts of messages that are images or videos: found, and replaced by what templates take.
+"""Find images and videos in messages, and replace them by the parts that templates expect.
 
     given       {"type": "image_url", "image_url": {"url": ...}}      and other spellings
     to render   {"type": "image"}                                     for transformers' templates
 
-The sources of the media are returned in the order of the parts. Where bytes come from is not
-decided here.
+Output: the new messages, and the sources of the media in the order of the parts. This module reads
+no source.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,22 +26,17 @@ PART_TYPES = {
 
 @dataclass(frozen=True)
 class MediaPart:
-    """An image or a video of a conversation.
-
-    source: a URL or path as text, or an object of the caller's: a picture, an array, frames.
-    where: the part, as errors name it, such as `messages[0].content[1]`.
-    """
+    """An image or a video of a conversation."""
 
     kind: str
-    source: Any
-    where: str
+    source: Any  # URL or path as text, or a Python object: a picture, an array, frames
+    where: str  # the part's name in errors, such as `messages[0].content[1]`
 
 
 def take_media(messages: Sequence[Any]) -> tuple[Sequence[Any], list[MediaPart]]:
-    """Return messages whose images and videos are replaced by plain parts, and these media.
+    """Return messages with plain parts in place of images and videos, and the media.
 
-    Messages without media are returned as they are. Raises RequestError for a part without a
-    source.
+    Messages without media are returned unchanged. Raises RequestError if a part has no source.
     """
     found: list[MediaPart] = []
     replaced = [_replaced(message, f"messages[{i}]", found) for i, message in enumerate(messages)]
@@ -58,7 +53,7 @@ def media_kinds(messages: object) -> list[str]:
 
 
 def refuse_media(prompt: object, what: str) -> None:
-    """Raise RequestError for a prompt with images or videos in any form. what: takes none."""
+    """Raise RequestError if a prompt has images or videos in any form. what: name for the error."""
     if isinstance(prompt, Mapping):
         has_media = bool(prompt.get("multi_modal_data"))
     else:
@@ -69,7 +64,7 @@ def refuse_media(prompt: object, what: str) -> None:
 
 
 def is_plain(part: object) -> bool:
-    """Return whether this is the part that stands for an image or a video in a template."""
+    """Return whether a part is the placeholder of an image or a video, as templates take it."""
     return isinstance(part, Mapping) and len(part) == 1 and part.get("type") in (IMAGE, VIDEO)
 
 
@@ -99,5 +94,5 @@ def _plain(part: Any, where: str, found: list[MediaPart]) -> Any:
 
 
 def _only_field(part: Mapping[str, Any]) -> str:
-    """Return the type of a part that does not say it, as vLLM allows."""
+    """Return the type of a part without a type field, from its other field, as vLLM does."""
     return next((name for name in PART_TYPES if name in part), "")

@@ -1,14 +1,14 @@
-"""How prompts write images and videos, from what a template writes to what the model sees.
+"""The placeholders of images and videos: from a template's text to token ids.
 
     template    <|vision_start|><|image_pad|><|vision_end|>         a mark for each image
     expanded    the mark replaced by the family's text              a token for each item
-    token ids   this token repeated as often as the item says       the item's span
+    token ids   the token repeated `num_tokens` times               the item's span
 
-The first step is the text that transformers' processors write, because the tokenizer may join what
-stands around it. Repeating the token in the ids gives the same ids as repeating it in the text,
-since added tokens are matched before everything else.
+The first step writes the same text as transformers' processors, because the tokenizer may merge the
+characters around it. The second step may repeat the token in the ids instead of in the text,
+because the tokenizer matches added tokens first.
 
-A mark in a text of a user is refused: it would stand for an image that is not there.
+A mark in a user's text is rejected, because no image belongs to it.
 """
 
 import re
@@ -28,36 +28,32 @@ Placed = tuple[list[int], tuple[MediaItem, ...]]
 
 @dataclass(frozen=True)
 class Placeholder:
-    """How prompts of a family write one kind of media.
+    """The placeholder of one kind of media in a family's prompts."""
 
-    mark: what a template or a user of `multi_modal_data` writes for each image. token: repeated for
-    each feature. write: the text that replaces the mark; it holds the token once for each item. By
-    default it is the token. is_whole: see `MediaItem`.
-    """
-
-    mark: str
-    token: str
+    mark: str  # text for each image, written by templates and users of `multi_modal_data`
+    token: str  # token that is repeated for each feature
+    # returns the text that replaces the mark, with one token per item; None for the token itself
     write: Callable[[PreparedMedia], str] | None = None
-    is_whole: bool = False
+    is_whole: bool = False  # see `MediaItem`
 
     def text(self, media: PreparedMedia) -> str:
-        """Return what replaces the mark."""
+        """Return the text that replaces the mark."""
         return self.token if self.write is None else self.write(media)
 
 
 class PackagedImages(ImageProcessor, Protocol):
-    """The image processor of another package. It is called with the `ModelFiles` of a model."""
+    """An image processor of another package. Its class is called with the model's `ModelFiles`."""
 
     def placeholder(self) -> Placeholder:
-        """Return how prompts write an image."""
+        """Return the placeholder of an image."""
         ...
 
 
 class Placeholders:
-    """The placeholders of one model. by_kind: `image`, and `video` where the model takes videos.
+    """The placeholders of one model.
 
-    Videos are left out if the tokenizer has no token for them. Raises ModelError for a tokenizer
-    without the tokens for images.
+    by_kind: placeholder for `image`, and for `video` if the family takes videos. Videos are
+    disabled if the tokenizer lacks their token. Raises ModelError if it lacks the image tokens.
     """
 
     def __init__(self, by_kind: Mapping[str, Placeholder], tokenizer: Tokenizer) -> None:
@@ -80,8 +76,8 @@ class Placeholders:
         return tuple(self._by_kind)
 
     def mark(self, kind: str) -> str:
-        """Return the placeholder text of an image or a video. Raises RequestError for a kind that
-        the model does not take."""
+        """Return the mark of an image or a video. Raises RequestError if the model does not take
+        this kind."""
         self._check_kind(kind)
         return self._by_kind[kind].mark
 
@@ -105,10 +101,10 @@ class Placeholders:
                         )
 
     def expand(self, text: str, media: Sequence[PreparedMedia]) -> tuple[str, list[PreparedMedia]]:
-        """Return a prompt whose marks are replaced, and the media in its order.
+        """Return a prompt with its marks replaced, and the media in the prompt's order.
 
-        media: for each kind in the order of its marks. Raises RequestError unless there are as many
-        marks as media.
+        media: in the order of the marks of their kind. Raises RequestError unless each mark has
+        exactly one image or video.
         """
         marks = self._marks.findall(text)
         self._check_counts(Counter(self._kind_of[mark] for mark in marks), media)
@@ -129,8 +125,9 @@ class Placeholders:
     def expand_ids(
         self, token_ids: Sequence[int], media: Sequence[PreparedMedia]
     ) -> tuple[list[int], list[PreparedMedia]]:
-        """Do the same with token ids, in which one token is a mark. Around a text that replaces a
-        mark nothing is joined."""
+        """Do the same as `expand` with token ids, in which one token is a mark.
+
+        The text that replaces a mark is tokenized alone, not merged with its neighbours."""
         found = [self._mark_ids[each] for each in token_ids if each in self._mark_ids]
         self._check_counts(Counter(found), media)
         waiting = self._queues(media)
@@ -146,9 +143,10 @@ class Placeholders:
         return expanded, ordered
 
     def place(self, token_ids: Sequence[int], ordered: Sequence[PreparedMedia]) -> Placed:
-        """Return an expanded prompt with each placeholder token repeated, and the items with their
-        starts. ordered: the media in the order of the prompt. Raises RequestError if a text of the
-        prompt became a placeholder token."""
+        """Repeat each placeholder token, and return the ids and the items with their starts.
+
+        ordered: the media in the prompt's order. Raises RequestError if a text of the prompt became
+        a placeholder token."""
         kind_of = {token_id: kind for kind, token_id in self._ids.items()}
         items = [item for media in ordered for item in media.items]
         kinds = [media.kind for media in ordered for _ in media.items]

@@ -1,7 +1,7 @@
 """The interface of image processors, and the settings that they read.
 
-A processor turns RGB pixels into the arrays that a vision tower reads. It says how many placeholder
-tokens stand for them in the prompt. One file per family: `qwen_vl.py`, `gemma3.py`, `llava.py`.
+A processor converts RGB pixels to the arrays that a vision tower reads, and returns the number of
+placeholder tokens. Each family has one file: `qwen_vl.py`, `gemma3.py`, `llava.py`.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,12 @@ HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True)
 class ProcessedImage:
-    """What a vision tower reads of one image.
+    """The input of a vision tower for one image."""
 
-    pixels: uint8; the family says what the axes are. table: float32 [3, 256], the model input for
-    each value of each channel. grid: the layout of the pixels, which the family describes.
-    """
-
-    pixels: Pixels
-    table: Float32
-    grid: tuple[int, ...]
-    num_tokens: int
+    pixels: Pixels  # uint8; each family defines its axes
+    table: Float32  # [3, 256]: the model input for each value of each channel
+    grid: tuple[int, ...]  # layout of the pixels; each family defines it
+    num_tokens: int  # placeholder tokens
 
 
 class ImageProcessor(Protocol):
@@ -42,7 +38,7 @@ class ImageProcessor(Protocol):
 
     def process(self, image: Pixels) -> ProcessedImage:
         """Return the arrays for an RGB image, uint8 [H, W, 3]. Raises RequestError for a size that
-        the model cannot take."""
+        the model rejects."""
         ...
 
 
@@ -72,7 +68,7 @@ class ImageSettings:
 
 @dataclass(frozen=True)
 class SettledImages:
-    """What the processors of all families share."""
+    """The base of all families' processors: a processor with fixed settings."""
 
     settings: ImageSettings
 
@@ -85,7 +81,7 @@ class SettledImages:
 def read_settings(config: dict[str, Any], **defaults: Any) -> ImageSettings:
     """Return the settings of a family: its defaults, overridden by the checkpoint's file.
 
-    Raises ModelError for a value that cannot be one.
+    Raises ModelError for an invalid value.
     """
     given = {**defaults}
     for name in ("resample", "rescale_factor", *(k for k in config if k.startswith("do_"))):
@@ -108,7 +104,7 @@ def _three_numbers(name: str, value: Any) -> tuple[float, ...]:
 
 
 def _sizes(name: str, value: Any) -> dict[str, int]:
-    """Return a size as a dict; a single number is the shorter edge, or a square to crop."""
+    """Return a size as a dict. A single number is the shorter edge, or the side of a crop."""
     if isinstance(value, int):
         is_crop = name == "crop_size"
         return {"height": value, "width": value} if is_crop else {"shortest_edge": value}

@@ -1,7 +1,7 @@
 """Choose the image processor of a model.
 
-Input: the model's files (`model_files.py`). Output: `MediaSettings`, which travel to the decoding
-process, and the processor that they give.
+Input: the model's files (`model_files.py`). Output: `MediaSettings`, which are sent to the decoding
+process, and the processor for these settings.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -25,23 +25,17 @@ LLAVA: dict[str, type[LlavaImages] | type[LlavaNextImages]] = {
 
 @dataclass(frozen=True)
 class MediaSettings:
-    """What decides how a model's images are preprocessed.
-
-    config: the image processor's settings; for a processor of another package all files of the
-    model by their names in `ModelFiles`. patch_size, num_extra_tokens: of the tower; only the LLaVA
-    families use them. video: the settings that differ for videos.
-    """
+    """The settings that determine how a model's images are preprocessed."""
 
     model_type: str
-    config: dict[str, Any]
-    patch_size: int = 14
-    num_extra_tokens: int = 0
-    video: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]  # the processor's settings; for another package's: fields of ModelFiles
+    patch_size: int = 14  # side of the tower's patches in pixels; LLaVA families only
+    num_extra_tokens: int = 0  # tokens without a patch; LLaVA families only
+    video: dict[str, Any] = field(default_factory=dict)  # settings of videos; images' if empty
 
 
 def media_settings(files: ModelFiles) -> MediaSettings:
-    """Return the settings of a model. Raises ModelError for a model whose images have no
-    processor."""
+    """Return the settings of a model. Raises ModelError if no processor for the model exists."""
     model_type, processor = str(files.config.get("model_type")), files.processor
     _check_family(model_type)
     if model_type not in FAMILIES:
@@ -71,8 +65,9 @@ def image_processor(settings: MediaSettings) -> ImageProcessor:
 
 
 def video_processor(settings: MediaSettings) -> QwenVideos | None:
-    """Return the processor of videos; None for a model that takes none. Models without a file for
-    videos use the one for images."""
+    """Return the processor of videos, or None for a model without videos.
+
+    Without settings for videos, the settings for images apply."""
     if settings.model_type not in QWEN:
         return None
     config = settings.video or settings.config

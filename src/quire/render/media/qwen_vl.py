@@ -43,8 +43,9 @@ class QwenImages(SettledImages):
         std: tuple[float, ...] = CLIP_STD,
         patch_size: int = 14,
     ) -> Self:
-        """Return the processor that `preprocessor_config.json` describes. num_pixels, mean, std,
-        patch_size: the family's, for absent fields."""
+        """Return the processor that `preprocessor_config.json` describes.
+
+        num_pixels, mean, std, patch_size: the family's values for absent fields."""
         size = dict(zip(("shortest_edge", "longest_edge"), num_pixels, strict=True))
         size |= config.get("size") or {}
         for edge, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
@@ -58,7 +59,7 @@ class QwenImages(SettledImages):
         return cls(settings, **own | {name: config[name] for name in own if config.get(name)})
 
     def process(self, image: Pixels) -> ProcessedImage:
-        """Return patches, uint8 [patches, 3, patch_size, patch_size]; see the module's header."""
+        """Return patches, uint8 [patches, 3, patch_size, patch_size], ordered as above."""
         height, width = image.shape[:2]
         if self.settings.do_resize:
             height, width = self.fitting_size(height, width)
@@ -67,8 +68,9 @@ class QwenImages(SettledImages):
         return replace(found, pixels=found.pixels[:, :, 0])
 
     def cut(self, frames: Pixels, depth: int) -> ProcessedImage:
-        """Return the patches of frames [N, H, W, 3], uint8 [patches, 3, depth, patch_size,
-        patch_size]. depth: frames in a patch, which divide N."""
+        """Return the patches of frames, uint8 [patches, 3, depth, patch_size, patch_size].
+
+        frames: uint8 [N, H, W, 3]. depth: frames per patch; a divisor of N."""
         patch, merge = self.patch_size, self.merge_size
         height, width = frames.shape[1:3]
         times, rows, columns = grid = len(frames) // depth, height // patch, width // patch
@@ -82,10 +84,11 @@ class QwenImages(SettledImages):
     def fitting_size(
         self, height: int, width: int, num_frames: int = 1, depth: int = 1, what: str = "the image"
     ) -> tuple[int, int]:
-        """Return the (height, width) to resize to. Raises RequestError for too long an image.
+        """Return the (height, width) to resize to. Raises RequestError for an extreme aspect ratio.
 
-        num_frames, depth: of a video, and of a patch, where the limits hold for all frames
-        together. what: as errors name it.
+        num_frames, depth: frames of a video and of a patch, if the limit of pixels covers all
+        frames together.
+        what: the object's name in errors.
         """
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise RequestError(

@@ -1,8 +1,8 @@
 """Videos of the Qwen families: frames of one size, cut into patches of several frames.
 
-The frames are used as they are given; none is left out. Resizing is Pillow's, as for images, while
-transformers resizes the frames of a video by torchvision. The patches follow each other as those of
-an image (`qwen_vl.py`), one entry of the grid's first dimension after the other.
+All given frames are used. Pillow resizes them, as it does images; transformers uses torchvision for
+videos. Patches are ordered as in an image (`qwen_vl.py`), one time step of the grid after the
+other.
 """
 
 from collections.abc import Mapping
@@ -17,25 +17,21 @@ from quire.render.media.image_ops import Float32, resize
 from quire.render.media.processor import CLIP_MEAN, CLIP_STD, HALF, ProcessedImage
 from quire.render.media.qwen_vl import QwenImages
 
-DEFAULT_FPS = 24.0  # as in transformers, of frames that come without a rate
+DEFAULT_FPS = 24.0  # rate of frames that come without one, as in transformers
 
 
 @dataclass(frozen=True)
 class Frames:
-    """A video in memory.
+    """A video in memory."""
 
-    pixels: uint8 [N, H, W, 3]. fps: frames per second of the video. indices: for each frame its
-    index in the video; one after the other if empty. total: frames of the whole video.
-    """
-
-    pixels: Pixels
-    fps: float = DEFAULT_FPS
-    indices: tuple[int, ...] = ()
-    total: int = 0
+    pixels: Pixels  # uint8 [N, H, W, 3]
+    fps: float = DEFAULT_FPS  # frames per second of the whole video
+    indices: tuple[int, ...] = ()  # each frame's index in the whole video; empty for 0, 1, 2 ...
+    total: int = 0  # frames of the whole video; 0 if these are all
 
     @property
     def sampled_fps(self) -> float:
-        """Return the number of these frames for each second."""
+        """Return the rate of the sampled frames, per second of video."""
         return len(self.pixels) / (self.total or len(self.pixels)) * self.fps
 
     def seconds(self, frames_per_patch: int) -> tuple[float, ...]:
@@ -48,10 +44,10 @@ class Frames:
 
 
 def frames_of(source: Any) -> Frames:
-    """Return the frames of a video of the program. Raises RequestError.
+    """Return the frames of a video given as a Python object. Raises RequestError.
 
-    source: an array [N, H, W, 3], or a list of pictures or arrays; or a pair of these and a
-    dictionary, as vLLM's loaders return it: fps, frames_indices, total_num_frames.
+    source: an array [N, H, W, 3], or a list of pictures or arrays. Or a pair of these and a
+    dictionary with fps, frames_indices and total_num_frames, as vLLM's loaders return it.
     """
     details: Mapping[str, Any] = {}
     if isinstance(source, tuple):
@@ -78,14 +74,10 @@ def frames_of(source: Any) -> Frames:
 
 @dataclass(frozen=True)
 class QwenVideos:
-    """The video processor of a Qwen family.
+    """The video processor of a Qwen family."""
 
-    images: the settings of a frame. counts_all: whether the limits of the number of pixels hold for
-    all frames together, as in Qwen3-VL, and not for one.
-    """
-
-    images: QwenImages
-    counts_all: bool
+    images: QwenImages  # processor of the frames
+    counts_all: bool  # whether the limit of pixels covers all frames together, as in Qwen3-VL
 
     @classmethod
     def from_config(cls, config: dict[str, Any], counts_all: bool) -> Self:
@@ -104,8 +96,8 @@ class QwenVideos:
     def process(self, frames: Pixels) -> ProcessedImage:
         """Return patches, uint8 [patches, 3, frames_per_patch, patch_size, patch_size].
 
-        frames: uint8 [N, H, W, 3]. The last one is repeated to fill a patch. Raises RequestError
-        for too long a frame.
+        frames: uint8 [N, H, W, 3]. The last frame is repeated to fill the last patch. Raises
+        RequestError for an extreme aspect ratio.
         """
         images, depth = self.images, self.images.temporal_patch_size
         height, width = frames.shape[1:3]
@@ -116,7 +108,8 @@ class QwenVideos:
         return images.cut(np.stack(resized), depth)
 
     def fitting_size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) to resize to. Raises RequestError for too long a frame."""
+        """Return the (height, width) to resize to. Raises RequestError for an extreme aspect
+        ratio."""
         if not self.counts_all:
             return self.images.fitting_size(height, width)
         unit = self.images.patch_size * self.images.merge_size
@@ -127,7 +120,7 @@ class QwenVideos:
         return self.images.fitting_size(height, width, num_frames, depth, "a frame")
 
     def each_time(self, video: ProcessedImage) -> list[ProcessedImage]:
-        """Return the parts of a video that Qwen3-VL writes one by one, each with its time."""
+        """Split a video into its time steps, which Qwen3-VL's prompts write one by one."""
         times, rows, columns = video.grid
         num_tokens = video.num_tokens // times
         return [

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation to the text that the model was trained to see (T 4.3.2).
+"""Chat templates: convert a conversation to the text that the model was trained on (T 4.3.2).
 
-jinja2 is imported when the first template is compiled. Whatever goes wrong in a template, with the
-conversation or with the template itself, becomes a RequestError.
+jinja2 is imported when the first template is compiled. Every failure of a template becomes a
+RequestError, whether the conversation or the template is at fault.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -23,23 +23,20 @@ OWN_NAMES = ("messages", "tools", "documents", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How to render a conversation; the names are those of chat completions.
-
-    content_format: `string` joins text parts, `openai` hands them to the template as parts, `auto`
-    finds out for each role what the template takes. template_kwargs: further variables for the
-    template.
-    """
+    """Options for rendering a conversation, with the field names of chat completions."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
+    # `string` joins text parts; `openai` gives the template a list of parts; `auto` tests which of
+    # the two the template supports, for each role
     content_format: str = "auto"
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables
 
 
 class ChatTemplate:
-    """A compiled template. variables: what it may refer to, such as bos_token."""
+    """A compiled template. `variables` are its default variables, such as bos_token."""
 
     def __init__(
         self,
@@ -47,7 +44,7 @@ class ChatTemplate:
         variables: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises RequestError if the template cannot be compiled."""
+        """Compile the template. Raises RequestError if it is invalid."""
         from jinja2.exceptions import TemplateError
 
         from quire.render.templates.template_env import template_environment
@@ -63,7 +60,7 @@ class ChatTemplate:
         self._forms = TemplateForms(tree, self._probe)
 
     def render(self, messages: object, options: ChatOptions | None = None) -> str:
-        """Return the text of a conversation, with the header of the model's turn if asked for."""
+        """Return a conversation's text, with the header of the model's turn if requested."""
         options = options or ChatOptions()
         _check_content_format(options.content_format)
         prepared = prepare_messages(messages, self._forms, options.content_format)
@@ -78,7 +75,7 @@ class ChatTemplate:
         return _cut_final(text, final) if options.continue_final_message else text
 
     def _probe(self, messages: list[Message], tools: list[Message] | None) -> str:
-        """Return the text of a short conversation that shows what the template does."""
+        """Return the text of a short conversation that tests a property of the template."""
         own = {"messages": messages, "tools": tools, "documents": None}
         return self._run(self._variables, **own, add_generation_prompt=False)
 
@@ -108,7 +105,7 @@ class ChatTemplate:
 
 
 def load_template(value: str) -> str:
-    """Return a template's text from a setting that is the text itself or the name of a file."""
+    """Return a template's text. The setting is the text itself or the name of a file."""
     if any(char in value for char in "{}\n"):
         return value
     if not _is_file(value):
@@ -132,7 +129,7 @@ def _is_file(name: str) -> bool:
 
 
 def no_template(names: Collection[str]) -> RequestError:
-    """Return the error of a model without the usual template. names: of others that it has."""
+    """Return the error for a model without a default template. names: its other templates."""
     others = f" It has these named templates: {', '.join(names)}." if names else ""
     return RequestError(
         "this model has no chat template. Send a text prompt (/v1/completions; on the command line"
@@ -150,7 +147,7 @@ def _check_content_format(content_format: str) -> None:
 
 
 def _checked_kwargs(values: object) -> dict[str, Any]:
-    """Return variables that a request gives to the template, beside those that it has anyway."""
+    """Return a request's variables without the reserved names. Raises RequestError."""
     if not isinstance(values, Mapping):
         message = f"chat_template_kwargs must be an object, got {type(values).__name__}."
         raise RequestError(message, "chat_template_kwargs")
@@ -159,7 +156,7 @@ def _checked_kwargs(values: object) -> dict[str, Any]:
 
 
 def _mark_final(messages: list[Message], options: ChatOptions) -> str:
-    """Put a mark behind the last message's text, to cut there; gives the text without it."""
+    """Append a mark to the last message's text, and return the text without the mark."""
     if options.add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other: the first"
@@ -182,8 +179,7 @@ def _mark_final(messages: list[Message], options: ChatOptions) -> str:
 
 
 def _cut_final(text: str, final: str) -> str:
-    """Return the text up to the end of the last message, trimmed at its end if the template
-    trims."""
+    """Cut a text at the mark; strip white space at its end if the template strips it."""
     at = text.rfind(FINAL_MARK.strip())
     if at < 0 or final.strip() not in text[:at]:
         raise RequestError(
