@@ -39,6 +39,9 @@ FAMILIES = [
     pytest.param(family, marks=() if family == QUICK else pytest.mark.slow) for family in MODELS
 ]
 FORM = "[d-h]{3}[0-9]{2}"
+MAX_STARTS = (
+    16  # lengths of a prompt that are tried; the work grows with the square of their number
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +90,7 @@ def test_hits_of_every_length_after_aborts(
     """A request is aborted after each number of steps; the next one begins with its blocks."""
     images = written(family)
     prompt, lengths, inside = images.prompts[2], set(), set()
+    chunk = max(chunk, len(prompt.tokens) // MAX_STARTS)
     with images.open(400, block_size=1, max_num_batched_tokens=chunk, max_num_seqs=1) as llm:
         for num_steps in range(len(prompt.tokens) // chunk):
             llm.reset_prefix_cache()
