@@ -144,6 +144,18 @@ class Append(msgspec.Struct, frozen=True, tag=True):
     is_last: bool = False
 
 
+class Steer(msgspec.Struct, frozen=True, tag=True):
+    """Control: change the priority of a request, or pause it. A request that has ended is ignored.
+
+    priority: None leaves it. pause_s: seconds until the request resumes by itself; 0.0 resumes it
+    now, None changes nothing.
+    """
+
+    request_id: str
+    priority: int | None = None
+    pause_s: float | None = None
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Control: nothing that was cached before is used any more, in stores neither. Running requests
     keep their blocks. epoch: a word that nobody used before; it is part of all names to come."""
@@ -239,6 +251,7 @@ Control = (
     Abort
     | Cancel
     | Append
+    | Steer
     | ResetPrefixCache
     | Unpin
     | Hold

@@ -6,6 +6,7 @@
     media inputs      images in prompts, and their encoder outputs       media_inputs.py
     stores            blocks outside of this process                     stores.py, offers.py
     miss reports      why a prompt was not found                         miss_report.py
+    steering          priorities that change, and pauses                 steering.py
 
 A feature that is added here attaches as these do (extension.py); the core stays as it is.
 """
@@ -33,6 +34,7 @@ from quire.scheduler.reuse.miss_report import MissReports
 from quire.scheduler.reuse.pinned import PinnedPrefixes
 from quire.scheduler.reuse.pins import Pins
 from quire.scheduler.reuse.stores import Stores
+from quire.scheduler.steering import Steering
 from quire.scheduler.views import PinsView, RequestView, SchedulerView, TierView
 
 
@@ -75,7 +77,8 @@ class Scheduler(SchedulerCore):
             self.attach(self.stores, *(() if offers is None else (offers,)))
         if takes_media:
             self.media = MediaInputs(config)
-        self.attach(self.pinned, self.pins, self.misses, self.media or MediaRefusal())
+        steering = Steering(lifecycle)
+        self.attach(self.pinned, self.pins, self.misses, self.media or MediaRefusal(), steering)
 
     # ---- questions ---------------------------------------------------------------------------
 

@@ -53,6 +53,13 @@ class AsyncClient(Protocol):
         if the prompt cannot take the tokens, or if the request has ended."""
         ...
 
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        """Change the priority of a request whose output is awaited, or pause it for at most pause_s
+        seconds; 0.0 resumes it. A request that has ended is ignored."""
+        ...
+
     async def metrics(self) -> str:
         """Return the metrics in Prometheus' text format."""
         ...
@@ -135,6 +142,11 @@ class ForwardingClient(AsyncClient):
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         self._client.append(request_id, token_ids, is_last)
+
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        self._client.steer(request_id, priority, pause_s)
 
     async def metrics(self) -> str:
         return await self._client.metrics()

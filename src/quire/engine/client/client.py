@@ -16,6 +16,7 @@ from quire.base.messages import (
     Request,
     ResetPrefixCache,
     Rewind,
+    Steer,
     Unpin,
 )
 from quire.base.requests.outputs import RequestOutput
@@ -53,6 +54,12 @@ class InProcessClient:
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         self._outputs.append(request_id, token_ids, is_last, self.core.limits)
         self.core.control(Append(request_id, token_ids, is_last))
+
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        """See `AsyncClient.steer`."""
+        self.core.control(Steer(request_id, priority, pause_s))
 
     def step(self) -> list[RequestOutput]:
         """Let the core take one step. Return the outputs that are due."""

@@ -134,6 +134,11 @@ class FleetClient(AsyncClient):
         # Any of them says what is to be said of a request that is not open.
         self._clients[self._where.get(request_id, 0)].append(request_id, token_ids, is_last)
 
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        self._clients[self._where.get(request_id, 0)].steer(request_id, priority, pause_s)
+
     def fail_all(self, error: Exception) -> None:
         for client in self._clients:
             client.fail_all(error)

@@ -45,6 +45,7 @@ from quire.base.messages import (
     Request,
     ResetPrefixCache,
     Rewind,
+    Steer,
     TimelineText,
     ToCore,
     Unpin,
@@ -304,6 +305,12 @@ class RemoteClient(AsyncClient):
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         self._outputs.append(request_id, token_ids, is_last, self._limits())
         self._send(Append(request_id, token_ids, is_last))
+
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        if request_id in self._outputs:
+            self._send(Steer(request_id, priority, pause_s))
 
     async def metrics(self) -> str:
         return cast(str, await self._ask(AskMetrics))

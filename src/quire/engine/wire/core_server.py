@@ -39,6 +39,7 @@ from quire.base.messages import (
     Ready,
     Refused,
     Request,
+    Steer,
     TimelineText,
     ToCore,
 )
@@ -310,7 +311,7 @@ class CoreServer:
                     self._disown(message.request_id)
                 else:
                     self._forget(message.request_id)
-        elif isinstance(message, Append):
+        elif isinstance(message, Append | Steer):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
         else:

@@ -13,6 +13,8 @@ A branch of a running sequence begins as RUNNING. Only `_move` sets `state`, and
 the transition is one of `TRANSITIONS`. Only this file writes the queue and the events.
 """
 
+import msgspec
+
 from quire.base.events import Admitted, Event, Finished, Preempted, PrefixFound, Queued
 from quire.base.plan import RowStart
 from quire.base.prefix import PrefixReport
@@ -185,6 +187,20 @@ class Lifecycle:
             self.queue.requeue(sequence)
         else:
             self.queue.push(sequence)
+
+    def set_priority(self, sequence: Sequence, priority: int) -> None:
+        """Change the priority of a request, in the queue and among the running rows."""
+        members, queue = sequence.members, self.queue
+        queued = [each for each in members if each.state in (State.WAITING, State.SWAPPED)]
+        adding = [queue.requeue if queue.is_preempted(each) else queue.push for each in queued]
+        for each in queued:
+            queue.remove(each)
+        request = msgspec.structs.replace(sequence.request, priority=priority)
+        for each in members:
+            each.request = request
+        for each, add in zip(queued, adding, strict=True):
+            add(each)
+        self._rows.set_priority([each.row for each in members if each.row >= 0], priority)
 
     def forget_swapped(self, sequence: Sequence) -> None:
         """Drop a sequence's host blocks, whose contents may be wrong."""

@@ -180,8 +180,16 @@ class Rows:
 
     def run(self, rows: list[int]) -> None:
         """Add rows, whose sequences are in the table, to the running ones."""
-        order, table = np.concatenate([self.running, np.asarray(rows, np.int64)]), self.table
-        self.running = order[np.lexsort((table.arrival[order], table.priority[order]))]
+        self._sort(np.concatenate([self.running, np.asarray(rows, np.int64)]))
+
+    def set_priority(self, rows: list[int], priority: int) -> None:
+        """Change the priority of running rows."""
+        self.table.priority[rows] = priority
+        self._sort(self.running)
+
+    def _sort(self, running: Int64) -> None:
+        table = self.table
+        self.running = running[np.lexsort((table.arrival[running], table.priority[running]))]
 
     def release(self, sequence: Sequence) -> None:
         """Take the row of a sequence. It keeps its known tokens; pending tokens still arrive."""

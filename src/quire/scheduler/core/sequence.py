@@ -44,6 +44,7 @@ class Blocker(StrEnum):
     """What a parked sequence waits for. Extensions have a StrEnum of their own."""
 
     READY = "ready"  # its grammar is not compiled, or its model not loaded, yet
+    PAUSED = "paused"  # a client paused its request
 
 
 class State(Enum):
