@@ -22,7 +22,8 @@ import torch
 from benchmarks.result_files import options_of, write
 from quire.ops.host.native import core
 from quire.ops.host.threads import num_threads, set_num_threads
-from quire.ops.linear import TYPICAL_TOKENS, linear
+from quire.ops.linear import linear
+from quire.ops.weights.device_weights import TYPICAL_TOKENS
 from quire.ops.weights.formats import SIZES, Quantization, packed_form, variants
 from quire.ops.weights.pack import pack
 from quire.ops.weights.packed import PackedWeight

@@ -19,7 +19,6 @@ from quire.base.errors import ConfigError
 from quire.models.load.loading import load_model
 from quire.models.parts import experts
 from quire.models.parts.determinism import make_deterministic
-from quire.ops import linear
 from quire.ops.attention import triton_gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
@@ -28,6 +27,7 @@ from quire.ops.kernels.attention import attention, attention_merge
 from quire.ops.kernels.attention.attention_plan import Cut
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.kernels.sampling.logprobs import token_logprobs
+from quire.ops.weights import device_weights
 from quire.spec.model_spec import load_spec
 from tests.kernels.test_attention import (
     Case,
@@ -277,7 +277,7 @@ def loaded(
     architecture: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[torch.nn.Module, KVLayout]:
     """The model as a GPU has it, and a layout for its keys and values."""
-    monkeypatch.setattr(linear, "can_pack", lambda dtype, device: False)
+    monkeypatch.setattr(device_weights, "can_pack", lambda dtype, device: False)
     monkeypatch.setattr(experts, "experts_class", lambda device: experts.StackedExperts)
     folder = checkpoint(architecture)
     spec = load_spec(folder)
@@ -429,7 +429,7 @@ def test_a_request_has_the_same_bits(
     used: set[str],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(device_weights, "can_pack", lambda *_: False)
     num_others, settings = ENGINES[engine]
     alone = answers_alone()
     assert alone[0] == alone[1]

@@ -24,8 +24,9 @@ from quire.models.registry import make_model
 from quire.ops import gpu
 from quire.ops.kernels import quantised as kernels
 from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.linear import linear, pack_rows, pack_weight
+from quire.ops.linear import linear
 from quire.ops.weights import pack
+from quire.ops.weights.device_weights import pack_rows, pack_weight
 from quire.ops.weights.formats import Packing, Quantization
 from quire.ops.weights.gpu_layout import layout_of
 from quire.ops.weights.gpu_weights import (

@@ -14,12 +14,12 @@ from quire.models.parts import experts as models
 from quire.models.parts.determinism import make_deterministic
 from quire.models.parts.layers import Linear
 from quire.models.registry import make_model
-from quire.ops import gpu, linear
+from quire.ops import gpu
 from quire.ops.elementwise import silu_mul
 from quire.ops.kernels import quantised_moe as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.moe import moe_experts
-from quire.ops.weights import pack
+from quire.ops.weights import device_weights, pack
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
 from quire.ops.weights.quantise import quantised
@@ -165,7 +165,7 @@ def test_a_model_with_quantised_experts(
     """Its logits are those of one whose layers hold the rounded numbers, and it is as large as was
     planned; its routers are not rounded."""
     monkeypatch.setattr(pack, "core", lambda: None)
-    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(device_weights, "can_pack", lambda *_: False)
     monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
     checkpoint = write_checkpoint(tmp_path, variant)
     formats = weight_formats(ModelConfig(quantization="int8", quantized_head="none"))
@@ -203,8 +203,8 @@ def test_gpt_oss_in_mxfp4(
 ) -> None:
     """Its experts come one by one, and then stand side by side as they are stored."""
     pytest.importorskip("transformers", "5.23", reason="older ones read the model otherwise")
-    monkeypatch.setattr(linear, "can_pack_natively", lambda *_: False)
-    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(device_weights, "can_pack_natively", lambda *_: False)
+    monkeypatch.setattr(device_weights, "can_pack", lambda *_: False)
     monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
     folder, plain = write_gpt_oss(tmp_path)
     spec = load_spec(folder)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from quire.ops.embedding import add_features, embedding, part_of_embedding, place
-from quire.ops.linear import pack_weight
 from quire.ops.registry import record_ops
 from quire.ops.rotary import rotary_rows
 from quire.ops.trace.program import here
 from quire.ops.trace.tracer import Tracer
+from quire.ops.weights.device_weights import pack_weight
 from quire.ops.weights.formats import Quantization
 
 SIZE, SLOTS = 32, 6

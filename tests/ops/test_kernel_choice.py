@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from quire.ops.host.native import core
-from quire.ops.linear import linear, packing
+from quire.ops.linear import linear
 from quire.ops.weights import formats, kernel_choice
+from quire.ops.weights.device_weights import packing
 from quire.ops.weights.formats import (
     FORMATS,
     Quantization,

@@ -20,9 +20,10 @@ from quire.ops.elementwise import (
     soft_cap,
 )
 from quire.ops.embedding import embedding, select_rows
-from quire.ops.linear import can_pack, linear, pack_weight
+from quire.ops.linear import linear
 from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
 from quire.ops.rotary import rotary, rotary_rows
+from quire.ops.weights.device_weights import can_pack, pack_weight
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}

@@ -11,8 +11,9 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.host.native import core
 from quire.ops.host.threads import set_num_threads
-from quire.ops.linear import linear, pack_weight, packed_weight_bytes
+from quire.ops.linear import linear
 from quire.ops.weights import formats
+from quire.ops.weights.device_weights import pack_weight, packed_weight_bytes
 from quire.ops.weights.formats import VARIANT, Quantization, packed_form
 from quire.ops.weights.pack import pack
 from quire.ops.weights.packed import PackedWeight

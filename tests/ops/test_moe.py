@@ -5,9 +5,9 @@ import torch
 
 from quire.ops.elementwise import ClampedGate
 from quire.ops.host.native import core
-from quire.ops.linear import pack_weight
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.registry import record_ops
+from quire.ops.weights.device_weights import pack_weight
 
 E, C, D, F = 6, 3, 20, 12
 

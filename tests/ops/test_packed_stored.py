@@ -9,8 +9,9 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.host.native import core
 from quire.ops.host.threads import set_num_threads
-from quire.ops.linear import linear, pack_rows
+from quire.ops.linear import linear
 from quire.ops.weights import formats
+from quire.ops.weights.device_weights import pack_rows
 from quire.ops.weights.formats import Quantization, packed_bytes, panel_of
 from quire.ops.weights.pack import pack_stored, packed_view, stored_group
 from quire.ops.weights.packed import PackedWeight

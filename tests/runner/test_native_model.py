@@ -17,10 +17,11 @@ from quire.ops.elementwise import add, gelu_mul, gelu_tanh_mul, scale, sigmoid_m
 from quire.ops.embedding import embedding
 from quire.ops.host.native import core
 from quire.ops.host.threads import set_num_threads
-from quire.ops.linear import linear, pack_weight
+from quire.ops.linear import linear
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.norms import gated_norm, layer_norm
 from quire.ops.trace.program import Kind
+from quire.ops.weights.device_weights import pack_weight
 from quire.ops.weights.formats import Quantization
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
 from quire.runner.native_program import trace

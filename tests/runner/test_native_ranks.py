@@ -17,9 +17,10 @@ from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.elementwise import relu
 from quire.ops.embedding import embedding, part_of_embedding
 from quire.ops.host.native import core
-from quire.ops.linear import linear, pack_weight
+from quire.ops.linear import linear
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.trace.program import Kind
+from quire.ops.weights.device_weights import pack_weight
 from quire.runner.native_model import NativeModel, native_or_same
 from quire.runner.native_program import trace
 from quire.spec.cache_group import CacheGroup

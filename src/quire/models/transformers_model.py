@@ -19,8 +19,7 @@ from quire.models.model import Model
 from quire.models.parts.layers import ParamFactory
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.traced import TracedAttention
-from quire.ops.host.threads import num_threads
-from quire.ops.host.torch_threads import torch_threads
+from quire.ops.host.threads import num_threads, torch_threads
 from quire.ops.trace.program import Untraceable
 from quire.spec.model_spec import COMPILED, ModelSpec
 

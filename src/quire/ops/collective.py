@@ -6,6 +6,7 @@ Every rank calls the same ones in the same order, and all get the same bits.
 Shape legend: G ranks of the group.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -100,3 +101,14 @@ def reduce_scatter(x_G: torch.Tensor, group: RankGroup) -> torch.Tensor:
 def all_to_all(x_G: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """What each rank sent here, in their order, [G, ...]; part g of x goes to rank g."""
     return group.all_to_all(x_G)
+
+
+def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add tensors in their order, so that the bits do not depend on which rank adds; those of 16
+    bits as float32, rounded once."""
+    first = parts[0]
+    is_short = first.is_floating_point() and first.element_size() < 4
+    total = first.float() if is_short else first.clone()
+    for part in parts[1:]:
+        total += part
+    return total.to(first.dtype)

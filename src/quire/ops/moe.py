@@ -10,9 +10,10 @@ import torch
 
 from quire.ops.elementwise import ClampedGate, silu_mul
 from quire.ops.gpu import kernels_for
-from quire.ops.linear import Weight, linear
+from quire.ops.linear import linear
 from quire.ops.precision import FixedOrderWeight, accumulation_dtype
 from quire.ops.registry import op
+from quire.ops.weights.device_weights import Weight
 from quire.ops.weights.gpu_weights import GPUWeight
 
 # One weight for each expert: side by side in one, or each as `pack_weight` made it.

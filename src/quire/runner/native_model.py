@@ -15,8 +15,7 @@ from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.states import KeptInputs
 from quire.ops.host.native import address
 from quire.ops.host.native_types import CorePlan, CoreStatePlan
-from quire.ops.host.threads import num_threads
-from quire.ops.host.torch_threads import torch_threads
+from quire.ops.host.threads import num_threads, torch_threads
 from quire.ops.trace.program import Instruction, ProgramDraft, Untraceable
 from quire.ops.weights.packed import PackedWeight
 from quire.runner.native_program import (

@@ -94,6 +94,16 @@ class CacheGroup:
             return self.block_bytes(block_size, 1)
         return self.block_bytes(block_size, dtype_bytes)
 
+    def memory_shape(self, num_blocks: int, block_size: int, kv_format: str) -> tuple[int, ...]:
+        """Return [2, layers, KV heads, blocks, tokens, head dim]; an int8 row has its float32 scale
+        after it. A group of states has [1, layers, 1, blocks, 1, state_size]. All layers of a group
+        that keeps nothing share one layer's."""
+        if self.kind == STATE:
+            return (1, len(self.layers), 1, num_blocks, 1, self.state_size)
+        row = self.head_dim + (4 if kv_format == "int8" else 0)
+        num_layers = min(1, len(self.layers)) if self.kind == STEP else len(self.layers)
+        return (2, num_layers, self.num_kv_heads, num_blocks, block_size, row)
+
     @property
     def _span(self) -> int:
         assert self.window, f"a group of kind {self.kind} needs its length"

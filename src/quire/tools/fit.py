@@ -300,7 +300,7 @@ def _has_int8(device: Device, config: EngineConfig) -> bool:
 
 def _is_reordered(dtype: str) -> bool:
     """Tell whether oneDNN, which multiplies where the core is not, has an order of its own; as
-    ops/linear.can_pack finds out from torch."""
+    ops/weights/device_weights.can_pack finds out from torch."""
     fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
     return dtype == "float32" or (dtype == "bfloat16" and fast)
 

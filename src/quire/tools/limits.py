@@ -21,7 +21,8 @@ from quire.models.checkpoint.formats import AS_THEY_ARE, WeightFormats
 from quire.models.parts.experts import ExpertList
 from quire.models.parts.layers import Linear, LMHead
 from quire.models.registry import make_model
-from quire.ops.linear import Weight, linear, pack_weight, packed_weight_bytes
+from quire.ops.linear import linear
+from quire.ops.weights.device_weights import Weight, pack_weight, packed_weight_bytes
 from quire.ops.weights.formats import Quantization
 from quire.spec.model_spec import ModelSpec
 

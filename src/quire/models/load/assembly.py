@@ -32,7 +32,7 @@ from quire.models.parts.pooling_layers import CLASSIFIER_TENSORS
 from quire.models.quantised.layers import QuantisedLayer
 from quire.models.registry import can_share, class_of
 from quire.ops.host.host_memory import HugeMemory, forget_pages, passing_memory
-from quire.ops.linear import pack_merged
+from quire.ops.weights.device_weights import pack_merged
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.mapped_tensors import MappedTensors
 from quire.ops.weights.pack import block_row_bytes, can_pack_natively, pack_parts

@@ -35,7 +35,7 @@ from quire.models.quantised.layers import quantised_layers
 from quire.ops.gpu import is_gpu
 from quire.ops.host.host_memory import forget_pages
 from quire.ops.host.torch_import import new_generator
-from quire.ops.linear import check_rows, dtype_name
+from quire.ops.weights.device_weights import check_rows, dtype_name
 from quire.ops.weights.formats import chosen_variants
 from quire.ops.weights.mapped_tensors import FilePlace, MappedTensors
 from quire.ops.weights.pack import can_pack_natively

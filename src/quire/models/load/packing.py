@@ -13,7 +13,7 @@ from quire.models.parts.experts import StackedExperts
 from quire.models.parts.layers import Embedding, Linear, LMHead, set_weight
 from quire.models.quantised.layers import QuantisedLayer
 from quire.ops.host.host_memory import HugeMemory
-from quire.ops.linear import packing
+from quire.ops.weights.device_weights import packing
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.opaque import OpaqueWeight
 from quire.ops.weights.pack import pack_blocks

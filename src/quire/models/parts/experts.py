@@ -19,8 +19,8 @@ from quire.models.checkpoint.sources import Part, Rows, Source, Stretches, rows_
 from quire.models.parts.layers import Layer, Linear, ParamFactory, is_added_elsewhere
 from quire.ops.collective import all_reduce
 from quire.ops.elementwise import ClampedGate
-from quire.ops.linear import Weight, pack_experts, stacked_weights
 from quire.ops.moe import moe_experts, moe_route
+from quire.ops.weights.device_weights import Weight, pack_experts, stacked_weights
 from quire.ops.weights.formats import Quantization
 from quire.spec.cuts import Cut
 from quire.spec.model_options import ExpertOptions

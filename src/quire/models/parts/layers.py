@@ -34,9 +34,10 @@ from quire.ops.elementwise import (
 )
 from quire.ops.embedding import embedding, part_of_embedding
 from quire.ops.host.host_memory import HugeMemory
-from quire.ops.linear import Weight, linear, pack_weight
+from quire.ops.linear import linear
 from quire.ops.norms import add_rms_norm, layer_norm, rms_norm
 from quire.ops.precision import accumulation_dtype
+from quire.ops.weights.device_weights import Weight, pack_weight
 from quire.ops.weights.formats import Quantization
 from quire.ops.weights.opaque import OpaqueWeight
 from quire.spec.cuts import Cut, all_of

@@ -11,7 +11,6 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention_inputs import Int32
 from quire.ops.blocks.block_moves import copy_blocks
 from quire.ops.blocks.host_blocks import HostBlocks
-from quire.ops.blocks.kv_shape import kv_shape
 from quire.ops.host.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.spec.cache_group import STATE, STEP, CacheGroup
@@ -71,7 +70,7 @@ class MovesBlocks(AttentionBackend):
 
 def _zeros_or_given(layout: KVLayout, g: int) -> torch.Tensor:
     group, num_blocks = layout.groups[g], layout.num_blocks[g]
-    shape = kv_shape(group, num_blocks, layout.block_size, layout.kv_format)
+    shape = group.memory_shape(num_blocks, layout.block_size, layout.kv_format)
     dtype = _dtype(group, layout)
     if not layout.given:
         return lazy_zeros(shape, dtype, layout.device)

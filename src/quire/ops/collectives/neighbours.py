@@ -5,8 +5,7 @@ Shape legend: G ranks of the whole group, C of a part.
 
 import torch
 
-from quire.ops.collective import ALONE, RankGroup
-from quire.ops.collectives.order import sum_in_order
+from quire.ops.collective import ALONE, RankGroup, sum_in_order
 
 
 class Neighbours:

@@ -11,8 +11,7 @@ from typing import TypeVar
 import torch
 
 from quire.base.errors import RankLost
-from quire.ops.collective import RankGroup
-from quire.ops.collectives.order import sum_in_order
+from quire.ops.collective import RankGroup, sum_in_order
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from quire.base.errors import ConfigError, RankLost
-from quire.ops.collectives.order import sum_in_order
+from quire.ops.collective import sum_in_order
 
 ABORTED = "aborted"  # a key of the store
 NAP_S = 20e-6  # between two looks whether gloo is done

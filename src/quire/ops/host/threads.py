@@ -1,14 +1,15 @@
 """Threads of the C++ core, and the processors of each process.
 
 The core computes with the cores that this process may use. QUIRE_NUM_THREADS or OMP_NUM_THREADS set
-another number; `set_num_threads` sets one for this process. `share_cores` divides the
-processors of a machine among several processes.
+another number; `set_num_threads` sets one for this process, `torch_threads` one for torch's own
+operations. `share_cores` divides the processors of a machine among several processes.
 """
 
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from quire.base.errors import ConfigError
@@ -34,6 +35,26 @@ def set_num_threads(number: int | None) -> None:
     if number is not None and number < 1:
         raise ConfigError(f"the number of threads must be at least 1, got {number}.")
     _chosen = number
+
+
+@contextmanager
+def torch_threads(number: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads; None: with as many as it has.
+
+    Its threads and the core's wait for work without sleeping. Where the two take turns within a
+    step, torch's keep the cores that the core's need (docs/inside/cpu.md).
+    """
+    import torch  # a start without torch imports this file
+
+    before = torch.get_num_threads()
+    if number is None or number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def usable_cores() -> int:

@@ -16,7 +16,6 @@ from quire.ops.collective import RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.elementwise import QUICK_GELU, ClampedGate
 from quire.ops.host.native import needed_core
-from quire.ops.linear import Weight
 from quire.ops.registry import OpRecord
 from quire.ops.trace.program import (
     Experts,
@@ -27,6 +26,7 @@ from quire.ops.trace.program import (
     Untraceable,
     View,
 )
+from quire.ops.weights.device_weights import Weight
 from quire.ops.weights.formats import rounds_activations
 from quire.ops.weights.packed import ELEMENTS, PackedParts, PackedWeight
 

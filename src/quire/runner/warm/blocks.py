@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.ops.attention.core_calls import kv_layer
-from quire.ops.blocks.kv_shape import kv_shape
 from quire.ops.host.native_types import CoreKV
 from quire.ops.host.pages import zeros
 from quire.spec.cache_group import CacheGroup
@@ -43,7 +42,7 @@ class WarmBlocks:
         self._format = dtype if kv_format == "auto" else kv_format
         size = DTYPE_BYTES[dtype] if kv_format == "auto" else 1
         shapes = [
-            kv_shape(group, num, block_size, kv_format)
+            group.memory_shape(num, block_size, kv_format)
             for group, num in zip(groups, num_blocks, strict=True)
         ]
         self.data = [zeros(math.prod(shape) * size) for shape in shapes]
