@@ -44,7 +44,7 @@ def test_prompt_scores_are_attached_while_a_row_requests_them(
     assert attachments == [scores]
     scores.release(1)
     assert attachments == [scores]
-    scores.start(start(2, 5, None))  # another sequence takes the row
+    scores.release(2)
     assert attachments == []
 
 

@@ -14,6 +14,7 @@ from quire.ops.collective import ALONE, RankGroup
 from quire.ops.host import native
 from quire.ops.rows.step_inputs import SampleInputs
 from quire.ops.sampling.logprobs import token_logprobs
+from quire.runner.attachment import SamplingFeature
 from quire.runner.rows import DeviceRows
 from quire.runner.sampling.candidates import logprob_tensors, to_candidates
 from quire.runner.sampling.vocabulary import vocabulary_of
@@ -114,7 +115,7 @@ class Bench:
             old = gathered.samples
             samples = SampleInputs(old.rows, old.last, old.lengths + moved, old.prompt_lens)
             ids_N, is_valid_N = sampler.sample(logits, samples, needs, parts)
-            self.rows.advance(gathered, ids_N, is_valid_N)
+            self.rows.ops.advance(gathered, ids_N, is_valid_N)
             found = [tensor for part in parts for tensor in part.found()]
             return [self.rows.ops.results_QR[slot, : len(rows)], *found]
 
@@ -368,6 +369,55 @@ def test_a_row_that_starts_again_forgets():
     sampled = bench.sample(logits, 0)
     assert sampled.token_ids_N.tolist() == [int(logits[0].argmax())]
     assert sampled.candidates == {}
+
+
+class HeardRows(SamplingFeature):
+    """A feature that notes which rows it hears of."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def start(self, start: RowStart) -> None:
+        self.heard.append(f"start {start.row}")
+
+    def copy(self, parent: int, child: int) -> None:
+        self.heard.append(f"copy {parent} {child}")
+
+    def release(self, row: int) -> None:
+        self.heard.append(f"release {row}")
+
+
+def test_features_hear_only_of_rows_that_request_something_of_them():
+    bench, feature = Bench(), HeardRows()
+    bench.sampler.features.append(feature)
+    bench.start(0, temperature=0.7, top_p=0.9)
+    bench.fork(0, 1, sample_index=1)
+    bench.sampler.release_rows(np.array([0, 1], np.int32))
+    assert feature.heard == []
+    bench.start(2, logprobs=1, **GREEDY)
+    bench.fork(2, 3, sample_index=1)
+    bench.start(2, **GREEDY)  # another sequence takes the row
+    bench.sampler.release_rows(np.array([2, 3], np.int32))
+    assert feature.heard == ["start 2", "copy 2 3", "release 2", "release 3"]
+    bench.start(0, **GREEDY)
+    bench.fork(0, 3, sample_index=1)
+    assert len(feature.heard) == 4
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"prompt_logprobs": 0}, {"logit_bias": {1: 1.0}}, {"allowed_token_ids": [1]},
+        {"min_tokens": 1, "stop_token_ids": (2,)}, {"bad_words": ((1,),)},
+        {"xtc_probability": 0.5}, {"dry_multiplier": 1.0},
+        {"logprobs": 0, "logprob_token_ids": [1]},
+    ],
+)  # fmt: skip
+def test_features_hear_of_rows_that_request(params):
+    bench, feature = Bench(), HeardRows()
+    bench.sampler.features.append(feature)
+    bench.start(1, **params)
+    assert feature.heard == ["start 1"]
 
 
 def test_copied_row_samples_as_its_parent_with_its_own_noise():

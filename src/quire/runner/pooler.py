@@ -97,7 +97,7 @@ class PoolingStep(PlainStep):
         gathered, pooled_NK = self._pooled.pop()
         is_valid_N = pooled_NK.isfinite().all(1)
         ids_N = torch.zeros_like(is_valid_N, dtype=torch.int64)
-        self._runner.rows.advance(gathered, ids_N, is_valid_N)
+        self._runner.rows.ops.advance(gathered, ids_N, is_valid_N)
         return [pooled_NK]
 
     def _read(self, result: StepResult, arrived: list[torch.Tensor]) -> StepResult:

@@ -3,13 +3,13 @@
 This file reads of each plan what it changes of the rows, for every kind of operations
 (`step_ops.py`). The order of a plan is kept: rows started, then forked, then the rest. A row that
 is reused is safe because all work has one order: a plan writes it after every earlier step has
-ended. Counters change last in a step (`advance`), so a step that failed leaves the rows as they
-were.
+ended. Counters change last in a step (`StepOps.advance`), so a step that failed leaves the rows as
+they were.
 
 Shape legend: R rows, M tokens a row can hold, N sampling rows, Q result slots, F forks.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from quire.runner.step_ops import (
     NUM_RESULTS,
     Asked,
     Flags,
-    Gathered,
     RowUpdates,
     Sampling,
     SamplingFlags,
@@ -29,9 +28,6 @@ from quire.runner.step_ops import (
     StepOps,
     Update,
 )
-
-if TYPE_CHECKING:  # a start without torch imports this file
-    import torch
 
 Int32 = npt.NDArray[np.int32]
 
@@ -132,12 +128,6 @@ class DeviceRows:
             raise
         update.hold(arrival)
         return arrival
-
-    def advance(
-        self, gathered: Gathered, ids_N: "torch.Tensor", is_valid_N: "torch.Tensor"
-    ) -> None:
-        """Store the chosen tokens behind their rows' last token, and move the counters."""
-        self.ops.advance(gathered, ids_N, is_valid_N)
 
     def _fork(self, plan: Plan, has_edits: Flags) -> RowUpdates:
         """Copy rows; returns in what the children differ from their parents."""

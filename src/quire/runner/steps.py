@@ -201,7 +201,7 @@ class StepRunner:
         ids_N, is_valid_N = samples.rows, samples.rows
         if computed.logits_NV is not None:
             ids_N, is_valid_N = self.sampler.sample(computed.logits_NV, samples, needs, parts)
-        self.rows.advance(computed.gathered, ids_N, is_valid_N)
+        self.rows.ops.advance(computed.gathered, ids_N, is_valid_N)
         return [*(tensor for part in parts for tensor in part.found()), *computed.found]
 
 

@@ -253,14 +253,9 @@ def _made(asked: Any, classes: dict[str, type[Any]]) -> Processor:
         if name not in classes:
             raise ProcessorError(f"this engine has no logits processor {name!r}.")
         function = classes[name](**(kwargs or {})).process
-    if _takes_prompt(function):
+    if len(inspect.signature(function).parameters) == 3:  # as vLLM's take
         return function
     return lambda prompt, output, logits: function(output, logits)
-
-
-def _takes_prompt(function: Callable[..., Any]) -> bool:
-    """Tell whether it takes three arguments, as vLLM does."""
-    return len(inspect.signature(function).parameters) == 3
 
 
 def checked(changed: Any, vocab_size: int) -> torch.Tensor:
