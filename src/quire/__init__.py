@@ -53,6 +53,13 @@ __version__ = QUIRE_VERSION
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    import gc
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    is_collecting = gc.isenabled()
+    gc.disable()  # an import leaves little garbage, and each collection visits what it has made
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    finally:
+        if is_collecting:
+            gc.enable()

@@ -52,7 +52,6 @@ from quire.engine.grammars.vocabulary import Vocabulary
 from quire.engine.loop.attachment import Attachment
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.rank_times import RankTimes
-from quire.engine.ranks.launch import Ranks
 from quire.engine.start.identity import fingerprint_of
 from quire.engine.start.prefix_file import pin_configured, read_entries
 from quire.engine.start.preflight import check_before_loading
@@ -79,6 +78,7 @@ from quire.spec.media_families import whole_fields
 from quire.spec.model_spec import ModelSpec, read_config
 
 if TYPE_CHECKING:
+    from quire.engine.ranks.launch import Ranks
     from quire.ops.blocks.host_blocks import HostBlocks
 
 
@@ -116,8 +116,7 @@ def connect_stores(
             direct = None if transfer is None else DirectSource(transfer, memory)
             workers.append(ServedBlocks(address, index, answers.put, core.bell.ring, direct))
         else:
-            store = make_store(setting, most_bytes)
-            scrub = SecretUrl(setting).scrub
+            store, scrub = make_store(setting, most_bytes), SecretUrl(setting).scrub
             workers.append(
                 StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring, scrub=scrub)
             )
@@ -205,7 +204,7 @@ def build_core(
     source: ModelSource,
     clock: Clock,
     progress: Progress | None = None,
-    ranks: Ranks | None = None,
+    ranks: "Ranks | None" = None,
     server: str = "",
 ) -> BuiltCore:
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
@@ -235,7 +234,7 @@ def _build_core(
     source: ModelSource,
     clock: Clock,
     progress: Progress | None,
-    ranks: Ranks | None,
+    ranks: "Ranks | None",
 ) -> BuiltCore:
     _check_record(config)
     check_before_loading(config, source)
@@ -363,7 +362,7 @@ def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
 
 
 def _load(
-    config: EngineConfig, source: ModelSource, progress: Progress | None, ranks: Ranks | None
+    config: EngineConfig, source: ModelSource, progress: Progress | None, ranks: "Ranks | None"
 ) -> DeviceSide:
     """Let the model be loaded, by ranks or here."""
     if ranks is not None:
@@ -390,7 +389,7 @@ def _load(
     return DeviceSide(local.built, local.executor, local.draft, memory)
 
 
-def start_ranks(config: EngineConfig) -> Ranks | None:
+def start_ranks(config: EngineConfig) -> "Ranks | None":
     """Start the processes of a model that is not computed in this one; None if it is."""
     if not config.parallel.has_rank_processes:
         return None
@@ -399,11 +398,13 @@ def start_ranks(config: EngineConfig) -> Ranks | None:
             f"{config.cache.stores[0]} is for a model in the engine's own process; remove it, or"
             " remove distributed_executor_backend and use one device."
         )
+    from quire.engine.ranks.launch import Ranks  # most engines have no ranks
+
     return Ranks(config)
 
 
 @contextmanager
-def ended_if_raised(ranks: Ranks | None) -> Iterator[None]:
+def ended_if_raised(ranks: "Ranks | None") -> Iterator[None]:
     """End ranks that nobody will."""
     try:
         yield

@@ -1,0 +1,51 @@
+"""What `from quire import LLM` imports, and how. Covers `src/quire/__init__.py`."""
+
+import gc
+import importlib
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+
+import quire
+
+
+def test_the_garbage_collector_pauses_while_names_are_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    was_collecting = list[bool]()
+
+    def import_module(name: str) -> SimpleNamespace:
+        was_collecting.append(gc.isenabled())
+        return SimpleNamespace(LLM=name)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    assert quire.LLM == "quire.serve.python.llm"
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert quire.LLM and not gc.isenabled(), "the program's own choice"
+    finally:
+        gc.enable()
+    assert was_collecting == [False, False]
+
+
+def test_it_goes_on_after_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def import_module(name: str) -> NoReturn:
+        assert not gc.isenabled()
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    with pytest.raises(ImportError, match="llm"):
+        _ = quire.LLM
+    assert gc.isenabled()
+
+
+def test_llm_leaves_ranks_to_models_that_have_some() -> None:
+    code = "from quire import LLM\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = done.stdout.split()
+    assert "quire.engine.start.build" in names
+    assert "quire.engine.ranks.launch" not in names
