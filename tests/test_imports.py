@@ -32,7 +32,25 @@ def test_the_garbage_collector_pauses_while_names_are_imported(
     assert was_collecting == [False, False]
 
 
-def test_it_goes_on_after_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_imported_is_in_the_oldest_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(LLM=[])
+    monkeypatch.setattr(importlib, "import_module", lambda name: made)
+    gc.unfreeze()
+    found = quire.LLM
+    assert any(each is found for each in gc.get_objects(generation=2))
+
+
+def test_what_a_program_has_frozen_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: SimpleNamespace(LLM=name))
+    gc.freeze()
+    try:
+        num_frozen = gc.get_freeze_count()
+        assert quire.LLM and gc.get_freeze_count() > num_frozen // 2
+    finally:
+        gc.unfreeze()
+
+
+def test_the_collector_goes_on_after_an_import_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def import_module(name: str) -> NoReturn:
         assert not gc.isenabled()
         raise ImportError(name)

@@ -329,6 +329,7 @@ ToCore = (
     Request
     | Abort
     | Append
+    | Steer
     | ResetPrefixCache
     | Unpin
     | Hold

@@ -22,11 +22,13 @@ from quire.base.requests.hooks import (
     CONTENT_FILTER,
     METHODS,
     EndRequest,
+    HookActions,
     HookCall,
     HookContext,
     HookPiece,
     HookRequest,
     Kind,
+    NoActions,
 )
 from quire.serve.hook_calls import Caller, CallLanes, TooLong, Unavailable
 
@@ -65,12 +67,15 @@ class Hooks:
         """Tell whether one of them has this method."""
         return any(method in hook.methods for hook in self._hooks)
 
-    def open(self, request_id: str, tenant: str, model: str) -> "RequestHooks":
-        """Begin with a request."""
-        return RequestHooks(
-            [(hook, HookContext(request_id, tenant, model)) for hook in self._hooks],
-            self._timeout_s,
-        )
+    def open(
+        self, request_id: str, tenant: str, model: str, actions: HookActions | None = None
+    ) -> "RequestHooks":
+        """Begin with a request. actions: what hooks may do to it."""
+        actions = actions or NoActions()
+        contexts = [
+            (hook, HookContext(request_id, tenant, model, {}, actions)) for hook in self._hooks
+        ]
+        return RequestHooks(contexts, self._timeout_s, actions)
 
     def close(self) -> None:
         """End the threads that are idle; calls that hang go on until the program ends."""
@@ -111,9 +116,17 @@ class RequestHooks:
     """What hooks say of one request. Its methods raise EndRequest for the hook that ends it, and
     HookFailed."""
 
-    def __init__(self, hooks: Sequence[tuple[_Hook, HookContext]], timeout_s: float) -> None:
+    def __init__(
+        self, hooks: Sequence[tuple[_Hook, HookContext]], timeout_s: float, actions: HookActions
+    ) -> None:
         self._hooks = hooks
         self._timeout_s = timeout_s
+        self._actions = actions
+
+    @property
+    def priority(self) -> int | None:
+        """The last priority that a hook set; None if none did."""
+        return self._actions.priority
 
     def see(self, method: str) -> bool:
         """Tell whether one of them has this method."""

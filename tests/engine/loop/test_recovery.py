@@ -57,7 +57,7 @@ Point = tuple[Any, str, str, bool]  # an object, its method, the place, whether 
 def points_of(runner: Any) -> list[Point]:
     """Behind `sample` come the counters, and nothing after these. A step that chooses no token
     fails before them."""
-    last = [(runner.rows, "advance", place, False) for place in PLACES[4:]]
+    last = [(runner.rows.ops, "advance", place, False) for place in PLACES[4:]]
     return [
         (runner, "follow", "begin", False),
         (runner.rows, "_add_rest", "tables", True),

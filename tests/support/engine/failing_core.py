@@ -61,12 +61,12 @@ class Troubled:
         raise RuntimeError("made to fail")
 
     def _run_without_counters(self, plan: Plan) -> None:
-        rows = self.runner.rows
-        rows.advance = lambda *_: None
+        ops = self.runner.rows.ops
+        ops.advance = lambda *_: None
         try:
             self.runner.run(plan)
         finally:
-            del rows.advance
+            del ops.advance
 
     def holds_poison(self, plan: Plan) -> bool:
         """Whether the plan computes the poison token of a prompt."""

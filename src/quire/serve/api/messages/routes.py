@@ -21,9 +21,10 @@ from quire.serve.api.messages.protocol import (
     MessagesRequest,
 )
 from quire.serve.api.pipeline.answer import Answer
-from quire.serve.api.pipeline.chat import Chat, count_chat, start_chat
+from quire.serve.api.pipeline.chat import count_chat, start_chat
 from quire.serve.api.pipeline.chat_choice import chat_choices
 from quire.serve.api.pipeline.plan import plan_chat, plan_prompt
+from quire.serve.api.pipeline.requests import Chat
 from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP
 

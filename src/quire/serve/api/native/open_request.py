@@ -19,7 +19,7 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.openai.completions import CompletionChoice, logprob_names
 from quire.serve.api.pipeline.answer import Answer, Json, UsageCounter
-from quire.serve.api.pipeline.hooked_prompt import admitted_ids
+from quire.serve.api.pipeline.hooked_prompt import admitted_ids, opened
 from quire.serve.api.pipeline.plan import CompletionPlan, UsageChunks, plan_completion
 from quire.serve.api.pipeline.prompts import tokenizer_of
 from quire.serve.api.pipeline.requests import (
@@ -84,7 +84,7 @@ class OpenRequest:
         if self.answer is None and self._grammar is None:
             self._grammar = (await checked_grammar(self._api, self.body)).text
         if self._api.hooks is not None and self._hooks is None:
-            self._hooks = self._api.hooks.open(self._job_id, self.plan.tenant, self.plan.model)
+            self._hooks = opened(self._api, self._api.hooks, self.plan, self._job_id)
         if self._hooks is not None and self._hooks.see("before_admission"):
             token_ids = await self._admitted(self._hooks, token_ids, is_last)
             num_prompt = len(token_ids) if is_last else num_prompt

@@ -10,33 +10,12 @@ Images, hooks, tools and constraints cost nothing in a request without them.
 """
 
 import dataclasses
-from dataclasses import dataclass
 
-from quire.render.answers.format import AskedAnswer
-from quire.render.grammars.grammars import Checked
 from quire.serve.api.context import ApiContext
 from quire.serve.api.pipeline.hooked_prompt import admitted_chat
 from quire.serve.api.pipeline.plan import ChatPlan
 from quire.serve.api.pipeline.prompts import images_of, render_chat, render_continued
-from quire.serve.api.pipeline.requests import (
-    PromptJob,
-    answer_form,
-    chat_grammar,
-    chat_inputs,
-    chat_job,
-)
-from quire.serve.hooks import RequestHooks
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A chat that is ready for the engine."""
-
-    plan: ChatPlan  # as hooks left it
-    job: PromptJob
-    form: AskedAnswer  # what the answer is made of
-    grammar: Checked  # of the answer
-    hooks: list[RequestHooks] | None  # of its one request
+from quire.serve.api.pipeline.requests import Chat, admit_chat
 
 
 async def start_chat(api: ApiContext, plan: ChatPlan) -> Chat:
@@ -50,11 +29,7 @@ async def start_chat(api: ApiContext, plan: ChatPlan) -> Chat:
         if prompt is None:
             plan = dataclasses.replace(plan, continued=None)
             prompt = await render_chat(api, plan, images)
-        form = answer_form(api, plan, prompt.text or "")
-        prompt, params = chat_inputs(api, plan, prompt, form)
-        grammar = await chat_grammar(api, plan, form)
-        job = chat_job(api, plan, prompt, params, grammar.text)
-    return Chat(plan, job, form, grammar, hooks)
+        return await admit_chat(api, plan, prompt, hooks)
 
 
 async def count_chat(api: ApiContext, plan: ChatPlan) -> int:

@@ -13,9 +13,8 @@ from quire.serve.api.bodies.logprobs_json import TokenNames, chat_logprobs, prom
 from quire.serve.api.bodies.protocol import ChatCompletionRequest, GenerationRequest
 from quire.serve.api.context import ApiContext
 from quire.serve.api.pipeline.answer import Json, UsageCounter
-from quire.serve.api.pipeline.chat import Chat
 from quire.serve.api.pipeline.plan import ChatPlan
-from quire.serve.api.pipeline.requests import PromptJob
+from quire.serve.api.pipeline.requests import Chat, PromptJob
 
 ROLE = "assistant"
 

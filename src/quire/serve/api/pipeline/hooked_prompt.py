@@ -11,6 +11,7 @@ from quire.base.requests.hooks import HookContext, HookRequest
 from quire.serve.api.bodies.protocol import ServedBody
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import bad_request
+from quire.serve.api.pipeline.hook_actions import ServerActions
 from quire.serve.api.pipeline.plan import ChatPlan, Plan
 from quire.serve.api.pipeline.prompts import decode, render_prompt
 from quire.serve.hooks import Hooks, RequestHooks, asked_of
@@ -24,13 +25,15 @@ async def admitted_chat(
 ) -> tuple[ChatPlan, list[RequestHooks]]:
     """Return the plan as hooks leave it, and the hooks of its one request. Raises RequestError for
     a request that a hook ends, and HookFailed."""
-    body, hooks = plan.body, all_hooks.open(plan.id, plan.tenant, plan.model)
+    body, hooks = plan.body, opened(api, all_hooks, plan, plan.id)
     template = {name: value for name in TEMPLATE if (value := getattr(body, name)) is not None}
     asked = HookRequest(NOBODY, body.messages, template=template, params=asked_of(body))
     messages = (await hooks.before_admission(asked)).messages
     if messages is not body.messages:  # perhaps also those of a retained conversation
         body = body.model_copy(update={"messages": [dict(each) for each in messages or ()]})
         plan = replace(plan, body=body, continued=None)
+    if hooks.priority is not None:
+        plan = replace(plan, body=body.model_copy(update={"priority": hooks.priority}))
     return plan, [hooks]
 
 
@@ -42,7 +45,7 @@ async def admitted_prompts(
     if api.hooks is None:
         return prompts, None
     ids = [f"{plan.id}-{index}" for index in range(len(prompts))]
-    each = [api.hooks.open(request_id, plan.tenant, plan.model) for request_id in ids]
+    each = [opened(api, api.hooks, plan, request_id) for request_id in ids]
     found: list[object] = []
     for hooks, prompt in zip(each, prompts, strict=True):
         if isinstance(prompt, str):
@@ -64,6 +67,12 @@ async def admitted_ids(
         found: list[int] = token_ids
         return found
     return (await render_prompt(api, changed, add_special_tokens=False)).token_ids
+
+
+def opened(api: ApiContext, hooks: Hooks, plan: Plan[Any], request_id: str) -> RequestHooks:
+    """Return the hooks of one of the engine's requests."""
+    actions = ServerActions(api, request_id, plan.tenant)
+    return hooks.open(request_id, plan.tenant, plan.model, actions)
 
 
 async def _text_of(api: ApiContext, token_ids: Sequence[Any]) -> str | None:

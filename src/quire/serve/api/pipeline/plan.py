@@ -108,6 +108,19 @@ def plan_chat(
     """Return the plan of a chat. Raise ApiError or RequestError for a body that cannot be served,
     whatever its prompt is."""
     base = plan_body(api, body, scope, response_id)
+    return chat_plan_of(api, base, usage, is_lenient=is_lenient, continued=continued)
+
+
+def chat_plan_of(
+    api: ApiContext,
+    base: Plan[ChatCompletionRequest],
+    usage: UsageChunks = NO_USAGE_CHUNKS,
+    *,
+    is_lenient: bool = False,
+    continued: Continued | None = None,
+) -> ChatPlan:
+    """Return the plan of a chat whose model and tenant are known. Raises as `plan_chat`."""
+    body = base.body
     check_generates(api)
     _check_top_logprobs(body, api.client.ready)
     _check_beams(body)

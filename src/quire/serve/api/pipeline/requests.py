@@ -35,6 +35,7 @@ from quire.serve.api.pipeline.plan import (
     Continued,
     Plan,
 )
+from quire.serve.hooks import RequestHooks
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
@@ -60,6 +61,31 @@ class Origin:
 
     core_id: int | None = None  # None: any core
     fork: Fork | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat that is ready for the engine."""
+
+    plan: ChatPlan  # as hooks left it
+    job: PromptJob
+    form: AskedAnswer  # what the answer is made of
+    grammar: Checked  # of the answer
+    hooks: list[RequestHooks] | None  # of its one request
+
+
+async def admit_chat(
+    api: ApiContext,
+    plan: ChatPlan,
+    prompt: RenderedPrompt,
+    hooks: list[RequestHooks] | None = None,
+) -> Chat:
+    """Make and admit the request of a rendered chat. Raise ApiError, RequestError or EngineBusy for
+    what cannot be served."""
+    form = answer_form(api, plan, prompt.text or "")
+    prompt, params = chat_inputs(api, plan, prompt, form)
+    grammar = await chat_grammar(api, plan, form)
+    return Chat(plan, chat_job(api, plan, prompt, params, grammar.text), form, grammar, hooks)
 
 
 def chat_inputs(

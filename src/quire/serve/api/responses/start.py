@@ -11,9 +11,10 @@ from quire.serve.api.bodies.protocol import MAX_MESSAGES
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.http.auth import reader_of
-from quire.serve.api.pipeline.chat import Chat, start_chat
+from quire.serve.api.pipeline.chat import start_chat
 from quire.serve.api.pipeline.chat_choice import ChatChoice, chat_choices
 from quire.serve.api.pipeline.plan import plan_chat
+from quire.serve.api.pipeline.requests import Chat
 from quire.serve.api.responses.as_chat import chat_body, in_own_words
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.conversation import messages_of

@@ -10,8 +10,8 @@ from typing import Any
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http.limits import open_request
 from quire.serve.api.pipeline.answer import Answer, usage_json
-from quire.serve.api.pipeline.chat import Chat
 from quire.serve.api.pipeline.chat_choice import ChatChoice
+from quire.serve.api.pipeline.requests import Chat
 from quire.serve.api.responses.background import RunningResponse, error_json, event
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.api.responses.store import Stored
