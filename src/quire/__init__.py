@@ -62,10 +62,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     finally:
         if is_collecting:
-<<<<<<< HEAD
-=======
             if not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()  # into the oldest generation, which is visited least
->>>>>>> wt-fwd
             gc.enable()
