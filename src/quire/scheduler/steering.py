@@ -22,11 +22,6 @@ class Steering(Extension, StepExtension):
         self._lifecycle = lifecycle
         self._paused: dict[str, float] = {}  # when each pause ends, by request id
 
-    @property
-    def next_s(self) -> float | None:  # type: ignore[override]
-        """When the next pause ends; None without one."""
-        return min(self._paused.values(), default=None)
-
     def handlers(self) -> Mapping[type, Handler]:
         """See Extension."""
         return {Steer: self._steer}
@@ -47,6 +42,7 @@ class Steering(Extension, StepExtension):
         if message.pause_s:
             self._pause(sequence, now)
             self._paused[request_id] = now + message.pause_s
+            self._note_next()
         elif message.pause_s is not None:
             self._resume(request_id)
 
@@ -64,6 +60,7 @@ class Steering(Extension, StepExtension):
     def _resume(self, request_id: str) -> None:
         """Queue the sequences of a request, unless something else blocks them."""
         self._paused.pop(request_id, None)
+        self._note_next()
         sequence = self._lifecycle.sequences.get(request_id)
         for member in () if sequence is None else sequence.members:
             if Blocker.PAUSED not in member.blockers:
@@ -71,3 +68,7 @@ class Steering(Extension, StepExtension):
             member.blockers -= {Blocker.PAUSED}
             if member.state is State.PARKED and member.has_something_to_compute:
                 self._lifecycle.unpark(member)
+
+    def _note_next(self) -> None:
+        """Note when the next pause ends."""
+        self.next_s = min(self._paused.values(), default=None)

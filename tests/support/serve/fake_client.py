@@ -96,6 +96,11 @@ class FakeClient:
             raise EngineDead("the core's process has ended.")
         self.engine.client.append(request_id, token_ids, is_last)
 
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        self.engine.client.steer(request_id, priority, pause_s)
+
     async def metrics(self) -> str:
         if not self._alive:
             raise EngineDead("the core's process has ended.")

@@ -83,6 +83,12 @@ class CoreProcesses:
         self._open -= set(names)
         self._do(lambda: self._cancel(names))
 
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        """See `AsyncClient.steer`."""
+        self._do(lambda: self._client.steer(request_id, priority, pause_s))
+
     def reset_prefix_cache(self) -> None:
         self._call(self._client.reset_prefix_cache())
 

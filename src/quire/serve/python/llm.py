@@ -215,7 +215,8 @@ class LLM:
         is_chat = is_conversation(prompt)
         form = engine.renderer.answer_format() if is_chat else None
         grammar = self._grammar(params, rendered, form)
-        request = engine.requests.make(rendered, params, name, grammar=grammar)
+        priority = hooked[0].priority(0) if hooked else 0
+        request = engine.requests.make(rendered, params, name, "", priority, grammar=grammar)
         engine.client.check(request)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
@@ -227,6 +228,7 @@ class LLM:
                 output = mine.popleft()
                 if hooked:
                     output = hooked[0].take(output)
+                    hooked[0].act(engine.client)
                     if hooked[0].has_ended:
                         engine.client.abort([request.request_id])
                 finished = output.finished
@@ -363,6 +365,8 @@ class LLM:
         params_of = self._params(sampling_params, len(prompts))
         longest = engine.client.max_model_len
         prompts = [truncated_for(*each, longest) for each in zip(params_of, prompts, strict=True)]
+        if hooked:
+            priorities = [each.priority(own) for each, own in zip(hooked, priorities, strict=True)]
         requests = []
         for prompt, params, name, salt, number in zip(
             prompts, params_of, names, salts, priorities, strict=True

@@ -1,21 +1,31 @@
 """The hooks of an `LLM`: around prompts and outputs of a program that has no event loop."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from quire.base.errors import HookFailed, RequestError
-from quire.base.requests.hooks import CONTENT_FILTER, EndRequest, HookContext, HookRequest
+from quire.base.requests.hooks import (
+    CONTENT_FILTER,
+    EndRequest,
+    HookContext,
+    HookRequest,
+    NoActions,
+    checked_pause,
+    checked_priority,
+)
 from quire.base.requests.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure
+from quire.engine.client.client import InProcessClient
 from quire.engine.start.build import Engine
 from quire.render.renderer import is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.hook_calls import OwnLoop
 from quire.serve.hooks import Hooks, RequestHooks, asked_of
-from quire.serve.processes.core_processes import ProcessEngine
+from quire.serve.processes.core_processes import CoreProcesses, ProcessEngine
 
 NOBODY = HookContext("", "", "")
 
@@ -37,11 +47,12 @@ class LocalHooks:
         found, requests = [], []
         for prompt, own in zip(prompts, params, strict=True):
             name = f"hooked-{next(self._numbers)}"
-            hooks = self._hooks.open(name, "", self._engine.config.model.model)
+            actions = LocalActions()
+            hooks = self._hooks.open(name, "", self._engine.config.model.model, actions)
             asked = self._asked(prompt, own, options or ChatOptions())
             changed = self._loop.run(hooks.before_admission(asked))
             found.append(self._changed(prompt, asked, changed))
-            requests.append(LocalRequest(name, hooks, own.n, self._loop))
+            requests.append(LocalRequest(name, hooks, actions, own.n, self._loop))
         return found, requests
 
     def close(self) -> None:
@@ -87,6 +98,26 @@ class LocalHooks:
         return {**prompt, **new} if isinstance(prompt, Mapping) else new
 
 
+class LocalActions(NoActions):
+    """The actions of one request of an `LLM`, which carries them out between two steps."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[int | None, float | None]] = deque()  # arguments of `steer`
+
+    def set_priority(self, priority: int) -> None:
+        """See HookActions."""
+        self.priority = checked_priority(priority)
+        self.waiting.append((priority, None))
+
+    def pause(self, seconds: float) -> None:
+        """See HookActions."""
+        self.waiting.append((None, checked_pause(seconds)))
+
+    def resume(self) -> None:
+        """See HookActions."""
+        self.waiting.append((None, 0.0))
+
+
 @dataclass
 class _Choice:
     """What is known of one continuation; token ids and log-probabilities until it ends."""
@@ -98,14 +129,27 @@ class _Choice:
 
 
 class LocalRequest:
-    """One request of an `LLM`. has_ended: a hook has ended it."""
+    """One request of an `LLM`."""
 
-    def __init__(self, request_id: str, hooks: RequestHooks, n: int, loop: OwnLoop) -> None:
+    def __init__(
+        self, request_id: str, hooks: RequestHooks, actions: LocalActions, n: int, loop: OwnLoop
+    ) -> None:
         self.request_id = request_id
-        self.has_ended = False
+        self.has_ended = False  # a hook has ended it
+        self._actions = actions
         self._hooks = hooks
         self._loop = loop
         self._choices = {index: _Choice() for index in range(n)}
+
+    def priority(self, own: int) -> int:
+        """Return the priority of the new request. own: the program's, unless a hook set one."""
+        self._actions.waiting.clear()  # nothing to steer before it runs
+        return own if self._actions.priority is None else self._actions.priority
+
+    def act(self, client: InProcessClient | CoreProcesses) -> None:
+        """Carry out the actions of hooks since the last call."""
+        while self._actions.waiting:
+            client.steer(self.request_id, *self._actions.waiting.popleft())
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """Return what the program gets in place of an output: what is new, or all in one piece.

@@ -88,9 +88,10 @@ async def respond(
 ) -> Response:
     """Answer with the continuations of prompts."""
     grammar, fork = prompts.grammar, origin.fork
+    hooks: Sequence[RequestHooks | None] = prompts.hooks or [None] * len(prompts.rendered)
     jobs = [
-        completion_job(api, plan, prompt, index, grammar.text, origin)
-        for index, prompt in enumerate(prompts.rendered)
+        completion_job(api, plan, prompt, index, grammar.text, origin, own)
+        for index, (prompt, own) in enumerate(zip(prompts.rendered, hooks, strict=True))
     ]
     choices = [await _choices(api, index, plan, job) for index, job in enumerate(jobs)]
     head: dict[str, Any] = {

@@ -5,7 +5,7 @@ A parameter is what the body sets, else what the model's files say, else the def
 the body does not request less.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -119,6 +119,7 @@ def completion_job(
     index: int,
     grammar: str,
     origin: Origin,
+    hooks: RequestHooks | None = None,
 ) -> PromptJob:
     """Make and admit the request of one prompt of a completion, cut as its body requests.
 
@@ -128,6 +129,8 @@ def completion_job(
     prompt = truncated(prompt, body, max_model_len)
     room = room_after(prompt, max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
+    if hooks is not None and hooks.priority is not None:
+        plan = replace(plan, body=body.model_copy(update={"priority": hooks.priority}))
     return make_job(api, plan, prompt, params, f"{plan.id}-{index}", grammar, origin)
 
 
