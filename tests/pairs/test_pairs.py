@@ -295,6 +295,30 @@ def test_a_fork_changes_nothing(
         bench.llm.engine.client.keep(made.request_id, 0.0)
 
 
+@pytest.mark.parametrize("names", THREES, ids=", ".join)
+def test_pauses_and_priorities_change_nothing(
+    roomy: Bench, short: Bench, alone: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    names = tuple(name for name in names if name in alone)
+    for bench in (roomy, short):
+        requests = [bench.request(params_of(name)) for name in names]
+        client, found = bench.llm.engine.client, dict[str, RequestOutput]()
+        for request in requests:
+            client.add(request, "")
+        for step in range(3 * MAX_TOKENS):
+            one = requests[step % len(requests)].request_id
+            client.steer(one, priority=step % 3, pause_s=(0.0, None, None, 60.0)[step % 4])
+            found |= {each.request_id: each for each in client.step() if each.finished}
+        for request in requests:
+            client.steer(request.request_id, pause_s=0.0)
+        while len(found) < len(requests):
+            found |= {each.request_id: each for each in client.step() if each.finished}
+        assert {
+            name: shown(found[request.request_id])
+            for name, request in zip(names, requests, strict=True)
+        } == {name: alone[name] for name in names}
+
+
 def test_there_are_guesses(guessing: Bench) -> None:
     steps: list[Stepped] = []
     core = guessing.llm.engine.client.core

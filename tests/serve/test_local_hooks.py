@@ -49,6 +49,39 @@ def hooked(plain: LLM) -> Iterator[Any]:
     assert_idle(plain)
 
 
+def test_a_hook_pauses_a_stream_and_changes_its_priority(plain: LLM, hooked: Any) -> None:
+    priorities: list[int] = []
+
+    class Acting:
+        def before_admission(self, request: HookRequest) -> None:
+            request.context.actions.set_priority(4)
+
+        def on_output(self, piece: HookPiece) -> None:
+            context = piece.context
+            [request] = plain.engine.client.core.requests() or [None]
+            if request is not None:
+                priorities.append(request.request.priority)
+            if not context.state:
+                context.state["acted"] = True
+                context.actions.set_priority(-2)
+                context.actions.pause(0.02)
+
+    expected = "".join(text(each) for each in plain.stream("Once", GREEDY))
+    found = "".join(text(each) for each in hooked(Acting()).stream("Once", GREEDY))
+    assert found == expected
+    assert priorities[:2] == [4, -2] and set(priorities[1:]) == {-2}
+    hooked(Acting()).generate("Once", GREEDY, use_tqdm=False)
+
+
+def test_only_a_server_has_other_models_to_ask(hooked: Any) -> None:
+    class Asking:
+        async def on_output(self, piece: HookPiece) -> None:
+            await piece.context.actions.ask("demo", "x")
+
+    with pytest.raises(HookFailed):
+        list(hooked(Asking()).stream("Once", GREEDY))
+
+
 class Upper:
     async def on_output(self, piece: HookPiece) -> HookPiece:
         return replace(piece, text=piece.text.upper())

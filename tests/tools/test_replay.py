@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError
+from quire.base.messages import Steer
 from quire.engine.recording.calls import calls_of
 from quire.engine.recording.files import read_recording
 from quire.kv.manager import KVManager
@@ -17,10 +18,11 @@ from quire.scheduler.core.names import BlockNaming
 from quire.scheduler.core.planning import Planner
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.steering import Steering
 from quire.tools import replay_model
 from quire.tools.replay import replay_all
 from tests.support.engine.failing_core import prompt
-from tests.support.engine.recorded_runs import Run, begin_segment
+from tests.support.engine.recorded_runs import Run, begin_segment, replayed
 
 CHANGED_AT = 6  # step
 
@@ -38,6 +40,19 @@ def difference_of(recording: Path):
     found = replay_all(read_recording(recording)).difference
     assert found is not None
     return found
+
+
+def test_pauses_and_priorities_are_replayed(tmp_path: Path, monkeypatch) -> None:
+    run = Run(tmp_path / "run", keeps_tokens=True)
+    for i in range(3):
+        run.ask(f"r{i}", prompt(i, 9), 12)
+    for i in range(9):
+        run.core.control(Steer(f"r{i % 3}", priority=i % 2, pause_s=0.002 * (i % 4)))
+        run.step(2)
+    run.finish()
+    replayed(tmp_path / "run")
+    monkeypatch.setattr(Steering, "handlers", lambda self: {})
+    assert difference_of(tmp_path / "run").during.startswith("schedule step")
 
 
 def test_a_smaller_budget_is_found(recording: Path, monkeypatch) -> None:

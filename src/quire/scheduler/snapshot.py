@@ -35,7 +35,7 @@ from quire.base.requests import repetition, sampling_params
 from quire.base.requests.media_items import MediaItem
 from quire.base.settings import kv_transfer
 from quire.kv import host_tier, manager, pool, state_table, states, table
-from quire.scheduler import beams, scheduler, suspects, time_limits
+from quire.scheduler import beams, scheduler, steering, suspects, time_limits
 from quire.scheduler.branching import branching, drafts
 from quire.scheduler.core import (
     admission,
@@ -76,7 +76,7 @@ OWNERS = (
     host_tier, lfu, manager, pool, state_table, states, table, admission, arrivals, beams,
     branching, drafts, encoder_cache, failures, held, lifecycle, media_inputs, memory, miss_report,
     names, offers, pinned, pins, planning, plans, preemption, queue, rows, scheduler, sequence,
-    srtf, step_results, stores, suspects, time_limits, two_level,
+    srtf, steering, step_results, stores, suspects, time_limits, two_level,
 )  # fmt: skip
 
 
