@@ -33,12 +33,14 @@ from tests.serve.api.test_hooks import (
     text_by_index,
     use,
 )
+from tests.support.code_blocks import ROOT, blocks_of
 from tests.support.processes.servers import wait_until
 from tests.support.serve.direct_engine import text_of
 
 __all__ = ["idle"]
 pytestmark = pytest.mark.usefixtures("idle")
 
+PAGE = ROOT / "docs" / "extend" / "hooks.md"
 PROMPT = "Once upon a time"
 ASKS = [(CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": PROMPT})]
 FILTERED = {"finish_reason": "content_filter", "stop_reason": "not verified"}
@@ -162,6 +164,25 @@ def test_a_verifier_releases_an_answer_or_ends_it(
     chunks, sent = stream(api, path, body | GREEDY)
     assert chunks[-1]["choices"][0] | FILTERED == chunks[-1]["choices"][0]
     assert whole[:12] not in sent and text_by_index(chunks) == {0: ""}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_verifier_of_the_page(api: TestClient, api_context: ApiContext, path: str) -> None:
+    """Two verdicts of a model that must choose one of two words."""
+    [block] = [each for each in blocks_of(PAGE) if "class Verifier" in each.text]
+    page: dict[str, Any] = {}
+    exec(block.text, page)
+    page["GUARD"] = "demo"
+    body = dict(ASKS)[path] | GREEDY
+    found = set()
+    for verdicts in (["safe", "unsafe"], ["unsafe"], ["safe"]):
+        page["VERDICTS"] = verdicts
+        use(api_context, page["Verifier"]())
+        [choice] = post(api, path, body)["choices"]
+        is_shown = shown(choice) == text_to(body)
+        assert is_shown or (choice["finish_reason"], shown(choice)) == ("content_filter", "")
+        found.add((len(verdicts) > 1 or verdicts[0], is_shown))
+    assert {("unsafe", False), ("safe", True)} <= found
 
 
 @pytest.mark.parametrize(
