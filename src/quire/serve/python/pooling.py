@@ -29,6 +29,7 @@ from quire.base.requests.pooling_params import (
     probabilities,
 )
 from quire.base.step_outputs import Failure
+from quire.engine.client.admission import admit
 from quire.engine.start.build import Engine
 from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Prompt, RenderedPrompt
@@ -157,11 +158,10 @@ class Pooling:
         longest = engine.client.max_model_len
         rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]
         salts = [salt_of(each[0]) for each in inputs]
-        requests = [
+        made = [
             engine.requests.make_pooling(prompt, cache_salt=salt, tells_texts=spec.tells_texts)
             for prompt, salt in zip(rendered, salts, strict=True)
         ]
-        for request in requests:
-            engine.client.check(request)
+        requests = [admit(engine.client, each) for each in made]
         outputs = self._finish(requests, rendered)
         return [(each, numbers_of(each, spec, params)) for each in outputs]

@@ -5,11 +5,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from pydantic import ValidationError
 
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.requests.sampling_params import SamplingParams
+from quire.engine.client.admission import admit
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.open_text import OpenText
 from quire.serve.api.bodies.open_body import Rule, check_neutral
@@ -136,7 +136,7 @@ class OpenRequest:
             Origin(self._core_id),
         )  # fmt: skip
         if not is_last:
-            opened = msgspec.structs.replace(job.request, is_open=True)
+            opened = admit(api.client, job.request, is_open=True)
             job = dataclasses.replace(job, request=opened)
         hooks = None if self._hooks is None else [self._hooks]
         self.answer = Answer(

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
 from starlette.types import Scope
 
 from quire.base.errors import STEP_FAILED, TIMED_OUT, StepFailed
@@ -17,6 +16,7 @@ from quire.base.messages import Fork, Request
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure
+from quire.engine.client.admission import admit
 from quire.engine.client.async_client import AsyncClient
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.bodies.protocol import GenerationRequest
@@ -81,7 +81,7 @@ def make_job(
 ) -> PromptJob:
     """Make the job of a prompt. Raise RequestError for what the engine can never serve. grammar:
     what its answer must be, checked; empty: anything."""
-    request = api.requests.make(
+    made = api.requests.make(
         prompt,
         params,
         request_id,
@@ -91,14 +91,14 @@ def make_job(
         body.timeout_s or 0.0,
         grammar,
     )
-    request = msgspec.structs.replace(
-        request,
+    request = admit(
+        api.client,
+        made,
         core_id=origin.core_id,
         fork=origin.fork,
         keep_s=body.keep_s or 0.0,
         pin_share=api.config.pin_share_of_key,
     )
-    api.client.check(request)
     return PromptJob(prompt, request)
 
 
