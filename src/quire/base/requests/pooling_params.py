@@ -28,11 +28,9 @@ class PoolingParams:
     truncation_side: str = "right"
 
     def __post_init__(self) -> None:
-        if self.truncation_side not in ("left", "right"):
-            raise RequestError(
-                f"truncation_side must be left or right, got {self.truncation_side!r}.",
-                "truncation_side",
-            )
+        if (side := self.truncation_side) not in ("left", "right"):
+            message = f"truncation_side must be left or right, got {side!r}."
+            raise RequestError(message, "truncation_side")
 
 
 def needed_task(pooling: PoolingSpec | None, *tasks: str) -> PoolingSpec:

@@ -79,7 +79,10 @@ class RequestLimits:
             self._check_beams(request)
         self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
-            _check_logprobs(name, getattr(params, name), self.max_logprobs)
+            value, most = getattr(params, name), self.max_logprobs
+            if value is not None and most != -1 and not 0 <= value <= most:
+                rule = f"more than max_logprobs={most}; request fewer or raise max_logprobs."
+                raise RequestError(f"{name}={value} is {rule}", name)
         for name, most in MAX_LENGTHS.items():
             if (length := len(getattr(request, name))) > most:
                 rule = f"at most {most} is possible. Shorten it."
@@ -92,11 +95,9 @@ class RequestLimits:
             message = f"timeout_s must be {rule}, got {request.timeout_s!r}."
             raise RequestError(message, "timeout_s")
         if not 0 <= request.received_s < math.inf:
-            raise RequestError(
-                "received_s must be a time of this machine's monotonic clock, or 0 if unknown, got"
-                f" {request.received_s!r}.",
-                "received_s",
-            )
+            rule = "a time of this machine's monotonic clock, or 0 if unknown"
+            message = f"received_s must be {rule}, got {request.received_s!r}."
+            raise RequestError(message, "received_s")
 
     def _check_kind(self, request: Request) -> None:
         if request.pools and not self.pools:
@@ -150,19 +151,18 @@ class RequestLimits:
             )
 
     def _check_prompt(self, prompt: list[int], num_known: int) -> None:
+        most, name, otherwise = (
+            self.max_model_len - 1,
+            "max_model_len - 1",
+            " or raise max_model_len",
+        )
         if self.pools:
-            if not 1 <= len(prompt) <= self.max_model_len:
-                raise RequestError(
-                    f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len ="
-                    f" {self.max_model_len}. Shorten it, or truncate it with"
-                    " truncate_prompt_tokens=-1.",
-                    PROMPT,
-                    CONTEXT_LENGTH_EXCEEDED if prompt else None,
-                )
-        elif not 1 <= len(prompt) < self.max_model_len:
+            most, name = self.max_model_len, "max_model_len"
+            otherwise = ", or truncate it with truncate_prompt_tokens=-1"
+        if not 1 <= len(prompt) <= most:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len - 1 ="
-                f" {self.max_model_len - 1}. Shorten it or raise max_model_len.",
+                f"the prompt has {len(prompt)} tokens; the range is 1 to {name} = {most}. Shorten"
+                f" it{otherwise}.",
                 PROMPT,
                 CONTEXT_LENGTH_EXCEEDED if prompt else None,
             )
@@ -306,14 +306,3 @@ def width_field(params: SamplingParams) -> str:
     """Return the field that says how many sequences there are."""
     name = "beam_width" if params.use_beam_search else "best_of"
     return "n" if getattr(params, name) is None else name
-
-
-def _check_logprobs(name: str, value: int | None, most: int) -> None:
-    if value is None or most == -1:
-        return
-    if value == -1 or value > most:
-        raise RequestError(
-            f"{name}={value} is more than max_logprobs={most}; request fewer or raise"
-            " max_logprobs.",
-            name,
-        )

@@ -210,16 +210,14 @@ class LLM:
         params.output_kind = RequestOutputKind.DELTA
         prompt, media = self._media.take(prompt)
         [prompt], hooked = self._admitted([prompt], params, options)
-        salt = salt_of(prompt)
         rendered = engine.renderer.render(prompt, options, media=media)
         rendered = truncated_for(params, rendered, engine.client.max_model_len)
         name = hooked[0].request_id if hooked else None
         is_chat = is_conversation(prompt)
         form = engine.renderer.answer_format() if is_chat else None
         grammar = checked_grammar(engine.renderer, params, rendered, form)
-        request = admit(
-            engine.client, engine.requests.make(rendered, params, name, salt, grammar=grammar)
-        )
+        made = engine.requests.make(rendered, params, name, salt_of(prompt), grammar=grammar)
+        request = admit(engine.client, made)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
         finished = False

@@ -157,11 +157,10 @@ class Pooling:
         engine = self._engine
         longest = engine.client.max_model_len
         rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]
-        salts = [salt_of(each[0]) for each in inputs]
-        made = [
-            engine.requests.make_pooling(prompt, cache_salt=salt, tells_texts=spec.tells_texts)
-            for prompt, salt in zip(rendered, salts, strict=True)
+        make, tells_texts = engine.requests.make_pooling, spec.tells_texts
+        requests = [
+            admit(engine.client, make(prompt, cache_salt=salt_of(each[0]), tells_texts=tells_texts))
+            for prompt, each in zip(rendered, inputs, strict=True)
         ]
-        requests = [admit(engine.client, each) for each in made]
         outputs = self._finish(requests, rendered)
         return [(each, numbers_of(each, spec, params)) for each in outputs]
