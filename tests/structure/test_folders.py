@@ -25,7 +25,7 @@ BUDGETS = {
     "cli/options": 860,
     "engine": 10,
     "engine/attachments": 1520,
-    "engine/client": 1850,
+    "engine/client": 1890,
     "engine/connectors": 2010,
     "engine/drafting": 1350,
     "engine/executors": 620,
