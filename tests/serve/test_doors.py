@@ -6,15 +6,17 @@ A new field goes to `tests/support/serve/bad_requests.py`, a new door to
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from quire import LLM, SamplingParams
-from quire.base.errors import UNSUPPORTED
-from quire.base.messages import Hold
+from quire.base.errors import UNSUPPORTED, RequestError
+from quire.base.messages import Hold, Request
+from quire.base.settings.kv_transfer import KVTransfer
 from quire.serve.api.bodies.protocol import ChatCompletionRequest, CompletionRequest
 from quire.serve.api.document import document
 from tests.support.models.pooling_checkpoints import pooling_checkpoint
@@ -30,6 +32,7 @@ from tests.support.serve.bad_requests import (
 )
 from tests.support.serve.doors import (
     BODIES,
+    MODEL,
     App,
     Door,
     Refusal,
@@ -72,7 +75,7 @@ class House:
     doors: list[Door]
     app: App
     client: FakeClient
-    num_added: list[int]
+    added: list[Request]
     runner: asyncio.Runner
 
     def state(self) -> tuple[object, ...]:
@@ -80,22 +83,22 @@ class House:
         core = self.llm.engine.client.core
         view = core.view()
         return (
-            len(self.num_added), core.requests(), view.num_free_blocks, len(core.prefixes()),
+            len(self.added), core.requests(), view.num_free_blocks, len(core.prefixes()),
             sorted(held.id for held in core.held()),
         )  # fmt: skip
 
 
-def watched(llm: LLM) -> list[int]:
-    """Return a list that grows with each request that reaches the scheduler."""
-    core, added = llm.engine.client.core, list[int]()
+def watched(llm: LLM) -> list[Request]:
+    """Return a list of the requests that reach the scheduler, which grows."""
+    core, added = llm.engine.client.core, list[Request]()
 
     class Watch:
         def __getattr__(self, name: str) -> object:
             return getattr(core.scheduler, name)
 
-        def add(self, request: object, now: float) -> object:
-            added.append(1)
-            return core.scheduler.add(request, now)  # type: ignore[arg-type]
+        def add(self, request: Request, now: float) -> object:
+            added.append(request)
+            return core.scheduler.add(request, now)
 
     core.doors = Watch()  # type: ignore[assignment]
     return added
@@ -268,9 +271,82 @@ def test_a_server_that_ends_lets_nobody_in(house: House) -> None:
 def test_all_doors_take_a_good_request(house: House, pooling_house: House) -> None:
     for each in (house, pooling_house):
         for door in each.doors:
-            before = len(each.num_added)
+            before = len(each.added)
             assert door.refusal({}) is None, door
-            assert len(each.num_added) > before, door
+            assert len(each.added) > before, door
+
+
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+WITH_IMAGES: list[tuple[str, Any]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": IMAGE}}]}]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [
+        {"type": "input_image", "image_url": IMAGE}]}]}),
+    ("/v1/messages", {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBO"}},
+    ]}]}),
+]  # fmt: skip
+
+
+def test_a_model_without_a_vision_tower_gets_no_images(house: House) -> None:
+    before = house.state()
+    for path, body in WITH_IMAGES:
+        refused = house.app.post(path, body)
+        assert isinstance(refused, Refusal) and refused.status == 400
+        assert "does not accept images" in refused.message
+    prompt = {"prompt": "fox", "multi_modal_data": {"image": Image.new("RGB", (28, 28))}}
+    for door in house.doors:
+        if door.is_python and door.name != "LLM.chat":
+            found = door.refusal(prompt)
+            assert found is not None and "does not accept images" in found.message, door
+    assert house.state() == before
+
+
+# Good values, and what the scheduler gets for them.
+REACHES: list[tuple[str, Any, Callable[[Request], Any], Any]] = [
+    ("cache_salt", "mine", lambda request: request.cache_salt, "mine"),
+    ("priority", 3, lambda request: request.priority, 3),
+    ("timeout_s", 50.0, lambda request: request.timeout_s, 50.0),
+    ("tenant", "me", lambda request: request.tenant, "me"),
+    ("keep_s", 5.0, lambda request: request.keep_s, 5.0),
+    ("ttl_s", 5.0, lambda request: request.pin_s, 5.0),
+    ("pin_share", 0.5, lambda request: request.pin_share, 0.5),
+    ("seed", 7, lambda request: request.seed, 7),
+    ("stop_token_ids", [7], lambda request: 7 in request.stop_token_ids, True),
+    ("bad_words", ["fox"], lambda request: len(request.bad_words_token_ids) > 0, True),
+    ("structured_outputs", {"regex": "a+"}, lambda request: request.grammar != "", True),
+    ("kv_transfer_params", {"do_remote_decode": True}, lambda request: request.kv_transfer,
+     KVTransfer(keeps=True)),
+    ("min_tokens", 2, lambda request: request.params.min_tokens, 2),
+    ("temperature", 0.5, lambda request: request.params.temperature, 0.5),
+    ("top_p", 0.5, lambda request: request.params.top_p, 0.5),
+    ("logit_bias", {5: 1.0}, lambda request: request.params.logit_bias, {5: 1.0}),
+    ("allowed_token_ids", [5, 6], lambda request: request.params.allowed_token_ids, [5, 6]),
+    ("xtc_probability", 0.5, lambda request: request.params.xtc_probability, 0.5),
+    ("dry_multiplier", 0.5, lambda request: request.params.dry_multiplier, 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "read", "wanted"), REACHES, ids=lambda it: str(it)[:18])
+def test_no_door_drops_a_field(
+    house: House, name: str, value: Any, read: Callable[[Request], Any], wanted: Any
+) -> None:
+    for door in house.doors:
+        if name in door.cannot or (name == "cache_salt" and door.name in ("fork", "append")):
+            continue  # a continued request has the salt of what it continues
+        temperature = {} if "temperature" in door.cannot else {"temperature": 1.0}
+        assert door.refusal(temperature | {name: value}) is None, door
+        request = house.added[-1]
+        assert read(request) == wanted, door
+        house.llm.engine.client.core.control(Hold(request.request_id, 0.0))
+
+
+def test_a_piece_of_a_session_has_no_salt_of_its_own(house: House) -> None:
+    with house.llm.session(cache_salt="mine") as begun:
+        begun.append({"prompt": "fox", "cache_salt": "mine"})
+        with pytest.raises(RequestError, match="whole session") as raised:
+            begun.append({"prompt": "fox", "cache_salt": "other"})
+        assert raised.value.field == "cache_salt"
 
 
 def test_there_are_enough_cases() -> None:

@@ -293,7 +293,7 @@ def pooling_doors(app: App) -> list[Door]:
 
 # ---- Python ----------------------------------------------------------------------------------
 
-OF_PROMPT = ("prompt", "prompt_token_ids", "cache_salt")
+OF_PROMPT = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
 def taken(fields: Fields, *names: str) -> Fields:

@@ -56,9 +56,8 @@ class RequestLimits:
         if request.grammar and not self.takes_grammars:
             raise RequestError(
                 "structured output is disabled on this engine; remove response_format or"
-                " structured_outputs.",
-                "structured_outputs",
-            )
+                " structured_outputs.", "structured_outputs",
+            )  # fmt: skip
         if request.is_open:
             check_open(params)
         if request.pin_s is not None:

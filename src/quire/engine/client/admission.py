@@ -17,11 +17,9 @@ from quire.render.renderer import RenderedPrompt, Renderer
 
 
 class Checks(Protocol):
-    """What `admit` needs of a client."""
+    """What `admit` needs of a client: it refuses what its engine cannot serve."""
 
-    def check(self, request: Request) -> None:
-        """Raise RequestError if the engine can never serve this request."""
-        ...
+    def check(self, request: Request) -> None: ...
 
 
 def admit(client: Checks, made: Request, **own: Any) -> Request:

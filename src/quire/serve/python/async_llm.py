@@ -250,10 +250,10 @@ class AsyncLLM:
         rendered = await self._lanes.run(
             size_of(prompt), to_pool, self._text.renderer, [prompt], params, longest
         )
-        made = self._text.requests.make_pooling(
+        request = self._text.requests.make_pooling(
             rendered, request_id, salt_of(prompt), priority, tenant, timeout_s
         )
-        request = admit(client, made)
+        request = admit(client, request)
         try:
             async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
                 async for output in outputs:
