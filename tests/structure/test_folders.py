@@ -36,7 +36,7 @@ BUDGETS = {
     "engine/ranks/ray": 470,
     "engine/recording": 860,
     "engine/start": 790,
-    "engine/wire": 990,
+    "engine/wire": 1000,
     "kv": 1810,
     "models": 1030,
     "models/checkpoint": 880,
