@@ -5,6 +5,7 @@ A new field goes to `tests/support/serve/bad_requests.py`, a new door to
 """
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from quire import LLM, SamplingParams
+from quire import LLM, AsyncLLM, SamplingParams
 from quire.base.errors import UNSUPPORTED, RequestError
 from quire.base.messages import Hold, Request
 from quire.base.settings.kv_transfer import KVTransfer
@@ -385,3 +386,16 @@ def test_each_route_is_a_door_or_has_a_reason(house: House, pooling_house: House
     doors = {door.path for door in (*house.doors, *pooling_house.doors) if door.path}
     assert posts - doors - NO_DOORS.keys() == set(), "add a door, or a reason to NO_DOORS"
     assert doors - posts == {"/v1/stream"}, "WebSockets are not in the document"
+
+
+def test_each_call_with_a_prompt_is_a_door(house: House, pooling_house: House) -> None:
+    takes = {"prompt", "prompts", "messages", "data_1", "keep_s"}
+    calls = {
+        f"{kind.__name__}.{name}"
+        for kind in (LLM, AsyncLLM)
+        for name, call in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_") and inspect.signature(call).parameters.keys() & takes
+    }
+    doors = {door.name for door in (*house.doors, *pooling_house.doors) if door.is_python}
+    # Classes are pooled by the code of `encode`; pieces are a way to call `generate`.
+    assert calls - {"LLM.classify"} == doors - {"AsyncLLM.pieces"}

@@ -36,6 +36,7 @@ from quire.serve.api.native.prefixes import PrefixBody
 from quire.serve.api.native.sessions import AppendBody, ForkBody
 from quire.serve.api.responses.body import ResponsesRequest
 from quire.serve.lanes import Lanes
+from quire.serve.python.beam_search import BeamSearchParams
 from tests.support.serve.fake_client import FakeClient
 
 Fields = dict[str, Any]
@@ -359,6 +360,18 @@ def llm_doors(llm: LLM) -> list[Door]:
         own = taken(fields, "ttl_s")
         llm.unpin_prefix(llm.pin_prefix(prompt_of(fields), **own).id)
 
+    def beam_search(fields: Fields) -> None:
+        prompt, made = prompt_of(fields), SHORT | fields
+        if isinstance(made.get("structured_outputs"), dict):
+            made["structured_outputs"] = StructuredOutputsParams(**made["structured_outputs"])
+        llm.beam_search([prompt], BeamSearchParams(beam_width=2, **made))
+
+    of_beams = ("max_tokens", "structured_outputs")
+    not_beams = {
+        name: "a search has the fields of BeamSearchParams, and always several beams"
+        for name in OUTPUTS.split()
+        if name not in of_beams
+    }
     no_beams = {
         "best_of use_beam_search beam_width length_penalty early_stopping": "the best output is"
         " known at the end; refused whatever else is set",
@@ -368,6 +381,7 @@ def llm_doors(llm: LLM) -> list[Door]:
     return [
         door("LLM.generate", generate, PINS, LOCAL, NO_KEEP),
         door("LLM.chat", chat, PINS, LOCAL, NO_KEEP, NO_PRIORITY, no_text, fits=EMPTY_TEXT),
+        door("LLM.beam_search", beam_search, PINS, LOCAL, NO_PRIORITY, not_beams),
         door("LLM.stream", stream, PINS, LOCAL, NO_KEEP, NO_PRIORITY, no_beams),
         door("LLM.session", session, PINS, LOCAL, NO_PRIORITY, ONE_OUTPUT),
         door("LLM.pin_prefix", pin, LOCAL, SERVER, NO_PRIORITY, no_output),
