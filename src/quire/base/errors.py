@@ -30,6 +30,7 @@ HOOK_TIMED_OUT = "hook_timed_out"
 HOOK_UNAVAILABLE = "hook_unavailable"  # too many of its calls hang
 # Why a request was not taken (`RequestError.code`).
 WRONG_RUNNER = "wrong_runner"  # the engine pools, and it asks for text; or the other way round
+UNSUPPORTED = "unsupported_value"  # a field that this kind of request cannot have
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
 

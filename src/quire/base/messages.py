@@ -401,12 +401,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Core to client: a request that was not queued, and why. is_busy: only because of others;
-    field: what of it is wrong."""
+    field, code: what of it is wrong (`RequestError`)."""
 
     request_id: str
     message: str
     is_busy: bool = False
     field: str | None = None
+    code: str | None = None
 
 
 class Metrics(msgspec.Struct, frozen=True, tag=True):

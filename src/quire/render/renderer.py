@@ -266,7 +266,7 @@ class Renderer:
             expanded, ordered = self._needed_media().placeholders.expand(text, media)
         token_ids = self.tokenizer.encode(expanded, add_special_tokens)
         if not token_ids:
-            raise RequestError("the prompt is empty: it gives no tokens.")
+            raise RequestError("the prompt is empty: it gives no tokens.", "prompt")
         if not ordered:
             return RenderedPrompt(token_ids, text)
         token_ids, items = self._needed_media().placeholders.place(token_ids, ordered)

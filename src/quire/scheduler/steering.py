@@ -39,7 +39,7 @@ class Steering(Extension, StepExtension):
             return  # it has ended
         if message.priority is not None:
             self._lifecycle.set_priority(sequence, message.priority)
-        if message.pause_s:
+        if message.pause_s is not None and message.pause_s > 0:
             self._pause(sequence, now)
             self._paused[request_id] = now + message.pause_s
             self._note_next()

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from quire.base.clock import MonotonicClock
-from quire.base.errors import EngineBusy, EngineDead, RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, EngineBusy, EngineDead, RequestError
 from quire.base.messages import Ready, Request
 from quire.base.requests.media_items import MediaItem
 from quire.base.requests.outputs import RequestOutput
@@ -280,6 +280,33 @@ def test_refusals_name_the_reason_and_leave_nothing_behind(served: Served) -> No
         assert client.num_unfinished == other.num_unfinished == 0
         await client.close()
         await other.close()
+
+    asyncio.run(run())
+
+
+def test_the_core_repeats_the_checks_of_its_clients(served: Served) -> None:
+    """Of a client that believes in a larger vocabulary and a longer context."""
+
+    async def run() -> None:
+        client = await RemoteClient.connect(served.path, None)
+        client._ready = msgspec.structs.replace(client.ready, vocab_size=2**40, max_model_len=2**20)
+        with pytest.raises(RequestError, match="vocabulary") as raised:
+            await token_ids(client.generate(request("odd", [2**39])))
+        assert raised.value.field == "prompt"
+        with pytest.raises(RequestError, match="max_model_len") as raised:
+            await token_ids(client.generate(request("long", [1] * MAX_LEN)))
+        assert raised.value.code == CONTEXT_LENGTH_EXCEEDED
+        opened = msgspec.structs.replace(request("open"), is_open=True)
+        reading = asyncio.create_task(token_ids(client.generate(opened)))
+        while not client.num_unfinished:
+            await asyncio.sleep(0)
+        client.append("open", [2**39])
+        with pytest.raises(RequestError, match="vocabulary"):
+            await reading
+        await until_idle(served.core)
+        assert served.core.requests() == ()
+        assert await token_ids(client.generate(request("good")))
+        await client.close()
 
     asyncio.run(run())
 

@@ -17,10 +17,12 @@ PROMPT = RenderedPrompt([5, 6])
 FORM = StructuredOutputsParams(choice=["a", "b"])
 
 
-def test_the_grammar_follows_from_the_parameters() -> None:
+def test_a_form_needs_its_grammar() -> None:
     maker = RequestMaker(TOK, DEFAULTS, 0)
     params = SamplingParams(structured_outputs=FORM)
-    request = maker.make(PROMPT, params)
+    with pytest.raises(AssertionError, match="checked_grammar"):
+        maker.make(PROMPT, params)
+    request = maker.make(PROMPT, params, grammar=grammar_of(FORM, TOK.added_ids))
     assert request.grammar == grammar_of(FORM, TOK.added_ids)
     assert request.params.structured_outputs is None  # the core needs the grammar only
     assert params.structured_outputs is FORM

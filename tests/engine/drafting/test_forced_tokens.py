@@ -12,6 +12,7 @@ from quire import SamplingParams, StructuredOutputsParams
 from quire.base.events import Preempted, Stepped
 from quire.base.messages import Request
 from quire.base.settings.config import config_from_flat
+from quire.engine.client.admission import checked_grammar
 from quire.engine.drafting import drafting as drafting_module
 from quire.engine.drafting.draft_pace import StepTimes
 from quire.engine.start.build import Engine, build_engine
@@ -95,7 +96,8 @@ def request_of(engine: Engine, form: str, **params: Any) -> Request:
     params = {"max_tokens": 80} | params
     if form in FORMS:
         given = SamplingParams(structured_outputs=FORMS[form], **params)
-        return engine.requests.make(prompt, given)
+        grammar = checked_grammar(engine.renderer, given, prompt)
+        return engine.requests.make(prompt, given, grammar=grammar)
     asked = AskedAnswer(engine.renderer.answer_format(None, True), TOOLS, CALLS[form])
     assert engine.renderer.tokenizer is not None
     grammar = asked.grammar(engine.renderer.tokenizer.added_ids)
@@ -146,7 +148,8 @@ def test_text_of_added_tokens_is_written(plain: Engine, forcing: Engine, place: 
             structured_outputs=form, max_tokens=100, temperature=0.0, logprobs=0
         )
         prompt = plain.renderer.render(QUESTION, ChatOptions())
-        requests.append(plain.requests.make(prompt, params))
+        grammar = checked_grammar(plain.renderer, params, prompt)
+        requests.append(plain.requests.make(prompt, params, grammar=grammar))
         wanted.append(value)
     found = answers(forcing, *requests)
     assert found == answers(plain, *requests)

@@ -17,6 +17,7 @@ from quire.engine.attachments.grammars import GrammarAttachment
 from quire.engine.attachments.held_files import HeldFiles
 from quire.engine.attachments.order import Order
 from quire.engine.attachments.stores import StoresAttachment
+from quire.engine.client.admission import checked_grammar
 from quire.engine.loop.attachment import DoorWatcher, Loop
 from quire.engine.observability.live import LiveFrames
 from quire.engine.start.build import build_engine
@@ -98,7 +99,9 @@ def test_nothing_changes_the_state_between_two_calls(tmp_path: Path) -> None:
 
     def ask(name: str, text: str, keep_s: float = 0.0, **params: Any) -> None:
         made = SamplingParams(**({"max_tokens": 12, "temperature": 0.0} | params))
-        request = engine.requests.make(engine.renderer.render(text), made, name)
+        prompt = engine.renderer.render(text)
+        grammar = checked_grammar(engine.renderer, made, prompt)
+        request = engine.requests.make(prompt, made, name, grammar=grammar)
         core.add(msgspec.structs.replace(request, keep_s=keep_s))
 
     ask("plain", "Once upon a time there was a small house near the sea. " * 4)

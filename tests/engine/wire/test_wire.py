@@ -42,6 +42,7 @@ FROM_CORE = [
     Ready(1, 100, 64, 20, 4, {"model": "demo", "max_num_seqs": 4, "kv": None}, "memory"),
     Refused("r3", "too long"),
     Refused("r4", "no room", True, "n"),
+    Refused("r5", "too long", False, "prompt", "context_length_exceeded"),
     Metrics(4, "# HELP"),
 ]
 

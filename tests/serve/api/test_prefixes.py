@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from quire.base.messages import PinnedPrefix, Unpin
+from quire.base.messages import PinnedPrefix
 from quire.base.settings.config import ServerConfig, config_from_flat
 from quire.engine.observability.exposition import Exposition
 from quire.engine.observability.metrics import EngineMetrics
@@ -38,7 +38,7 @@ HI = {"role": "user", "content": "Hi"}
 
 
 class PinClient(FakeClient):
-    """With the two questions about pinned prefixes; answers wait while `answers` is cleared."""
+    """Answers about pinned prefixes wait while `answers` is cleared."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -53,13 +53,7 @@ class PinClient(FakeClient):
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
         self.num_asked += 1
         await self.answers.wait()
-        found: list[PinnedPrefix] = self.core.prefixes(tenant)
-        return found
-
-    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
-        is_known = any(prefix.id == prefix_id for prefix in self.core.prefixes(tenant))
-        self.core.control(Unpin(prefix_id, tenant))
-        return is_known
+        return await super().prefixes(tenant)
 
     def names(self) -> list[str]:
         return [prefix.id for prefix in self.core.prefixes()]

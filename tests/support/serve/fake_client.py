@@ -13,10 +13,20 @@ from quire.base.clock import MonotonicClock
 from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
 from quire.base.events import Event
 from quire.base.live import LiveFrame
-from quire.base.messages import Cancel, HeldRequest, Hold, Live, Ready, Request, Rewind
+from quire.base.messages import (
+    Cancel,
+    HeldRequest,
+    Hold,
+    Live,
+    PinnedPrefix,
+    Ready,
+    Request,
+    Rewind,
+    Unpin,
+)
 from quire.base.requests.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
-from quire.engine.client.remote import Mailbox
+from quire.engine.client.remote import Mailbox, limits_of
 from quire.engine.loop.core import EngineCore
 from quire.engine.observability.live import LiveFrames
 from quire.engine.observability.timeline import Timelines
@@ -37,7 +47,10 @@ class FakeClient:
             max_model_len=config.model.max_model_len or 0,
             max_logprobs=config.max_logprobs,
             max_num_seqs=config.scheduler.max_num_seqs or 0,
-            settings={"model": config.model.model},
+            settings={
+                "model": config.model.model,
+                "logits_processors": config.logits_processors,
+            },
             memory=engine.memory.describe(),
             pooling=engine.spec.pooling,
         )
@@ -67,7 +80,8 @@ class FakeClient:
         return self._alive
 
     def check(self, request: Request) -> None:
-        self.engine.client.check(request)
+        check_core(request.core_id, 1)
+        limits_of(self.ready).check(request)
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
@@ -75,6 +89,7 @@ class FakeClient:
         """Queues at the first __anext__."""
         if not self._alive:
             raise EngineDead("the core's process has ended.")
+        self.check(request)
         box = Mailbox(self.engine.client.add(over_the_wire(request), prompt_text))
         self.requests.append(request)
         name, finished = request.request_id, False
@@ -115,6 +130,15 @@ class FakeClient:
         if not self._alive:
             raise EngineDead("the core's process has ended.")
         return live_over_the_wire(self.frames.frame())
+
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        return self.engine.client.core.prefixes(tenant)
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        core = self.engine.client.core
+        is_known = any(prefix.id == prefix_id for prefix in core.prefixes(tenant))
+        core.control(Unpin(prefix_id, tenant))
+        return is_known
 
     async def held(
         self, request_id: str | None = None, index: int = 0, tenant: str | None = None

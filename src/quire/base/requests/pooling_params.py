@@ -27,6 +27,11 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "right"
 
+    def __post_init__(self) -> None:
+        if (side := self.truncation_side) not in ("left", "right"):
+            message = f"truncation_side must be left or right, got {side!r}."
+            raise RequestError(message, "truncation_side")
+
 
 def needed_task(pooling: PoolingSpec | None, *tasks: str) -> PoolingSpec:
     """Return how a model pools. Raises RequestError for one that does nothing of this."""

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.base.clock import duration_rule, is_duration
-from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, WRONG_RUNNER, RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, UNSUPPORTED, WRONG_RUNNER, RequestError
 from quire.base.messages import Draft, HeldRequest, Request
 from quire.base.requests.media_items import items_before
 from quire.base.requests.pooling import plain_id
 from quire.base.requests.sampling_params import SamplingParams, processor_name
 
-MAX_CACHE_SALT = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_TENANT = 256
+PROMPT = "prompt"  # the field that an error names, whatever a door calls it
+MAX_LENGTHS = {"cache_salt": 1024, "stop_token_ids": 1024, "tenant": 256}
 MAX_KEEP_S = 86400
+INT32 = 2**31
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class RequestLimits:
         if request.grammar and not self.takes_grammars:
             raise RequestError(
                 "structured output is disabled on this engine; remove response_format or"
-                " structured_outputs."
-            )
+                " structured_outputs.", "structured_outputs",
+            )  # fmt: skip
         if request.is_open:
             check_open(params)
         if request.pin_s is not None:
             check_pin(request)
         if request.keep_s or request.fork is not None:
             check_kept(request, request.keep_s)
-        name = _width_field(params)
+        name = width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
                 f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs};"
@@ -78,25 +78,25 @@ class RequestLimits:
             self._check_beams(request)
         self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
-            _check_logprobs(name, getattr(params, name), self.max_logprobs)
-        if len(request.cache_salt) > MAX_CACHE_SALT:
-            raise RequestError(
-                f"cache_salt is longer than {MAX_CACHE_SALT} characters.", "cache_salt"
-            )
-        if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(f"more than {MAX_STOP_TOKEN_IDS} stop token ids.")
-        if len(request.tenant) > MAX_TENANT:
-            raise RequestError(f"tenant is longer than {MAX_TENANT} characters.", "tenant")
+            value, most = getattr(params, name), self.max_logprobs
+            if value is not None and most != -1 and not 0 <= value <= most:
+                rule = f"more than max_logprobs={most}; request fewer or raise max_logprobs."
+                raise RequestError(f"{name}={value} is {rule}", name)
+        for name, most in MAX_LENGTHS.items():
+            if (length := len(getattr(request, name))) > most:
+                rule = f"at most {most} is possible. Shorten it."
+                raise RequestError(f"{name} has a length of {length}; {rule}", name)
+        if not -INT32 <= request.priority < INT32:
+            message = f"priority must be an integer of 32 bits, got {request.priority}."
+            raise RequestError(message, "priority")
         if not is_duration(request.timeout_s):
             rule = duration_rule("for none")
             message = f"timeout_s must be {rule}, got {request.timeout_s!r}."
             raise RequestError(message, "timeout_s")
         if not 0 <= request.received_s < math.inf:
-            raise RequestError(
-                "received_s must be a time of this machine's monotonic clock, or 0 if unknown, got"
-                f" {request.received_s!r}.",
-                "received_s",
-            )
+            rule = "a time of this machine's monotonic clock, or 0 if unknown"
+            message = f"received_s must be {rule}, got {request.received_s!r}."
+            raise RequestError(message, "received_s")
 
     def _check_kind(self, request: Request) -> None:
         if request.pools and not self.pools:
@@ -116,7 +116,9 @@ class RequestLimits:
             raise RequestError(
                 f"the prompt would grow to {num_before + len(token_ids)} tokens; the maximum is"
                 f" max_model_len - 1 = {self.max_model_len - 1}. Send fewer tokens or raise"
-                " max_model_len."
+                " max_model_len.",
+                PROMPT,
+                CONTEXT_LENGTH_EXCEEDED,
             )
 
     def _check_processors(self, params: SamplingParams) -> None:
@@ -140,7 +142,7 @@ class RequestLimits:
         stops = {token for token in request.stop_token_ids if token < self.vocab_size}
         num_others, num_beams = self.vocab_size - len(stops), request.params.num_samples
         if num_beams > num_others:
-            name = _width_field(request.params)
+            name = width_field(request.params)
             raise RequestError(
                 f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that"
                 " do not stop a beam; request fewer beams or give fewer stop_token_ids.",
@@ -148,18 +150,20 @@ class RequestLimits:
             )
 
     def _check_prompt(self, prompt: list[int], num_known: int) -> None:
+        most, name, otherwise = (
+            self.max_model_len - 1,
+            "max_model_len - 1",
+            " or raise max_model_len",
+        )
         if self.pools:
-            if not 1 <= len(prompt) <= self.max_model_len:
-                raise RequestError(
-                    f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len ="
-                    f" {self.max_model_len}. Shorten it, or truncate it with"
-                    " truncate_prompt_tokens=-1.",
-                    code=CONTEXT_LENGTH_EXCEEDED if prompt else None,
-                )
-        elif not 1 <= len(prompt) < self.max_model_len:
+            most, name = self.max_model_len, "max_model_len"
+            otherwise = ", or truncate it with truncate_prompt_tokens=-1"
+        if not 1 <= len(prompt) <= most:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens; the range is 1 to max_model_len - 1 ="
-                f" {self.max_model_len - 1}. Shorten it or raise max_model_len."
+                f"the prompt has {len(prompt)} tokens; the range is 1 to {name} = {most}. Shorten"
+                f" it{otherwise}.",
+                PROMPT,
+                CONTEXT_LENGTH_EXCEEDED if prompt else None,
             )
         if self.tells_texts:
             prompt = list(map(plain_id, prompt))
@@ -180,17 +184,15 @@ def check_open(params: SamplingParams) -> None:
     """Raise RequestError if a prompt with these parameters cannot come in pieces."""
     if params.num_samples > 1 or params.use_beam_search:
         raise RequestError(
-            "a prompt sent in pieces has one output; remove n, best_of and beam search."
+            "a prompt sent in pieces has one output; remove n, best_of and beam search.",
+            "use_beam_search" if params.use_beam_search else width_field(params),
+            UNSUPPORTED,
         )
-    if params.prompt_logprobs is not None:
-        raise RequestError(
-            "prompt_logprobs is not possible for a prompt sent in pieces; remove it."
-        )
-    if params.truncate_prompt_tokens is not None:
-        raise RequestError(
-            "truncate_prompt_tokens is not possible for a prompt sent in pieces; remove it.",
-            "truncate_prompt_tokens",
-        )
+    for name in ("prompt_logprobs", "truncate_prompt_tokens"):
+        if getattr(params, name) is not None:
+            raise RequestError(
+                f"{name} is not possible for a prompt sent in pieces; remove it.", name, UNSUPPORTED
+            )
 
 
 def check_pin(request: Request) -> None:
@@ -200,15 +202,14 @@ def check_pin(request: Request) -> None:
         rule = duration_rule("to keep the prefix")
         raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.", "ttl_s")
     if not 0 < request.pin_share <= 1:
-        raise RequestError(f"pin_share must be above 0 and at most 1, got {request.pin_share}.")
-    if request.is_open or params.num_samples > 1 or params.use_beam_search:
+        message = f"pin_share must be above 0 and at most 1, got {request.pin_share}."
+        raise RequestError(message, "pin_share")
+    is_one = not request.is_open and params.num_samples == 1 and not params.use_beam_search
+    if not is_one or request.grammar or params.prompt_logprobs is not None:
         raise RequestError(
-            "a pinned prefix is one whole prompt; remove n, best_of and beam search."
+            "a pinned prefix is one whole prompt without an output; remove n, best_of, beam search,"
+            " the grammar and prompt_logprobs."
         )
-    if request.grammar:
-        raise RequestError("a pinned prefix has no output; remove the grammar.")
-    if params.prompt_logprobs is not None:
-        raise RequestError("a pinned prefix returns no prompt_logprobs; remove it.")
 
 
 def check_kept(request: Request, keep_s: float) -> None:
@@ -282,7 +283,8 @@ def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         wrong = low if low < 0 else high
         raise RequestError(
-            f"prompt token id {wrong} is not in the vocabulary of {vocab_size}; give ids below it."
+            f"prompt token id {wrong} is not in the vocabulary of {vocab_size}; give ids below it.",
+            PROMPT,
         )
 
 
@@ -299,18 +301,7 @@ def _check_named_in_prompt(request: Request) -> None:
         )
 
 
-def _width_field(params: SamplingParams) -> str:
+def width_field(params: SamplingParams) -> str:
     """Return the field that says how many sequences there are."""
     name = "beam_width" if params.use_beam_search else "best_of"
     return "n" if getattr(params, name) is None else name
-
-
-def _check_logprobs(name: str, value: int | None, most: int) -> None:
-    if value is None or most == -1:
-        return
-    if value == -1 or value > most:
-        raise RequestError(
-            f"{name}={value} is more than max_logprobs={most}; request fewer or raise"
-            " max_logprobs.",
-            name,
-        )

@@ -25,8 +25,7 @@ from quire.base.step_outputs import (
     StepOutputs,
     StepReader,
 )
-from quire.engine.client.decoded_logprobs import PromptLogprobCollector
-from quire.engine.client.sample import Sample
+from quire.engine.client.sample import PromptLogprobCollector, Sample
 from quire.render.tokens.token_stream import open_stream
 from quire.render.tokens.tokenizer import Tokenizer
 

@@ -444,7 +444,7 @@ class RemoteClient(AsyncClient):
             box = self._boxes.get(message.request_id)
             if box is not None:
                 kind = EngineBusy if message.is_busy else RequestError
-                box.fail(kind(message.message, message.field))
+                box.fail(kind(message.message, message.field, message.code))
         elif not isinstance(message, Ready):
             answer = self._asked.get(message.ask_id)
             if answer is not None and not answer.done():

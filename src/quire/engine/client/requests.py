@@ -9,11 +9,11 @@ from quire.base.errors import RequestError
 from quire.base.messages import Request
 from quire.base.requests.pooling import SECOND_TEXT
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
-from quire.base.requests.structured_outputs import FIELD, StructuredOutputsParams
+from quire.base.requests.structured_outputs import FIELD
 from quire.base.settings.kv_transfer import FIELD as FIELD_OF_TRANSFER
 from quire.base.settings.kv_transfer import transfer_of
 from quire.render.generation import GenerationDefaults
-from quire.render.grammars.structured import grammar_of, no_tokenizer
+from quire.render.grammars.structured import no_tokenizer
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokens.bad_words import bad_words_token_ids, breaker_ids
 from quire.render.tokens.tokenizer import Tokenizer
@@ -54,10 +54,9 @@ class RequestMaker:
         grammar: str = "",
     ) -> Request:
         """Make a request. best_of needs logprobs, asked for or not. request_id: unique; a running
-        number if absent. grammar: what the answer must be, checked; without one it follows from
-        structured_outputs, unchecked. An end token ends an answer with a grammar in any case: where
-        it is all that the grammar allows there is nothing to go on with. Raise RequestError for
-        parameters that mean text where there is no tokenizer."""
+        number if absent. grammar: what the answer must be, checked (`checked_grammar`); an end
+        token ends such an answer in any case, since it may be all that the grammar allows. Raise
+        RequestError for parameters that mean text where there is no tokenizer."""
         if prompt.media and params.use_beam_search:
             raise RequestError(
                 "beam search does not accept images or videos; set use_beam_search to false.",
@@ -71,7 +70,7 @@ class RequestMaker:
         elif params.bad_words:
             bad = bad_words_token_ids(params.bad_words, self.tokenizer)
         if params.structured_outputs is not None:
-            grammar = grammar or self._grammar_of(params.structured_outputs)
+            assert grammar, "structured_outputs: pass checked_grammar of them"
             params = params.clone()
             params.structured_outputs = None
         kv_transfer = None
@@ -108,10 +107,6 @@ class RequestMaker:
             kv_transfer=kv_transfer,
             media=prompt.media,
         )
-
-    def _grammar_of(self, wanted: StructuredOutputsParams) -> str:
-        assert self.tokenizer is not None
-        return grammar_of(wanted, self.tokenizer.added_ids)
 
     def make_pin(
         self,

@@ -311,18 +311,30 @@ class CoreServer:
                     self._disown(message.request_id)
                 else:
                     self._forget(message.request_id)
-        elif isinstance(message, Append | Steer):
+        elif isinstance(message, Append):
+            if self._owners.get(message.request_id) == client.client_id:
+                self._append(client, message)
+        elif isinstance(message, Steer):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
         else:
             self.core.control(message)
 
+    def _append(self, client: CoreConnection, message: Append) -> None:
+        """Pass a piece on, or end its request if one of the tokens does not exist."""
+        try:
+            self.core.limits.check_piece(message.token_ids, 0)
+            self.core.control(message)
+        except RequestError as error:
+            client.send(_refused(message.request_id, error))
+            self.core.control(Abort(message.request_id))
+            self._disown(message.request_id)
+
     def _add(self, client: CoreConnection, request: Request) -> None:
         try:
             self.core.add(request)
         except RequestError as error:
-            is_busy = isinstance(error, EngineBusy)
-            client.send(Refused(request.request_id, str(error), is_busy, error.field))
+            client.send(_refused(request.request_id, error))
         else:
             self._owners[request.request_id] = client.client_id
             self._load.add(request)
@@ -337,3 +349,7 @@ class CoreServer:
         for request_id in mine:
             self._disown(request_id)
             self.core.control(Abort(request_id))
+
+
+def _refused(request_id: str, error: RequestError) -> Refused:
+    return Refused(request_id, str(error), isinstance(error, EngineBusy), error.field, error.code)

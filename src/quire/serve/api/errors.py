@@ -29,6 +29,7 @@ logger = logging.getLogger("quire")
 
 RETRY_AFTER_S = 1
 MAX_SHOWN = 80
+OF_PROMPTS = (None, "prompt", "prompt_token_ids")  # as errors call what doors name differently
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -124,10 +125,10 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def error_in(field: str, error: RequestError) -> ApiError:
-    """Return what a client is told whose field is at fault, unless the error names another one.
-    That the engine is busy has to do with none."""
+    """Return what a client is told whose field is at fault, unless the error names another one
+    than the prompt. That the engine is busy has to do with none."""
     shown = as_api_error(error)
-    if shown.status == 400 and shown.param is None:
+    if shown.status == 400 and shown.param in OF_PROMPTS:
         shown.param = field
     return shown
 

@@ -12,8 +12,6 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
-from msgspec import structs
-
 from quire.base.errors import ConfigError, EngineDead, RequestError
 from quire.base.messages import PinnedPrefix, Request
 from quire.base.requests.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -21,6 +19,7 @@ from quire.base.requests.pooling_params import TASK_NAMES, PoolingParams, needed
 from quire.base.requests.sampling_params import SamplingParams
 from quire.base.requests.validation import check_open
 from quire.base.settings.config import EngineConfig, config_from_flat
+from quire.engine.client.admission import admit, checked_grammar_async
 from quire.engine.client.async_client import pin
 from quire.engine.client.fleet import CoreClient, client_of
 from quire.engine.start.preflight import check_before_loading
@@ -175,11 +174,12 @@ class AsyncLLM:
         params = sampling_params or self.get_default_sampling_params()
 
         async def make(rendered: RenderedPrompt, salt: str, is_chat: bool) -> Request:
-            grammar = await self._grammar(params, rendered, is_chat)
-            request = text.requests.make(
+            form = text.renderer.answer_format() if is_chat else None
+            grammar = await checked_grammar_async(text.renderer, params, rendered, form)
+            made = text.requests.make(
                 rendered, params, request_id, salt, priority, tenant, timeout_s, grammar
             )
-            return structs.replace(request, core_id=data_parallel_rank)
+            return admit(await self._connected(), made, core_id=data_parallel_rank)
 
         if isinstance(prompt, AsyncIterable):
             check_open(params)
@@ -197,8 +197,7 @@ class AsyncLLM:
         if params.truncate_prompt_tokens is not None:
             length = (await self._connected()).ready.max_model_len
             rendered = truncated_for(params, rendered, length)
-        salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
-        request = await make(rendered, salt, is_conversation(prompt))
+        request = await make(rendered, salt_of(prompt), is_conversation(prompt))
         async with contextlib.aclosing(self._outputs_of(request, rendered.text)) as outputs:
             async for output in outputs:
                 yield output
@@ -220,8 +219,8 @@ class AsyncLLM:
         client = await self._connected()
         async with PieceReader(pieces, self._text.renderer, self._lanes) as reader:
             rendered = await reader.first()
-            request = await make(rendered, reader.cache_salt or "", False)
-            request = structs.replace(request, is_open=not reader.is_complete)
+            made = await make(rendered, reader.cache_salt or "", False)
+            request = admit(client, made, is_open=not reader.is_complete)
             reader.follow(client, request.request_id)
             try:
                 async with contextlib.aclosing(_sent(client, request, None)) as outputs:
@@ -255,6 +254,7 @@ class AsyncLLM:
         request = self._text.requests.make_pooling(
             rendered, request_id, salt_of(prompt), priority, tenant, timeout_s
         )
+        request = admit(client, request)
         try:
             async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
                 async for output in outputs:
@@ -270,14 +270,6 @@ class AsyncLLM:
         if self._link is not None and self._loop is asyncio.get_running_loop():
             for name in names:
                 self._link.abort(name)
-
-    async def _grammar(self, params: SamplingParams, prompt: RenderedPrompt, is_chat: bool) -> str:
-        """Return the grammar of an answer, checked; empty for one that may be anything."""
-        renderer = self._text.renderer
-        grammar = renderer.answer_grammar(
-            params, prompt, renderer.answer_format() if is_chat else None
-        )
-        return (await renderer.grammars.check_async(grammar)).text if grammar else ""
 
     async def _render(
         self, prompt: Prompt | Messages, options: ChatOptions | None = None
@@ -312,8 +304,10 @@ class AsyncLLM:
         """Compute a prefix and keep it, as `LLM.pin_prefix` does. share: of what pinned prefixes
         may hold, how much the tenant's may. Cancelling the task ends the computation."""
         rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
-        request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant, share)
+        salt = cache_salt or salt_of(prompt)
+        made = self._text.requests.make_pin(rendered, ttl_s, None, salt, tenant, share)
         client = await self._connected()
+        request = admit(client, made)
         try:
             return await pin(client, request)
         except asyncio.CancelledError:  # perhaps when it was there already

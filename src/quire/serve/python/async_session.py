@@ -17,10 +17,11 @@ from quire.base.errors import EngineDead
 from quire.base.messages import Request
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine.client.admission import checked_grammar_async
 from quire.engine.client.fleet import CoreClient
 from quire.engine.start.text import TextSide
 from quire.render.media.parts import refuse_media
-from quire.render.renderer import Messages, Prompt, is_conversation
+from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.turns import behind_an_answer
 from quire.serve.async_renderer import AsyncRenderer
@@ -59,7 +60,9 @@ class AsyncSession(SessionTokens):
         what came becomes part of the tokens. Raises RequestError, EngineDead, and StepFailed if a
         step failed on it; then, and if it is left early, they are as they were."""
         params = self._params(sampling_params)
-        before, request = self.token_ids, self._request(params)
+        before = self.token_ids
+        grammar = await checked_grammar_async(self._renderer, params, RenderedPrompt(before))
+        request = self._request(await self._connected(), params, grammar)
         is_delta, token_ids = params.output_kind is RequestOutputKind.DELTA, list[int]()
         async with contextlib.aclosing(self._run(request)) as outputs:
             async for output in outputs:
@@ -105,6 +108,7 @@ class AsyncSession(SessionTokens):
     async def _tokens_of(self, prompt: Prompt | Messages) -> list[int]:
         renderer, is_first = self._async_renderer, not self.token_ids
         refuse_media(prompt, "a session")
+        self._check_salt(prompt)
         if not is_conversation(prompt) or is_first:
             return (await renderer.render(prompt, add_special_tokens=is_first)).token_ids
         told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from quire.base.requests.outputs import (
 from quire.base.requests.pooling_params import PoolingParams
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.config import config_from_flat
+from quire.engine.client.admission import admit, checked_grammar
 from quire.engine.start.build import Engine, build_engine
 from quire.render.answers.format import AnswerFormat
 from quire.render.media.parts import refuse_media
@@ -29,7 +30,7 @@ from quire.serve.processes.core_processes import ProcessEngine, start_engine
 from quire.serve.progress import LoadBar, RequestBar
 from quire.serve.python.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.python.local_hooks import LocalHooks, LocalRequest
-from quire.serve.python.pooling import Pooling
+from quire.serve.python.pooling import Pooling, salt_of
 from quire.serve.python.session import Session
 from quire.serve.python.session_tokens import KEEP_S
 from quire.serve.vllm_compat import drop_vllm_settings
@@ -96,7 +97,7 @@ class LLM:
         listed, hooked = self._admitted(listed, sampling_params)
         pairs = zip(listed, media, strict=True)
         rendered = [renderer.render(prompt, media=each) for prompt, each in pairs]
-        salts = [p.get("cache_salt") or "" if isinstance(p, Mapping) else "" for p in listed]
+        salts = list(map(salt_of, listed))
         return self._run(rendered, sampling_params, salts, priority, use_tqdm, hooked)
 
     def chat(
@@ -214,10 +215,10 @@ class LLM:
         name = hooked[0].request_id if hooked else None
         is_chat = is_conversation(prompt)
         form = engine.renderer.answer_format() if is_chat else None
-        grammar = self._grammar(params, rendered, form)
-        priority = hooked[0].priority(0) if hooked else 0
-        request = engine.requests.make(rendered, params, name, "", priority, grammar=grammar)
-        engine.client.check(request)
+        grammar = checked_grammar(engine.renderer, params, rendered, form)
+        priority, salt = hooked[0].priority(0) if hooked else 0, salt_of(prompt)
+        made = engine.requests.make(rendered, params, name, salt, priority, grammar=grammar)
+        request = admit(engine.client, made)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
         finished = False
@@ -266,8 +267,8 @@ class LLM:
         prompt, media = self._media.take(prompt)
         options = ChatOptions(add_generation_prompt=False)
         rendered = engine.renderer.render(prompt, options, media=media)
-        request = engine.requests.make_pin(rendered, ttl_s, None, cache_salt)
-        engine.client.check(request)
+        salt = cache_salt or salt_of(prompt)
+        request = admit(engine.client, engine.requests.make_pin(rendered, ttl_s, None, salt))
         bar = RequestBar(1, enabled=False)
         done = self._finished([request], [rendered], bar)[request.request_id]
         [pinned] = done.outputs
@@ -297,7 +298,6 @@ class LLM:
             raise ConfigError("sessions do not support hooks; create an LLM without hooks.")
 
         def run(request: Request) -> RequestOutput:
-            self._alive.client.check(request)
             bar = RequestBar(1, enabled=False)
             prompt = RenderedPrompt(request.prompt_token_ids)
             return self._finished([request], [prompt], bar)[request.request_id]
@@ -371,10 +371,9 @@ class LLM:
         for prompt, params, name, salt, number in zip(
             prompts, params_of, names, salts, priorities, strict=True
         ):
-            grammar = self._grammar(params, prompt, form)
+            grammar = checked_grammar(engine.renderer, params, prompt, form)
             made = engine.requests.make(prompt, params, name, salt, number, grammar=grammar)
-            requests.append(made)
-            engine.client.check(requests[-1])
+            requests.append(admit(engine.client, made))
         bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
         done = self._finished(requests, prompts, bar)
         outputs = [done[request.request_id] for request in requests]
@@ -396,15 +395,6 @@ class LLM:
         for prompt in listed:
             refuse_media(prompt, "a model that pools")
         return self._admitted(listed, SamplingParams())[0]
-
-    def _grammar(
-        self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None
-    ) -> str:
-        """Return the grammar of an answer, checked; empty for one that may be anything. form: of a
-        conversation. Raise RequestError for one that makes no sense."""
-        renderer = self._alive.renderer
-        grammar = renderer.answer_grammar(params, prompt, form)
-        return renderer.grammars.check(grammar).text if grammar else ""
 
     def _finished(
         self, requests: list[Request], prompts: list[RenderedPrompt], bar: RequestBar

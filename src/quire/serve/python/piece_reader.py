@@ -141,7 +141,7 @@ class PieceReader:
         if self._token_ids:
             self._changed.set()
         elif is_last:
-            raise RequestError("the prompt is empty: it gives no tokens.")
+            raise RequestError("the prompt is empty: it gives no tokens.", "prompt")
 
     def _fail(self, error: BaseException) -> None:
         self.error = error

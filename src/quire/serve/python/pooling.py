@@ -29,6 +29,7 @@ from quire.base.requests.pooling_params import (
     probabilities,
 )
 from quire.base.step_outputs import Failure
+from quire.engine.client.admission import admit
 from quire.engine.start.build import Engine
 from quire.render.pooling_prompts import to_pool
 from quire.render.renderer import Prompt, RenderedPrompt
@@ -156,12 +157,10 @@ class Pooling:
         engine = self._engine
         longest = engine.client.max_model_len
         rendered = [to_pool(engine.renderer, each, params, longest) for each in inputs]
-        salts = [salt_of(each[0]) for each in inputs]
+        make, tells_texts = engine.requests.make_pooling, spec.tells_texts
         requests = [
-            engine.requests.make_pooling(prompt, cache_salt=salt, tells_texts=spec.tells_texts)
-            for prompt, salt in zip(rendered, salts, strict=True)
+            admit(engine.client, make(prompt, cache_salt=salt_of(each[0]), tells_texts=tells_texts))
+            for prompt, each in zip(rendered, inputs, strict=True)
         ]
-        for request in requests:
-            engine.client.check(request)
         outputs = self._finish(requests, rendered)
         return [(each, numbers_of(each, spec, params)) for each in outputs]

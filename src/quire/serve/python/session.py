@@ -14,9 +14,10 @@ from collections.abc import Callable
 from quire.base.messages import Request
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine.client.admission import checked_grammar
 from quire.engine.start.build import Engine
 from quire.render.media.parts import refuse_media
-from quire.render.renderer import Messages, Prompt, is_conversation
+from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.templates.chat_template import ChatOptions
 from quire.render.templates.turns import behind_an_answer
 from quire.serve.processes.core_processes import ProcessEngine
@@ -49,7 +50,8 @@ class Session(SessionTokens):
         StepFailed if a step failed on it; then they are as they were."""
         params = self._params(sampling_params)
         params.output_kind = RequestOutputKind.FINAL_ONLY
-        request = self._request(params)
+        grammar = checked_grammar(self._renderer, params, RenderedPrompt(self.token_ids))
+        request = self._request(self._engine.client, params, grammar)
         output = self._run(request)
         [completion] = output.outputs
         check_answer(completion)
@@ -76,6 +78,7 @@ class Session(SessionTokens):
     def _tokens_of(self, prompt: Prompt | Messages) -> list[int]:
         renderer, is_first = self._renderer, not self.token_ids
         refuse_media(prompt, "a session")
+        self._check_salt(prompt)
         if not is_conversation(prompt) or is_first:
             return renderer.render(prompt, add_special_tokens=is_first).token_ids
         told, mark = behind_an_answer(list(prompt))  # type: ignore[arg-type]

@@ -5,15 +5,16 @@ the engine computes them again.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
-
-import msgspec
 
 from quire.base.errors import STEP_FAILED, RequestError, StepFailed
 from quire.base.messages import Fork, Request
 from quire.base.requests.outputs import CompletionOutput
 from quire.base.requests.sampling_params import SamplingParams
+from quire.base.requests.validation import width_field
+from quire.engine.client.admission import Checks, admit
 from quire.engine.client.requests import RequestMaker
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.render.templates.turns import text_behind
@@ -79,19 +80,29 @@ class SessionTokens:
         """Return parameters of its own. Raises RequestError if nothing can be gone on with."""
         params = (given or self._requests.defaults.default_sampling_params()).clone()
         if params.num_samples > 1:
-            raise RequestError("n must be 1 in a session; call fork() to branch.", "n")
+            name = width_field(params)
+            raise RequestError(f"{name} must be 1 in a session; call fork() to branch.", name)
         if not self.token_ids:
-            raise RequestError("the session has no tokens yet; append some.")
+            raise RequestError("the session has no tokens yet; append some.", "prompt")
         return params
 
-    def _request(self, params: SamplingParams) -> Request:
-        """Make the request that goes on with the tokens."""
-        made = self._requests.make(RenderedPrompt(self.token_ids), params, cache_salt=self._salt)
-        request = msgspec.structs.replace(made, keep_s=self._keep_s)
+    def _request(self, client: Checks, params: SamplingParams, grammar: str) -> Request:
+        """Make the request that goes on with the tokens. Raise RequestError."""
+        made = self._requests.make(
+            RenderedPrompt(self.token_ids), params, cache_salt=self._salt, grammar=grammar
+        )
         if self._source is None or not self._num_shared:
-            return request
+            return admit(client, made, keep_s=self._keep_s)
         fork = Fork(self._source.request_id, 0, self._num_shared)
-        return msgspec.structs.replace(request, fork=fork, core_id=self._source.core_id)
+        return admit(client, made, keep_s=self._keep_s, fork=fork, core_id=self._source.core_id)
+
+    def _check_salt(self, prompt: object) -> None:
+        """Raise RequestError for a prompt with a cache_salt other than the session's."""
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        if salt not in (None, "", self._salt):
+            raise RequestError(
+                "cache_salt belongs to the whole session; give it to session().", "cache_salt"
+            )
 
     def _tail_of(self, told: str, mark: str) -> str:
         """Return what is new of a conversation that was told with a mark for the answer before."""

@@ -1,7 +1,7 @@
 """Log-probabilities as clients read them: the format of completions, that of chat, and vLLM's list
 for the prompt.
 
-The chosen token comes first in a position's dictionary (`decoded_logprobs`). Its number
+The chosen token comes first in a position's dictionary (`logprobs_of`). Its number
 is the same float wherever it is shown: clients compare it with the maximum to see whether it was
 greedy.
 """

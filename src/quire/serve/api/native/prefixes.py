@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from quire.base.errors import RequestError
 from quire.base.messages import PinnedPrefix
+from quire.engine.client.admission import admit
 from quire.engine.client.async_client import pin
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
@@ -29,7 +30,7 @@ from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.http.auth import reader_of, tenant_of
 from quire.serve.api.http.limits import generating
 from quire.serve.api.http.sse import unless_disconnected
-from quire.serve.api.pipeline.plan import check_model, checked_template
+from quire.serve.api.pipeline.plan import check_generates, check_model, checked_template
 from quire.serve.api.pipeline.prompts import render_prompt
 
 router = APIRouter(route_class=BoundedRoute)
@@ -56,11 +57,15 @@ class PrefixBody(BaseModel):
 async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Compute a prefix and keep it; answers when it is there."""
     check_model(api, body.model)
+    check_generates(api)
     rendered = await _render(api, body)
     tenant = tenant_of(request.scope, api.config.api_key, body.user)
     share = api.config.pin_share_of_key
-    made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant, share)
     try:
+        made = admit(
+            api.client,
+            api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant, share),
+        )
         found = await unless_disconnected(request.receive, pin(api.client, made))
     except ApiError:  # the client has gone, perhaps when the prefix was there already
         await api.client.unpin(made.request_id)

@@ -8,12 +8,11 @@ the body does not request less.
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.messages import Fork, Request
 from quire.base.requests.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.settings.kv_transfer import FIELD as KV_TRANSFER
+from quire.engine.client.admission import admit
 from quire.render.answers.format import AskedAnswer
 from quire.render.generation import GenerationDefaults
 from quire.render.grammars.grammars import Checked
@@ -151,7 +150,7 @@ def make_job(
     follows. Raises RequestError for what the engine can never serve.
     """
     body: GenerationRequest = plan.body
-    request = api.requests.make(
+    made = api.requests.make(
         prompt,
         params,
         request_id,
@@ -161,16 +160,15 @@ def make_job(
         body.timeout_s or 0.0,
         grammar,
     )
-    request = msgspec.structs.replace(
-        request,
+    request = admit(
+        api.client,
+        made,
         core_id=origin.core_id,
         fork=origin.fork,
         keep_s=body.keep_s or 0.0,
         pin_share=api.config.pin_share_of_key,
+        is_open=is_open,
     )
-    api.client.check(request)
-    if is_open:
-        request = msgspec.structs.replace(request, is_open=True)
     return PromptJob(prompt, request)
 
 

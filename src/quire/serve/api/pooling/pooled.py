@@ -10,18 +10,19 @@ import fastapi
 import msgspec
 from starlette.responses import Response
 
-from quire.base.errors import EngineBusy, RequestError
+from quire.base.errors import RequestError
 from quire.base.plan import Float64
 from quire.base.requests.outputs import RequestOutput
 from quire.base.requests.pooling import PoolingSpec
 from quire.base.requests.pooling_params import PoolingParams, needed_task
+from quire.engine.client.admission import admit
 from quire.render.pooling_prompts import joined, most_tokens
 from quire.render.renderer import RenderedPrompt
 from quire.render.templates.chat_template import ChatOptions
 from quire.serve.api.bodies.open_body import check_neutral
 from quire.serve.api.bodies.pooling_protocol import MAX_INPUTS, PoolingBody, PromptBody
 from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import bad_request
+from quire.serve.api.errors import bad_request, error_in
 from quire.serve.api.http.sse import unless_disconnected
 from quire.serve.api.ids import new_id
 from quire.serve.api.pipeline.answer import Json, collect
@@ -31,8 +32,6 @@ from quire.serve.api.pipeline.prompts import render_prompt, tokenizer_of
 from quire.serve.api.pipeline.requests import PromptJob
 from quire.serve.lanes import MAX_CHARS_SHORT
 from quire.serve.python.pooling import numbers_of
-
-OF_PROMPTS = (None, "prompt", "prompt_token_ids")  # as errors call what may stand in other fields
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,8 @@ class PoolingCall:
         """Pool prompts, or pairs of texts; their numbers, and the usage. field: where they are."""
         try:
             jobs = [await self._job(parts, index) for index, parts in enumerate(inputs)]
-        except EngineBusy:  # no field is to blame
-            raise
         except RequestError as error:
-            named = field if error.field in OF_PROMPTS else error.field
-            raise bad_request(str(error), named, error.code) from error
+            raise error_in(field, error) from error
         work = collect(self._api.client, jobs)
         outputs = await unless_disconnected(self._request.receive, work)
         return [numbers_of(each, self.spec, self._params) for each in outputs], usage_json(outputs)
@@ -110,7 +106,7 @@ class PoolingCall:
         api, body = self._api, self._body
         prompt = await self._rendered(parts)
         await asyncio.sleep(0)  # short texts are tokenised on the event loop
-        request = api.requests.make_pooling(
+        made = api.requests.make_pooling(
             prompt,
             f"{self.id}-{index}",
             body.cache_salt or "",
@@ -119,9 +115,7 @@ class PoolingCall:
             body.timeout_s or 0.0,
             tells_texts=self.spec.tells_texts,
         )
-        request = msgspec.structs.replace(request, core_id=self._plan.core_id)
-        api.client.check(request)
-        return PromptJob(prompt, request)
+        return PromptJob(prompt, admit(api.client, made, core_id=self._plan.core_id))
 
     async def _rendered(self, parts: Sequence[object]) -> RenderedPrompt:
         api, has_special = self._api, self._has_special

@@ -140,6 +140,12 @@ class LeasedClient(ForwardingClient):
         self.check(longer)
         waiting.request = longer
 
+    def steer(
+        self, request_id: str, priority: int | None = None, pause_s: float | None = None
+    ) -> None:
+        if request_id not in self._waiting:  # one that waits for its model does not run yet
+            super().steer(request_id, priority, pause_s)
+
     # ---- what does not load it -----------------------------------------------------------------
 
     async def metrics(self) -> str:

@@ -1,0 +1,102 @@
+"""No request enters the engine past `admit`, read from the source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.structure.test_house import PACKAGE, sources
+
+ADMISSION = "engine/client/admission.py"
+MAKERS = {"make", "make_pin", "make_pooling"}
+# Files that make a `Request` themselves: the maker, what is held without running, made-up loads.
+CONSTRUCT = {
+    "engine/client/requests.py",
+    "scheduler/reuse/held.py",
+    "tools/bench/calibrate.py",
+    "tools/simulate/arrivals.py",
+}
+# Files that give a request to a client or a core; all but the first two repeat the check.
+SUBMIT = {
+    "engine/client/async_client.py",
+    "serve/api/pipeline/answer.py",
+    "serve/api/observed_client.py",
+    "serve/api/several/leased_client.py",
+    "engine/client/fleet.py",
+    "engine/client/client.py",
+    "engine/start/prefix_file.py",
+    "engine/wire/core_server.py",
+    "serve/processes/core_processes.py",
+    "serve/python/async_llm.py",
+    "serve/python/llm.py",
+    "tools/bench/calibrate.py",
+    "tools/simulate/replica.py",
+    "tools/simulate/run.py",
+}
+ENDS = ("client", "core", "super()")  # what `generate` and `add` are called on
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call):
+            yield node
+
+
+def num_makers(path: Path) -> int:
+    """Return how often a file names a method of `RequestMaker` that makes a request."""
+    return sum(
+        isinstance(node, ast.Attribute)
+        and node.attr in MAKERS
+        and ast.unparse(node.value).endswith("requests")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+    )
+
+
+def test_what_is_made_is_admitted() -> None:
+    """In the same file, `admit` is called as often as a request is made, or more often."""
+    for path in sources(PACKAGE):
+        if name_of(path) in ("engine/client/requests.py", "engine/start/prefix_file.py"):
+            continue  # the core's own prefixes go through its guard, `Front.add`
+        made = num_makers(path)
+        admitted = sum(ast.unparse(call.func) == "admit" for call in calls(path))
+        assert admitted >= made, f"{name_of(path)}: pass each request to admit ({ADMISSION})"
+
+
+def test_requests_are_made_in_one_place() -> None:
+    found = {
+        name_of(path)
+        for path in sources(PACKAGE)
+        if any(ast.unparse(call.func) == "Request" for call in calls(path))
+    }
+    assert found == CONSTRUCT
+
+
+def test_requests_are_submitted_where_it_is_known() -> None:
+    found = {
+        name_of(path)
+        for path in sources(PACKAGE)
+        for call in calls(path)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("generate", "add")
+        and ast.unparse(call.func.value).endswith(ENDS)
+    }
+    assert found == SUBMIT
+
+
+def test_only_clients_and_admission_check() -> None:
+    """So that a door has one way to check."""
+    found = {
+        name_of(path)
+        for path in sources(PACKAGE)
+        for call in calls(path)
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr == "check"
+        and ast.unparse(call.func.value).endswith(("client", "limits", "limits_of(self.ready)"))
+    }
+    clients = {f"engine/client/{name}.py" for name in ("async_client", "client", "fleet")}
+    assert found == {
+        ADMISSION, *clients, "engine/loop/front.py", "serve/processes/core_processes.py",
+    }  # fmt: skip
