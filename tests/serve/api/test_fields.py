@@ -5,7 +5,7 @@ without each field.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,15 @@ import pytest
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from quire.base.settings.config import ServerConfig
+from quire.render.tokens.tokenizer import Tokenizer
+from quire.serve.api.app import create_app
 from quire.serve.api.bodies.open_body import body_class
 from quire.serve.api.context import ApiContext
 from quire.serve.api.fields import IGNORED, REFUSED, TAKEN, Row, bodies, main, page, rows
+from tests.serve.api.conftest import small_engine
 from tests.structure.test_house import ROOT
+from tests.support.serve.fake_client import FakeClient
 
 MAX_LINES, MAX_COLUMNS = 250, 120
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -46,9 +51,12 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 ITEM_TOOLS = [{"type": "function", **FUNCTION}]
 CUSTOM_TOOLS = [{"name": "f", "input_schema": {"type": "object"}}]
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{{ x }}{{ documents }}"
-TEMPLATE += "{{ reasoning_effort }}{{ enable_thinking }}<think>\n"
-OWN = {"chat_template": TEMPLATE}
+# Shows all that a chat template gets, and makes the model reason.
+TEMPLATE = (
+    "{{ tools }}{{ documents }}{{ x }}{{ reasoning_effort }}{{ enable_thinking }}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}.\n{% endfor %}"
+    "{% if add_generation_prompt %}<think>\n{% endif %}"
+)
 ASSISTANT = [*MESSAGES, {"role": "assistant", "content": "Once"}]
 BEAMS = {"use_beam_search": True, "temperature": None, "seed": None}
 LOGPROBS = ["message.output_text.logprobs"]
@@ -65,12 +73,12 @@ SAMPLES: dict[str, Sample] = {
     "beam_width": Sample(3, BEAMS),
     "best_of": Sample(3),
     "cache_salt": Sample("salt"),
-    "chat_template": Sample(TEMPLATE),
-    "chat_template_kwargs": Sample({"x": 5}, OWN),
+    "chat_template": Sample(f"{TEMPLATE}<think>"),
+    "chat_template_kwargs": Sample({"x": 5}),
     "continue_final_message": Sample(
         True, {"messages": ASSISTANT, "add_generation_prompt": False}
     ),
-    "documents": Sample([{"text": "a"}], OWN),
+    "documents": Sample([{"text": "a"}]),
     "dry_allowed_length": Sample(3, {"dry_multiplier": 1.0}),
     "dry_base": Sample(2.0, {"dry_multiplier": 1.0}),
     "dry_multiplier": Sample(0.5),
@@ -89,7 +97,7 @@ SAMPLES: dict[str, Sample] = {
     "guided_whitespace_pattern": Sample("[ ]?", {"guided_json": SCHEMA}),
     "ignore_eos": Sample(True),
     "include": Sample(LOGPROBS),
-    "include_reasoning": Sample(False, OWN),
+    "include_reasoning": Sample(False),
     "include_stop_str_in_output": Sample(True),
     "input": Sample("Ho"),
     "instructions": Sample("Be brief."),
@@ -106,7 +114,7 @@ SAMPLES: dict[str, Sample] = {
     "max_output_tokens": Sample(3),
     "max_tokens": Sample(3),
     "max_tool_calls": Sample(2),
-    "messages": Sample([{"role": "user", "content": "Ho"}]),
+    "messages": Sample([{"role": "user", "content": "Who are you, old fox?"}]),
     "metadata": Sample({"a": "b"}),
     "messages metadata": Sample({"user_id": "me"}),
     "min_p": Sample(0.5),
@@ -124,8 +132,8 @@ SAMPLES: dict[str, Sample] = {
     "tokenize prompt": Sample("Ho", {"messages": None}),
     "prompt_cache_key": Sample("key"),
     "prompt_logprobs": Sample(1),
-    "reasoning": Sample({"effort": "low"}, OWN),
-    "reasoning_effort": Sample("low", OWN),
+    "reasoning": Sample({"effort": "low"}),
+    "reasoning_effort": Sample("low"),
     "regex": Sample("a"),
     "repetition_detection": Sample({"max_pattern_size": 9, "min_count": 3}),
     "repetition_penalty": Sample(1.5),
@@ -151,7 +159,7 @@ SAMPLES: dict[str, Sample] = {
     "temperature": Sample(0.9),
     "text": Sample({"format": FORM}),
     "thinking": Sample({"type": "disabled"}),
-    "thinking_token_budget": Sample(3, OWN),
+    "thinking_token_budget": Sample(3),
     "timeout_s": Sample(60.0),
     "tokens": Sample([12, 13]),
     "tool_choice": Sample("required", {"tools": TOOLS}),
@@ -169,7 +177,7 @@ SAMPLES: dict[str, Sample] = {
     "truncate_prompt_tokens": Sample(1),
     "truncation": Sample("auto", {"input": "word " * 600}),
     "truncation_side": Sample("right", {"truncate_prompt_tokens": 2}),
-    "use_beam_search": Sample(True, {"n": 2, **BEAMS}),
+    "use_beam_search": Sample(True, BEAMS | {"n": 2, "use_beam_search": None}),
     "user": Sample("me"),
     "priority": Sample(3),
     "xtc_probability": Sample(0.5),
@@ -219,27 +227,46 @@ def observed(api: TestClient, context: ApiContext, name: str, body: Any) -> dict
     return found
 
 
-@pytest.fixture
-def trusting(api_context: ApiContext) -> ApiContext:
-    api_context.config.trust_request_chat_template = True
-    return api_context
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[TestClient, ApiContext]]:
+    engine = small_engine(chat_template=TEMPLATE)
+    config = ServerConfig(trust_request_chat_template=True)
+    context = ApiContext(FakeClient(engine), engine.renderer, engine.requests, ("demo",), config, 0)
+    try:
+        with TestClient(create_app(context), raise_server_exceptions=False) as client:
+            yield client, context
+    finally:
+        engine.client.close()
+
+
+@pytest.fixture(autouse=True)
+def special_token_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model has no special tokens around a text; this one stands for them."""
+    encode = Tokenizer.encode
+
+    def with_mark(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = encode(self, text, add_special_tokens)
+        return [3, *ids] if add_special_tokens else ids
+
+    monkeypatch.setattr(Tokenizer, "encode", with_mark)
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_field_that_is_taken_sets_what_it_declares(
-    api: TestClient, trusting: ApiContext, name: str
+    served: tuple[TestClient, ApiContext], name: str
 ) -> None:
+    plain = observed(*served, name, BODIES[name])
     for row in ROWS:
         if row.api != name or row.fate != TAKEN:
             continue
         sample = sample_of(row)
         body = BODIES[name] | dict(sample.others)
-        changed = observed(api, trusting, name, body | {row.field: sample.value})
+        changed = observed(*served, name, body | {row.field: sample.value})
         if row.field in UNAVAILABLE:
             assert changed["status"] in (400, 404), row
             assert changed["error"]["param"] == row.field, (row, changed["error"])
             continue
-        before = observed(api, trusting, name, body)
+        before = observed(*served, name, body) if sample.others else plain
         if row.becomes != ("model",):
             assert changed["status"] == 200, (row, changed["response"])
         for part in row.becomes:
@@ -248,11 +275,11 @@ def test_a_field_that_is_taken_sets_what_it_declares(
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_field_that_is_ignored_changes_nothing(
-    api: TestClient, trusting: ApiContext, name: str
+    served: tuple[TestClient, ApiContext], name: str
 ) -> None:
     ignored = {row.field: {"a": 1} for row in ROWS if row.api == name and row.fate == IGNORED}
-    plain = observed(api, trusting, name, BODIES[name])
-    with_all = observed(api, trusting, name, BODIES[name] | ignored)
+    plain = observed(*served, name, BODIES[name])
+    with_all = observed(*served, name, BODIES[name] | ignored)
     of_no_request = {"Request.request_id"}
     assert {k: v for k, v in plain.items() if k not in of_no_request} == {
         k: v for k, v in with_all.items() if k not in of_no_request
@@ -262,18 +289,18 @@ def test_a_field_that_is_ignored_changes_nothing(
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_field_that_is_refused_is_a_400_with_its_name_and_advice(
-    api: TestClient, trusting: ApiContext, name: str
+    served: tuple[TestClient, ApiContext], name: str
 ) -> None:
     for row in ROWS:
         if row.api == name and row.fate == REFUSED:
-            error = observed(api, trusting, name, BODIES[name] | {row.field: {"b": 1}})["error"]
+            error = observed(*served, name, BODIES[name] | {row.field: {"b": 1}})["error"]
             assert error["message"].startswith(f"{row.field}="), row
             assert row.advice in error["message"]
             assert name.startswith("messages") or error["param"] == row.field
 
 
-def test_the_table_has_every_body_of_the_app(api: TestClient) -> None:
-    app: Any = api.app
+def test_the_table_has_every_body_of_the_app(served: tuple[TestClient, ApiContext]) -> None:
+    app: Any = served[0].app
     routes = [route for route in app.routes if isinstance(route, Route)]
     kinds = {body_class(route.endpoint) for route in routes} - {None}
     assert kinds <= set(bodies().values())
